@@ -137,7 +137,6 @@ class Communicator:
 
 
 def check_peer(kind: str, peer: int, size: int) -> None:
-    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
     if not 0 <= peer < size:
         raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
 

@@ -31,7 +31,6 @@ _PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
 
 
 def to_bytes(value: object) -> bytes:
-    """Returns a value as bytes. Raises UsageError for what is not plain data."""
     writer = _Writer()
     text = json.dumps(writer.write(value), separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "big"), text, *writer.parts])
@@ -169,7 +168,6 @@ def _name(cls: type) -> str:
 
 
 def _class(name: str, is_right: Callable[[type], bool]) -> Any:
-    """Returns a class that this process has loaded, if it is of the right kind."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -71,7 +71,6 @@ class ExchangeWork:
     combine: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Returns when everything has come, is added up, and has left. Safe to call twice."""
         for work in self.receives:
             work.wait(self.timeout)
         if self.combine is not None:
@@ -91,7 +90,6 @@ class GlooExchanges:
         self._scratch = _Scratch()
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Reduces the ranks' ``whole`` tensors, of floating point, to this rank's slice of the result."""
         length, is_first = output.numel(), self._rank == 0
         pieces = list(whole.view(self._size, length))
         memory = self._scratch.take((self._size - 1) * length, whole.dtype)
@@ -130,9 +128,7 @@ class GlooExchanges:
 def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
     """Reduces the slices in rank order into ``output``, which may be this rank's own, in the memory of another."""
     free = slices[1] if is_first else slices[0]
-    reduce_in_order(
-        slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
-    )
+    reduce_in_order(slices, op, output, lambda kind: free if kind == free.dtype else torch.empty_like(free, dtype=kind))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -203,7 +199,7 @@ def communicator_of(group: Group | None, device: torch.device, *, timeout_s: flo
     """Returns a torch process group, or all ranks, as a communicator. Raises UsageError outside it, or for no group."""
     if is_outside(group):
         raise UsageError(
-            "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+            "this rank is not a member of the group\n  only members call a collective\n  leave it out here"
         )
     if group is None:
         if not dist.is_initialized():
@@ -264,8 +260,6 @@ class _TorchWork:
 
 
 class TorchCommunicator(Communicator):
-    """A ``torch.distributed`` process group behind the communicator protocol."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)

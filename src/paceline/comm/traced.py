@@ -136,7 +136,6 @@ class LedgerCommunicator(WrappedCommunicator):
         return work
 
     def _complete(self, call: Callable[[], T], kind: str, *written: Any) -> T:
-        """Writes down an operation that is over when ``call`` returns."""
         work = self._write(kind, (), None, *written)
         work.inner = DONE
         try:

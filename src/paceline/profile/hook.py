@@ -46,7 +46,6 @@ class StepProfiler:
         self._clock = (0.0, 0.0)
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Starts after the warm-up, notes each step, and stops after the last one."""
         if self._folder is None:
             return
         if self._profile is not None:
@@ -134,7 +133,6 @@ class StepProfiler:
 
 
 def _operators(found: profile) -> list[Operator]:
-    """Returns the operators that took most time of their own, on the device and on the host."""
     rows = [
         Operator(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
         for each in found.key_averages()

@@ -35,9 +35,7 @@ def profiled_config(config: Config, steps: int, folder: Path) -> Config:
 def profile_run(config: Config, steps: int, folder: Path) -> list[RankProfile]:
     """Profiles so many steps after the warm-up, of which ranks leave what they saw in ``folder``."""
     train(profiled_config(config, steps, folder / "runs"), options=RunOptions(is_quiet=True))
-    paths = sorted(
-        folder.glob("rank-*.torch.json"), key=lambda path: int(path.name.split(".")[0].removeprefix("rank-"))
-    )
+    paths = sorted(folder.glob("rank-*.torch.json"), key=lambda it: int(it.name.split(".")[0].removeprefix("rank-")))
     if not paths:
         raise UsageError(
             f"the run ended before the profile began\n  {WARM_UP} steps are warm-up, and {steps} are profiled\n"

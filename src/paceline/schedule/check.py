@@ -100,7 +100,6 @@ def _check_order(schedule: Schedule, cells: _Cells) -> None:
 
 
 def _check_messages(schedule: Schedule, cells: _Cells) -> None:
-    """Checks messages of the schedule's own: each after what it carries, received in the order of the sends."""
     other_side: dict[Action, Action] = {}
     for action in [each for each in cells if each.is_compute]:
         if messages := messages_of(action, schedule.placement):
@@ -139,7 +138,6 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
 
 
 def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
-    """Checks that no ranks wait in a circle: with messages that ``lower`` places, compute actions decide it."""
     orders = schedule.orders() if schedule.has_messages else schedule.compute_orders()
     compute = compute_needs(orders, schedule.stages)
 

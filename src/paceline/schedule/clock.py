@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Work that was done: on which stream, from when to when."""
-
     stream: str
     name: str
     start: float

@@ -95,7 +95,6 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts, I and W."""
         return any(action.kind in ("I", "W") for row in self.rows for action in row if action)
 
     @property

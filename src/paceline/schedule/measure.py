@@ -27,7 +27,6 @@ class StageCost:
     backward_weight: float
 
     def of(self, kind: Kind) -> float:
-        """Returns the duration of F, B, I or W."""
         both = self.backward_input + self.backward_weight
         return {"F": self.forward, "B": both, "I": self.backward_input}.get(kind, self.backward_weight)
 

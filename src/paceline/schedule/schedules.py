@@ -146,27 +146,24 @@ def _ready(rank: int, placement: Sequence[int], microbatches: int, done: _Progre
             yield Action("W", stage, weights)
 
 
-_SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+_MAKERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda p, m, _: gpipe(p, m),
     "1f1b": lambda p, m, _: one_f_one_b(p, m),
     "interleaved": interleaved,
     "zb-h1": lambda p, m, _: zb_h1(p, m),
     "zb-v": lambda p, m, _: zb_v(p, m),
 }
-SCHEDULE_NAMES = tuple(_SCHEDULES)
+SCHEDULE_NAMES = tuple(_MAKERS)
 # The fewest and the most stages of a rank, by schedule; None: as many as one likes.
-CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_SCHEDULES, (1, 1)) | {
-    "interleaved": (2, None),
-    "zb-v": (2, 2),
-}
+CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_MAKERS, (1, 1)) | {"interleaved": (2, None), "zb-v": (2, 2)}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Returns the schedule of that name, of ``chunks`` stages a rank (None: the fewest). Raises UsageError."""
-    if name not in _SCHEDULES:
-        near = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.4)
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, _MAKERS, n=1, cutoff=0.4)
         hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_SCHEDULES)}{hint}")
+        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_MAKERS)}{hint}")
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if number < 1:
             raise UsageError(f"schedule {name!r} with {what} = {number}\n  there must be at least one")
@@ -178,4 +175,4 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
             f"schedule {name!r} with chunks = {chunks}\n  it takes {rule} a rank\n"
             "  for several chunks take interleaved (2 or more) or zb-v (2), for one any other"
         )
-    return _SCHEDULES[name](ranks, microbatches, chunks)
+    return _MAKERS[name](ranks, microbatches, chunks)

@@ -47,8 +47,6 @@ class Case(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCase:
-    """A case from the user's own functions."""
-
     model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[..., Any]
@@ -116,7 +114,6 @@ class ConfigCase:
 
 
 def num_samples(batch: Any) -> int:
-    """Returns the length of dim 0 of a batch's tensors."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise UsageError(f"a batch's tensors must have the same number of samples along dim 0; got {sorted(sizes)}")

@@ -72,10 +72,9 @@ def locate(
             gradient = expected.gradients.get(name)
             if what == "update" and gradient is not None and gradient.numel() and float(gradient.abs().max()) < 1e-13:
                 hint = _MAGNIFIED  # of float64, that is nothing but rounding
+            where = name if what == "forward" else module
             what = f"{what} ({tensor})" if what in ("gradient", "update", "buffer") else what
-            return Divergence(
-                step=step, module=name if what == "forward" else module, what=what, error=error, hint=hint
-            )
+            return Divergence(step=step, module=where, what=what, error=error, hint=hint)
     return Divergence(step=step, module="", what="repeating it, nothing", error=0.0, hint=_UNSTEADY)
 
 
@@ -228,7 +227,6 @@ def verify(
 
 
 def certify(case: Case, settings: Settings) -> Certificate:
-    """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
     settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
     check_settings(settings)
     if settings.backend != "virtual":

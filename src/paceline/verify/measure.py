@@ -112,7 +112,6 @@ def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Boun
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
-    """Returns the largest differences of one step on one rank."""
     measure = measure or absolute
     return Errors(
         loss=worst(measure({"": ours.loss}, {"": expected.loss}, {})),
@@ -124,7 +123,6 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
 
 
 def errors_by_step(reference: Reference, per_rank: Iterable[list[StepValues]], measure: Measure) -> list[Errors]:
-    """Returns the largest differences of all ranks in each step."""
     expected = enumerate(reference.steps)
     return [merge(compare(values[step], each, measure) for values in per_rank) for step, each in expected]
 

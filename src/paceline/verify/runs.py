@@ -65,7 +65,6 @@ class StepValues:
 
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
-    """Trains this rank's share with the engine and the step that training uses."""
     with casts_cached(settings.caches_casts):
         model, names = prepare(case, settings.dtype)
         engine = parallelize(model, comm, layout=settings.layout)
@@ -143,7 +142,6 @@ def _state(engine: Engine, names: Collection[str]) -> tuple[NamedTensors, NamedT
 
 
 def split_state(parameters: Collection[str], state: Mapping[str, Any]) -> tuple[NamedTensors, NamedTensors]:
-    """Returns copies of the parameters of a state dict, by their names, and of its buffers."""
     found: tuple[NamedTensors, NamedTensors] = {}, {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):

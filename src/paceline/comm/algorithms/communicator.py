@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from paceline.cluster import costs
-from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires, chain, double_tree, rooted_tree
+from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
@@ -149,7 +149,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if algorithm not in ("ring", "tree"):
             return None
         flat = _flat(call.tensor)
-        tree = chain(self.size, call.peer) if algorithm == "ring" else rooted_tree(self.size, call.peer)
+        tree = costs.chain(self.size, call.peer) if algorithm == "ring" else costs.rooted_tree(self.size, call.peer)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.tensor, flat))
@@ -177,7 +177,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if algorithm == "hierarchical":
             return [rounds.hierarchical_all_reduce(self.rank, self.topology, span)]
         if algorithm == "tree":
-            halves = zip(double_tree(self.size), cut(span, 2), strict=True)
+            halves = zip(costs.double_tree(self.size), cut(span, 2), strict=True)
             both = (rounds.tree_reduce, rounds.tree_broadcast)
             return [[each for form in both for each in form(self.rank, tree, half)] for tree, half in halves]
         slices = cut(span, self.size)
@@ -262,9 +262,7 @@ class TwoLevelCommunicator(AlgorithmCommunicator):
     def __init__(self, inner: Communicator, topology: Topology, local: Communicator) -> None:
         super().__init__(inner, "hierarchical", topology)
         if {len(host) for host in topology.hosts} != {local.size}:
-            raise UsageError(
-                f"hosts {topology.hosts} and a group of {local.size} ranks on this one: every host has as many ranks"
-            )
+            raise UsageError(f"hosts {topology.hosts} and {local.size} ranks on this one: every host has as many ranks")
         self._local = local
         peers = [host[local.rank] for host in topology.hosts]
         self._across = AlgorithmCommunicator(inner.split(peers), "ring")

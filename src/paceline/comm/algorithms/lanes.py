@@ -82,7 +82,6 @@ class MessageLane:
             combine(self._flat[this.sums[0].start : this.sums[0].stop], pieces, self._op, divisor)
 
     def close(self) -> None:
-        """Waits until everything has left, and lets go of the memory."""
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -108,7 +107,7 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._operations)
 
-    def issue(self, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
+    def issue(self, lanes: list[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
         """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""
         operation = RoundsWork(self, lanes, deliver, window or len(lanes))
         self._operations.append(operation)
@@ -124,12 +123,10 @@ class InFlight:
 
 
 class RoundsWork:
-    def __init__(
-        self, in_flight: InFlight, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int
-    ) -> None:
+    def __init__(self, in_flight: InFlight, lanes: list[MessageLane], deliver: Callable[[], None], window: int) -> None:
         self.is_finished = False
         self._in_flight = in_flight
-        self._lanes = list(lanes)
+        self._lanes = lanes
         self._deliver: Callable[[], None] | None = deliver
         self._error: Exception | None = None
         self._window = window

@@ -231,7 +231,6 @@ def _spread(rounds: Iterable[Round]) -> list[Round]:
 
 
 def _counterparts(rank: int, topology: Topology) -> list[int]:
-    """Returns who has a rank's place on each host."""
     place = next(each.index(rank) for each in topology.hosts if rank in each)
     return [each[place] for each in topology.hosts]
 

@@ -62,8 +62,6 @@ class Compressor:
         self._is_sharded = False
         self._replicas: Communicator | None = None
 
-    # What engines call: see ``GradientCompression``.
-
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
         bound = [_Bucket(self, shape) for shape in buckets]
         self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
@@ -90,8 +88,6 @@ class Compressor:
     def keep_residuals(self, names: Sequence[str]) -> None:
         for name in names:
             self.current.residuals.pop(name, None)
-
-    # State.
 
     def residual_norm(self) -> float:
         """Returns the norm of this rank's residuals. A sync point."""
@@ -158,8 +154,6 @@ class Compressor:
     def _piece(self, name: str, numel: int = 0) -> TensorPiece:
         """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
         return self._pieces.get(name) or TensorPiece(0, numel, numel)
-
-    # One pass.
 
     def advance(self) -> None:
         """Issues the second rounds of all buckets under way, in the order in which they left."""

@@ -73,7 +73,6 @@ class VectorPart:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether its first or last row is not whole."""
         return self.size != self.rows * self.columns
 
 
@@ -136,7 +135,6 @@ def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator)
 
 
 def num_kept(ratio: float, length: int) -> int:
-    """Returns how many of ``length`` elements are sent: at least one."""
     return min(length, max(1, round(ratio * length)))
 
 
@@ -277,7 +275,6 @@ def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-    """Sends two factors of ``rank`` columns for each matrix."""
     parts, rank = context.parts, context.settings.factor_rank
     matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
     starts = [_first_factor(part, context, rank, vector) for part in parts]
@@ -305,7 +302,6 @@ def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator
 
 
 def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
-    """Returns a part as a matrix; a copy where its first or last row is not whole."""
     if part.is_ragged:
         filled = values.new_zeros(part.rows * part.columns)
         filled[part.lead : part.lead + part.size] = values

@@ -199,7 +199,6 @@ class Values:
         }
 
     async def _get(self, keys: list[str], timeout_s: float) -> list[str]:
-        """Returns the values of keys, as soon as all are there. Raises TimeoutError."""
         async with asyncio.timeout(float(timeout_s)):
             for key in map(check_name, keys):
                 while key not in self._values:
@@ -245,7 +244,6 @@ class Values:
 
 
 def check_name(text: object) -> str:
-    """Returns a text that is one. Raises TypeError."""
     if not isinstance(text, str):
         raise TypeError("a name is a text")
     return text

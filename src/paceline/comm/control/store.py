@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -184,9 +185,10 @@ class SideChannel:
         self._prefix = f"paceline-health/{name}/"
         store.set_timeout(timedelta(seconds=TIMEOUT_S))
         self._patience_s, self._farewell = patience_s, farewell
-        self._questions: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
-        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
-        self._is_answered, self._is_closed, self._is_gone = True, False, False
+        self._questions: SimpleQueue[tuple[Callable[[], str], Future[str]] | None] = SimpleQueue()
+        self._answer: Future[str] = Future()
+        self._answer.set_result("")
+        self._is_closed = self._is_gone = False
         self._lock = threading.Lock()  # the watch asks, and the rank itself when it leaves
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self._thread.start()
@@ -219,32 +221,24 @@ class SideChannel:
         with self._lock:
             if self._is_closed or self._is_gone:
                 raise CommunicationError("the store is gone")
-            if not self._is_answered:
-                self._take(0.0)  # the answer to an earlier question
-            self._questions.put(question)
-            answer = self._take(self._patience_s)
-        if isinstance(answer, CommunicationError):
-            # Torch never connects again; it would write a line of its own to standard error with every question.
-            self._is_gone = isinstance(answer.__cause__, dist.DistNetworkError)
-            raise answer
-        return answer
-
-    def _take(self, patience_s: float) -> str | CommunicationError:
-        try:
-            answer = self._answers.get(timeout=patience_s)
-        except Empty:
-            self._is_answered = False
-            raise CommunicationError("the store does not answer") from None
-        self._is_answered = True
-        return answer
+            try:
+                self._answer.exception(timeout=0.0)  # an earlier question is answered
+                self._answer = Future()
+                self._questions.put((question, self._answer))
+                return self._answer.result(timeout=self._patience_s)
+            except TimeoutError:
+                raise CommunicationError("the store does not answer") from None
 
     def _serve(self) -> None:
-        while (question := self._questions.get()) is not None:
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
             try:
-                answer: str | CommunicationError = question()
-            except (RuntimeError, TimeoutError) as error:
-                answer = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
-                answer.__cause__ = error
+                answer.set_result(question())
             except CommunicationError as error:
-                answer = error
-            self._answers.put(answer)
+                answer.set_exception(error)
+            except (RuntimeError, TimeoutError) as error:
+                # Torch never connects again; it would write a line of its own to standard error with every question.
+                self._is_gone = isinstance(error, dist.DistNetworkError)
+                gone = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
+                gone.__cause__ = error
+                answer.set_exception(gone)

@@ -48,7 +48,6 @@ def kind_of_file(filename: str) -> int:
 
 
 def short_name(filename: str) -> str:
-    """Returns a path as reports show it: ours below the package, others in full."""
     return f"paceline/{filename.removeprefix(_OURS)}" if filename.startswith(_OURS) else filename
 
 
@@ -123,8 +122,6 @@ _LARGEST = 2**62
 
 
 class LoopCounters:
-    """Finds and reads the counters of one rank's loop."""
-
     def __init__(self) -> None:
         self.names: dict[int, str] = {}  # of what counts, by number: the same number on every rank
         self._places: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by code: number and name

@@ -46,7 +46,6 @@ UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
 GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
 FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
-# The cells.
 MAGIC_CELL, RANK, WORLD, PID, TABLE_USED, IS_FINISHED, PHASE, STEP = range(8)
 ISSUED, WAITING, LAPS, THREAD, WALL_NS, CLOCK_NS, BORN_NS, HEARTBEAT = range(8, 16)
 TIMED_STEPS, STEP_NS, DATA_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = range(16, 22)  # sums over so many timed steps
@@ -55,7 +54,6 @@ WORLD_GROUP: Final = 0  # the number of the first group of a ledger: all ranks
 FINISHED, FAILED = 1, 2  # how a rank has left, in IS_FINISHED
 _PHASE_CELLS = {"data": DATA_NS, "forward": FORWARD_NS, "backward": BACKWARD_NS, "optimizer": OPTIMIZER_NS}
 _COUNTERS = (ISSUED, WAITING, LAPS)
-_LAST = 96  # records that a look takes
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
@@ -91,8 +89,6 @@ class Pulse(NamedTuple):
 
 
 class LedgerReader:
-    """Reads a ledger that somebody else may be writing."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
         self._cells = memoryview(buffer)[:COUNTS_AT].cast("Q")
@@ -131,10 +127,7 @@ class LedgerReader:
         counters = tuple([cells[place] for place in _COUNTERS])
         return Pulse(bool(cells[IS_FINISHED]), _phase(cells[PHASE]), cells[STEP], counters)
 
-    def view(
-        self, *, state: State = "running", changed_s: float = 0.0, last: int = _LAST, host: str = ""
-    ) -> LedgerView:
-        """Returns what the ledger says now, with the ``last`` operations."""
+    def view(self, *, state: State = "running", changed_s: float = 0.0, last: int = 96, host: str = "") -> LedgerView:
         cells = self._cells
         entries = self._entries(min(last, NUM_RECORDS - 1))
         groups = self._tables["g"]

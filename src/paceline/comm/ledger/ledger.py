@@ -103,7 +103,6 @@ class Ledger:
         return layout.LedgerReader(self.buffer)
 
     def enter(self, phase: str) -> None:
-        """Notes what the rank does from here on."""
         self.cells[PHASE] = PHASES.index(phase)
         self.cells[layout.LAPS] += 1
 
@@ -130,7 +129,6 @@ class Ledger:
         return 0
 
     def note_update(self, update: Update) -> None:
-        """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[layout.UPDATED] + 1, update.counters
         rest = (0,) * (layout.MOST_COUNTERS - len(counters))
         words = (number, update.collectives, update.updates, update.idle, update.place)
@@ -239,7 +237,6 @@ class UpdateNotes:
         return Update(**counted, place=place, counters=self._counters.read(frame))
 
     def name_of(self, counter: int | None) -> str:
-        """Returns the name of a counter; an empty one for what is none."""
         return self._counters.names.get(counter or 0, "")
 
 

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,9 +66,8 @@ class _SharedWork:
 
     def wait(self) -> None:
         if not self.operation.is_done:
-            self.comm._resources.progress.wait(
-                self.operation, lambda waited_s: self.comm._watch(self.operation, self.lane, waited_s)
-            )
+            watch = partial(self.comm._watch, self.operation, self.lane)
+            self.comm._resources.progress.wait(self.operation, watch)
         if self.operation.error is not None:
             raise type(self.operation.error)(str(self.operation.error))  # a new one: each has its own traceback
 
@@ -223,14 +223,11 @@ class SharedMemoryCommunicator(Communicator):
         return _SharedWork(self, operation, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
-        """Returns the values of some ranks of this group, in their order."""
         sends = [work for rank in ranks for work in send_object(self, value, rank, tag)]
         found = [receive_object(self, rank, tag) for rank in ranks]
         for work in sends:
             work.wait()
         return found
-
-    # Failures.
 
     def _watch(self, operation: PendingOperation, lane: OperationLane, waited_s: float) -> None:
         """Ends an operation whose ranks will not come: they are gone, have given up, or are too late."""
@@ -272,8 +269,11 @@ class SharedMemoryCommunicator(Communicator):
             lane.fail(error)
 
 
+_Exchange = Callable[[Any], list[Any]]  # gives a value to all ranks of a group, and returns theirs
+
+
 def _establish(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], resources: _GroupResources
+    exchange: _Exchange, rank: int, ranks: tuple[int, ...], resources: _GroupResources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
@@ -289,9 +289,7 @@ def _establish(
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
 
-def _common_segment(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int
-) -> SharedSegment:
+def _common_segment(exchange: _Exchange, rank: int, ranks: tuple[int, ...], num_bytes: int) -> SharedSegment:
     """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
     segment: SharedSegment | None = None
     try:

@@ -60,8 +60,6 @@ class Fence:
 
 @dataclass(slots=True, eq=False)
 class PendingOperation:
-    """One operation of this rank: done, failed, or waiting for others."""
-
     kind: str
     finish: Callable[[], object] | None = None
     is_done: bool = False
@@ -124,7 +122,6 @@ class ProgressLoop:
         self._lock = threading.Lock()
 
     def issue(self, lane: OperationLane, operation: PendingOperation, *what: Any) -> None:
-        """Adds an operation to a lane and does what can be done now."""
         with self._lock:
             lane.add(operation, *what)
             if lane not in self._lanes:
@@ -225,8 +222,6 @@ class _ArrivingMessage:
 
 
 class Inbox:
-    """What one rank receives from one other."""
-
     def __init__(self, ring: Ring, source: int, on_error: Callable[[str, BaseException], None]) -> None:
         self._ring, self._source, self._on_error = ring, source, on_error
         self._posted: deque[tuple[PendingOperation, torch.Tensor, int]] = deque()

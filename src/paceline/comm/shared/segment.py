@@ -104,7 +104,6 @@ class SharedSegment:
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
-        """Makes a new segment of zeros; raises CommunicationError where there is no room for it."""
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
         remove_stale_segments()

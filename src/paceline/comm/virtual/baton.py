@@ -61,7 +61,6 @@ class _LazyState:
         return self._known
 
     def restore(self, state: Any) -> None:
-        """Makes ``state`` the process's, unless it is."""
         if self.capture() is not state:
             self._put(state)
             self._known, self._memory = state, self._look()
@@ -130,8 +129,6 @@ class RandomStates:
 
 @dataclass(frozen=True, slots=True)
 class BatonWait:
-    """What a rank without the baton waits for."""
-
     is_over: Callable[[], bool]
     describe: Callable[[], str]
     entry: Callable[[], LedgerEntry]
@@ -159,8 +156,6 @@ class Baton:
         self._threads: list[threading.Thread] = []
         self.explain: Callable[[Mapping[int, LedgerEntry], set[int]], str]  # why no rank can go on; set by the world
 
-    # What the communicator calls, always from the thread of the rank that holds the baton.
-
     def sign_of_life(self) -> None:
         """Notes that the holder makes progress; unwinds it if the world has ended meanwhile."""
         self._last_sign = time.monotonic()
@@ -168,7 +163,6 @@ class Baton:
             raise Abandoned
 
     def wait(self, rank: int, until: BatonWait) -> None:
-        """Passes the baton on until ``until.is_over()``."""
         self.sign_of_life()
         if until.is_over():
             return
@@ -183,8 +177,6 @@ class Baton:
     def fail(self, error: BaseException) -> NoReturn:
         self._end(error)
         raise Abandoned
-
-    # The run.
 
     def run(self, work: list[Callable[[], Any]]) -> list[Any]:
         before = RandomStates.capture(self.device)
@@ -263,7 +255,6 @@ class Baton:
                 )
 
     def describe_ranks(self) -> str:
-        """Says for each rank what it does: one line each."""
         lines = []
         for rank in range(self.num_ranks):
             if rank in self._finished:

@@ -76,8 +76,6 @@ def run_virtual(
 
 
 class VirtualCommunicator(Communicator):
-    """One virtual rank's handle on a group."""
-
     takes_real_time = False  # a rank that waits for another waits for all that take their turns before it
     clock: VirtualClock | None
 
@@ -139,19 +137,17 @@ class VirtualCommunicator(Communicator):
     def _exchange(
         self, outputs: list[torch.Tensor], given: list[torch.Tensor], splits: list[tuple[list[int], list[int]]]
     ) -> None:
-        """Hands pieces over; what each pair exchanges must agree on both sides."""
         pieces = [torch.split(tensor.clone(), ours) for tensor, (_, ours) in zip(given, splits, strict=True)]
         for me, output in enumerate(outputs):
             for peer, target in enumerate(torch.split(output, splits[me][0])):
                 piece = pieces[peer][me]
                 if piece.shape != target.shape:
-                    self._group.world.baton.fail(
-                        CollectiveMismatchError(
-                            f"all_to_all: rank {self.ranks[peer]} sends {list(piece.shape)} to rank {self.ranks[me]}, "
-                            f"which expects {list(target.shape)}\n  input_splits[{me}] of the one must be "
-                            f"output_splits[{peer}] of the other"
-                        )
+                    what = (
+                        f"all_to_all: rank {self.ranks[peer]} sends {list(piece.shape)} to rank {self.ranks[me]}, "
+                        f"which expects {list(target.shape)}\n  input_splits[{me}] of the one must be "
+                        f"output_splits[{peer}] of the other"
                     )
+                    self._group.world.baton.fail(CollectiveMismatchError(what))
                 target.copy_(piece)
 
 
@@ -258,8 +254,6 @@ class VirtualWorld:
 
 
 class VirtualGroup:
-    """A group's operations in flight."""
-
     def __init__(self, world: VirtualWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
         self.ranks = ranks
@@ -341,9 +335,8 @@ class VirtualGroup:
         sent, received = operation.contributions[True], operation.contributions[False]
         (source,), (target,) = sent.tensors, received.tensors
         if source.shape != target.shape or source.dtype != target.dtype:
-            self.world.baton.fail(
-                CollectiveMismatchError(f"a send and its receive differ\n  {sent.call}\n  {received.call}")
-            )
+            what = f"a send and its receive differ\n  {sent.call}\n  {received.call}"
+            self.world.baton.fail(CollectiveMismatchError(what))
         target.data.copy_(source.data)
 
     def _entry(self, call: VirtualCall, number: int, *, peer: int | None = None, tag: int = 0) -> LedgerEntry:
