@@ -24,7 +24,7 @@ from paceline.profile.merge import (
     merged_events,
     place_rank,
 )
-from paceline.profile.run import profiled_config
+from paceline.profile.hook import profiled_config
 from paceline.profile.summary import summarize_profile
 from paceline.schedule.clock import time_in_all
 

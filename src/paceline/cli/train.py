@@ -335,7 +335,7 @@ def profile(
     from paceline.chrome_trace import write_events
     from paceline.profile.merge import beside as lay_beside
     from paceline.profile.merge import merged_events
-    from paceline.profile.run import profile_run
+    from paceline.profile.hook import profile_run
     from paceline.profile.summary import summarize_profile
     from paceline.run.scratch import scratch_folder
     from paceline.run.variables import PROFILE

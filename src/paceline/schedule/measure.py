@@ -77,7 +77,19 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
     A message is on its way right after what it carries was made. Raises UsageError when the costs do not fit.
     """
     costs = equal_costs(schedule) if costs is None else costs
-    _check_costs(schedule, costs)
+    if len(costs.stages) != schedule.stages:
+        raise UsageError(
+            f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
+            "  each stage has a cost of its own, chunks too"
+        )
+    for stage, cost in enumerate(costs.stages):
+        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
+            raise UsageError(
+                f"stage {stage} takes {cost.forward} forward, {cost.backward_input} and {cost.backward_weight} for the "
+                f"parts of backward, {costs.communication} for a message\n"
+                "  a forward takes some time, and nothing takes less than none, or for ever"
+            )
     orders, placement = schedule.compute_orders(), schedule.placement
     times, _ = walk(
         orders,
@@ -95,19 +107,3 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
         in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
         times=times,
     )
-
-
-def _check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
-    if len(costs.stages) != schedule.stages:
-        raise UsageError(
-            f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
-            "  each stage has a cost of its own, chunks too"
-        )
-    for stage, cost in enumerate(costs.stages):
-        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
-            raise UsageError(
-                f"stage {stage} takes {cost.forward} forward, {cost.backward_input} and {cost.backward_weight} for the "
-                f"parts of backward, {costs.communication} for a message\n"
-                "  a forward takes some time, and nothing takes less than none, or for ever"
-            )

@@ -85,22 +85,18 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Makes a schedule with the memory of 1f1b and a third of its idle time."""
-    orders = [list(_h1_order(rank, ranks, microbatches)) for rank in range(ranks)]
+    orders = []
+    for rank in range(ranks):
+        forwards, weights = _all("F", rank, microbatches), _all("W", rank, microbatches)
+        warm_up = min(ranks - 1 - rank, microbatches)
+        order = forwards[:warm_up]
+        for microbatch in range(microbatches):
+            order += forwards[warm_up + microbatch : warm_up + microbatch + 1]
+            order.append(Action("I", rank, microbatch))
+            if microbatch >= rank:
+                order.append(weights[microbatch - rank])
+        orders.append(order + weights[max(microbatches - rank, 0) :])
     return align("zb-h1", orders, range(ranks), microbatches)
-
-
-def _h1_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    warm_up = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(warm_up):
-        yield Action("F", rank, microbatch)
-    for microbatch in range(microbatches):
-        if warm_up + microbatch < microbatches:
-            yield Action("F", rank, warm_up + microbatch)
-        yield Action("I", rank, microbatch)
-        if microbatch >= rank:
-            yield Action("W", rank, microbatch - rank)
-    for microbatch in range(max(microbatches - rank, 0), microbatches):
-        yield Action("W", rank, microbatch)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

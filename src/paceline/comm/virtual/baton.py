@@ -107,18 +107,6 @@ class RandomStates:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), _PYTHON.capture())
 
-    @classmethod
-    def fresh(cls, device: torch.device, seed: int) -> RandomStates:
-        before = cls.capture(device)
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        states = cls.capture(device)
-        before.restore(device)
-        return states
-
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
@@ -169,10 +157,8 @@ class Baton:
         self._waits[rank] = until
         self._pass_on(rank)
         self._turn[rank].acquire()
-        if self._error is not None:
-            raise Abandoned
+        self.sign_of_life()
         self._states[rank].restore(self.device)
-        self._last_sign = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
         self._end(error)
@@ -180,8 +166,12 @@ class Baton:
 
     def run(self, work: list[Callable[[], Any]]) -> list[Any]:
         before = RandomStates.capture(self.device)
-        fresh = RandomStates.fresh(self.device, self._seed)
-        self._states = [fresh] * self.num_ranks
+        torch.default_generator.manual_seed(self._seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(self._seed)
+        np.random.seed(self._seed % 2**32)
+        random.seed(self._seed)
+        self._states = [RandomStates.capture(self.device)] * self.num_ranks
         results: list[Any] = [None] * self.num_ranks
         self._threads = [
             threading.Thread(target=self._live, args=(rank, work[rank], results), name=f"rank-{rank}", daemon=True)
@@ -205,18 +195,17 @@ class Baton:
     def _live(self, rank: int, work: Callable[[], Any], results: list[Any]) -> None:
         self._turn[rank].acquire()
         try:
-            if self._error is None:
-                self._states[rank].restore(self.device)
-                self._last_sign = time.monotonic()
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)
-                # [Note: one autograd thread] All backward work of a CUDA device shares one autograd thread, so a rank
-                # that blocks inside a backward hook would block every rank. With multithreading off (a setting of this
-                # thread), backward runs on the rank's own thread, which may block.
-                with torch.autograd.set_multithreading_enabled(self.device.type != "cuda"):
-                    results[rank] = work()
-                self._finished.add(rank)
-                self._pass_on(rank)
+            self.sign_of_life()
+            self._states[rank].restore(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            # [Note: one autograd thread] All backward work of a CUDA device shares one autograd thread, so a rank that
+            # blocks inside a backward hook would block every rank. With multithreading off (a setting of this thread),
+            # backward runs on the rank's own thread, which may block.
+            with torch.autograd.set_multithreading_enabled(self.device.type != "cuda"):
+                results[rank] = work()
+            self._finished.add(rank)
+            self._pass_on(rank)
         except Abandoned:
             pass
         except CommunicationError as error:  # a verdict already names the ranks
