@@ -34,10 +34,6 @@ from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
-from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
-from paceline.classic.monitor import DistributedMonitor
-from paceline.classic.step_metrics import StepMetrics, TimedCalls
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
 from paceline.clock import on_device

@@ -21,8 +21,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tools.audit import Audit
-    from paceline.checkpoint.tools.difference import Difference
-    from paceline.checkpoint.tools.listing import Listed, Summary
+    from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
 

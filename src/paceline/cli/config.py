@@ -18,7 +18,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.data.manifest import DataManifest
+    from paceline.data.token_files import DataManifest
     from paceline.search.automatic import Choice
 
 
@@ -110,7 +110,6 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     from paceline.config import ExplainRow, LoadedConfig
     from paceline.config import explain as explain_config
     from paceline.config.load import leaf_values
-    from paceline.plan.describe import mesh_text
     from paceline.plan.workload import mesh_text
     from paceline.run.decide import decide_strategy, resolve_config
     from paceline.search.automatic import KEY
@@ -255,8 +254,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a folder of tokens holds, and whether its files are whole."""
-    from paceline.data.manifest import check_shards, read_manifest
-    from paceline.data.token_files import open_tokens
+    from paceline.data.token_files import check_shards, open_tokens, read_manifest
 
     manifest = read_manifest(path)
     check_shards(path, manifest, "full" if verify else "fast")

@@ -121,13 +121,12 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
+    from paceline.records.report import render
     from paceline.rehearse.simulate.recording import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:
-        print_json(to_json(summary) | {"simulation": describe(found)})
+        print_json(summary.to_json() | {"simulation": describe(found)})
         return
     console = new_console()
     console.print(render(summary))

@@ -129,14 +129,13 @@ def show_finding(found: RateFinding, *, as_json: bool) -> None:
 
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
+    from paceline.records.report import render
     from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
-        print_json(to_json(result.summary) | chosen)
+        print_json(result.summary.to_json() | chosen)
         if note:
             echo(note, err=True)
         return
@@ -288,7 +287,7 @@ def chaos(
     from paceline.chaos.faults import parse_faults
     from paceline.chaos.report import report_lines
     from paceline.config.load import load_config_with_sources
-    from paceline.run.scratch import scratch_folder
+    from paceline.run.signals import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (faults is None) == (random == 0):
@@ -333,12 +332,12 @@ def profile(
     if "RANK" in os.environ:
         raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
     from paceline.chrome_trace import write_events
+    from paceline.profile.hook import profile_run
     from paceline.profile.merge import beside as lay_beside
     from paceline.profile.merge import merged_events
-    from paceline.profile.hook import profile_run
     from paceline.profile.summary import summarize_profile
-    from paceline.run.scratch import scratch_folder
-    from paceline.run.variables import PROFILE
+    from paceline.run.processes import PROFILE
+    from paceline.run.signals import scratch_folder
 
     asked = load_and_tell(config, overrides).config
     for path in beside:

@@ -50,9 +50,9 @@ from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import SplitParts, TensorLayout
 from paceline.errors import UsageError
 from paceline.free_memory import measure_machine
+from paceline.models.hugging_face import allocate_unfilled
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
-from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
 from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.check import check_schedule

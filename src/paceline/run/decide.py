@@ -34,11 +34,8 @@ from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.records import RunRecord, follow_records
-from paceline.run.console import say
 from paceline.run.logs import say
-from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.processes import node_ranks
-from paceline.run.rank_process import node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
 from paceline.search.expect import (
@@ -53,7 +50,6 @@ from paceline.search.expect import (
 )
 from paceline.search.expectation import FILE, Expectation
 from paceline.search.make_plan import make_plan
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 

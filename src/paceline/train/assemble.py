@@ -16,9 +16,8 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLeve
 from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
-from paceline.config import Config, layout_of, peak_learning_rate, with_precision
+from paceline.config import Config, layout_of, with_precision
 from paceline.config.data_sections import may_ignore
 from paceline.config.layout import peak_learning_rate
 from paceline.config.train_checks import shorter_warmup

@@ -22,8 +22,8 @@ from paceline.engines.engine import Engine
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
 from paceline.models.registry import model_blocks
-from paceline.plan.field_types import field_problems, unknown_word
 from paceline.plan.layout import Layout
+from paceline.plan.rule_case import field_problems, unknown_word
 from paceline.plan.rules import rules
 from paceline.train.assemble import build_workload
 from paceline.train.loss import Loss, Normalise, OutputLoss, build_loss

@@ -35,7 +35,6 @@ from typing import NamedTuple
 
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import ceiling, memory_seconds
-from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
 from paceline.cluster.wires import Collective, Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
