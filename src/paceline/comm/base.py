@@ -30,8 +30,7 @@ from paceline.plan.layout import Compression
 from paceline.shards import FlatLayout
 
 if TYPE_CHECKING:
-    from paceline.comm.ledger.ledger import Ledger
-    from paceline.comm.ledger.updates import TrainedParameters
+    from paceline.comm.ledger.ledger import Ledger, TrainedParameters
     from paceline.comm.trace import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
@@ -63,10 +62,7 @@ class Call(NamedTuple):
 
 
 class Communicator:
-    """A group of ranks that talk. Engines know this class and no backend.
-
-    The verbs say here, once, what they refuse. What differs is ``issue``, ``barrier`` and ``split``.
-    """
+    """A group of ranks that talk. Engines know this class and no backend. The verbs refuse here what none can do."""
 
     rank: int  # this rank's number within the group
     size: int
@@ -86,10 +82,7 @@ class Communicator:
         self.backend = backend
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that collectives use in place, without a copy; None, on all ranks, where there are none.
-
-        Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
-        """
+        """Returns zeros that collectives use in place, or None on all ranks. All call it, with the same arguments."""
         del numel, dtype
         return None
 
@@ -115,10 +108,7 @@ class Communicator:
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
-
-        Splits count rows of dim 0; without them the pieces are equal.
-        """
+        """Sends the i-th piece of ``tensor`` to rank i, and puts that of rank i at place i. Splits: rows of dim 0."""
         splits = (_rows(output, output_splits, self.size), _rows(tensor, input_splits, self.size))
         return self.issue(_dense(Call("all_to_all", output, tensor, "sum", 0, 0, splits)))
 
@@ -137,10 +127,7 @@ class Communicator:
         raise NotImplementedError
 
     def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes the subgroup of ``ranks`` (numbers within this group).
-
-        Called by the members alone, each with the same ``ranks``; a member's rank is its place in ``ranks``.
-        """
+        """Makes the subgroup of ``ranks`` of this group, in their order. The members alone call it, with the same."""
         raise NotImplementedError
 
     def issue(self, call: Call) -> Work:
@@ -159,7 +146,6 @@ def _dense(call: Call) -> Call:
 
 
 def check_peer(kind: str, peer: int, size: int) -> None:
-    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
     if not 0 <= peer < size:
         raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
 
@@ -313,10 +299,7 @@ def reduce_pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch
 def reduce_in_order(
     pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor, scratch: Callable[[torch.dtype], torch.Tensor]
 ) -> None:
-    """Reduces pieces in rank order into ``output``, which may be one of them: that one is read before it is written.
-
-    ``scratch`` gives memory of a dtype for what has been added up so far.
-    """
+    """Reduces pieces in rank order into ``output``, which may be one of them; ``scratch`` gives memory for sums."""
     if output.dtype in NARROW:
         total = scratch(torch.float32).copy_(pieces[0])
         for piece in pieces[1:]:

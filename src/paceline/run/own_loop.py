@@ -29,8 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.comm import torch_dist
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
-from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.ledger.ledger import Ledger, UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator
