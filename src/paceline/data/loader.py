@@ -28,19 +28,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.data import fetch
 from paceline.data.datasets import Batch, MapDataset, check_map_style
 from paceline.data.feed import FeedSource
-from paceline.data.fetch import (
-    BatchRequest,
-    BatchSource,
-    DirectSource,
-    LoaderOptions,
-    LoaderSource,
-    WorkerStart,
-    fetch_batch,
-    is_in_memory,
-    start_method,
-)
+from paceline.data.fetch import BatchRequest, BatchSource, LoaderOptions, WorkerStart, fetch_batch, is_in_memory
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.data.streams import StreamSamples
 from paceline.errors import DataError, UsageError
@@ -122,10 +113,12 @@ class TrainLoader:
             source.close()
 
     def _cuts(self, position: int, num_steps: int | None) -> Iterator[tuple[GlobalBatch, list[Indices]]]:
-        """Yields each batch with this rank's part of each microbatch."""
+        return (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
+
+    def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
+        """Returns the batch with this rank's part of each microbatch."""
         parts = self._ranks * self._accumulate
-        for batch in islice(self.order.batches(position), num_steps):
-            yield batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
+        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
 
 
 class EvalLoader:
@@ -172,7 +165,7 @@ class EvalLoader:
 
 def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
     """Raises ``DataError`` where workers that start this way could not be sent the data set. Copies no tensors."""
-    start = start_method(worker_start)
+    start = fetch.start_method(worker_start)
     if start == "fork":
         return
     try:
@@ -189,11 +182,11 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
 def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> BatchSource:
     """Makes what reads; ``ahead`` batches at least are brought to the device before they are asked for."""
     if options.device is None and options.pin_memory:
-        return LoaderSource(dataset, options, seed)
+        return fetch.LoaderSource(dataset, options, seed)
     pinned = options.device is not None and options.device.type == "cuda"
-    source: BatchSource = DirectSource(dataset, pinned=pinned)
+    source: BatchSource = fetch.DirectSource(dataset, pinned=pinned)
     if options.workers:
-        source = LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
+        source = fetch.LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
     if options.device is None:
         return source
     reads_ahead = options.workers == 0 and is_in_memory(dataset)

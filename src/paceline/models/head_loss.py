@@ -123,19 +123,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 # The operator: opaque to torch.compile, which puts it into one graph with the model whatever the number of rows.
 
 
-def _walk(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignored: int,
-    smoothing: float,
-    rows: int,
-    for_hidden: bool,
-    for_weight: bool,
-    counts: bool,
-) -> _Found:
-    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
-    results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
+def _walk(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> _Found:
+    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty. ``options``: see the schema."""
+    ignored, smoothing, rows = options[:3]
+    results = _make_results(hidden, weight, targets, *options[3:])
     if targets.device.type == "cpu":
         check_targets(targets, weight.shape[0], ignored)
     kind = hidden.device.type

@@ -137,14 +137,15 @@ def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     for layer in layers:
         for module in layer.modules:
             if id(module) not in inner:
-                is_model = module is model
-                raise UsageError(
-                    f"pipeline layer {layer.name!r} of {kind} uses "
-                    f"{'the model itself' if is_model else f'a {type(module).__name__} that is not in the model'}\n"
-                    "  a layer uses modules below the model\n"
-                    + ("  list those it reads, and give a parameter of the model itself a module of its own"
-                       if is_model else "  list modules that named_modules() has")
-                )  # fmt: skip
+                what, fix = (
+                    f"a {type(module).__name__} that is not in the model",
+                    "list modules that named_modules() has",
+                )
+                if module is model:
+                    what = "the model itself"
+                    fix = "list those it reads, and give a parameter of the model itself a module of its own"
+                rule = "a layer uses modules below the model"
+                raise UsageError(f"pipeline layer {layer.name!r} of {kind} uses {what}\n  {rule}\n  {fix}")
     _check_complete(model, layers)
 
 

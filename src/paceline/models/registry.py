@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from paceline.config import sections
 from paceline.config.checks import dimension_problems
-from paceline.config.sections import GPT_DIMENSIONS
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT, gpt_config
@@ -19,17 +19,10 @@ from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 
 if TYPE_CHECKING:
-    from paceline.config.sections import (
-        FactoryModelConfig,
-        GPTModelConfig,
-        MLPModelConfig,
-        ModelConfig,
-        ResNetModelConfig,
-    )
     from paceline.data.datasets import DataShape
 
 
-def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
+def build_model(config: sections.ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
     The random numbers are torch's, so seed before. Does not compile the model. ``is_unfilled`` is for pretrained
@@ -129,7 +122,7 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
+def _build_mlp(config: sections.MLPModelConfig, shape: DataShape) -> MLPClassifier:
     if shape.features is None and shape.channels is not None and shape.size is not None:
         shape = replace(shape, features=shape.channels * shape.size * shape.size)
     problems = _kind_problems(config.kind, shape, needs="classes")
@@ -138,7 +131,7 @@ def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
     return MLPClassifier(input_dim, config.hidden_dim, num_classes, config.dropout)
 
 
-def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
+def _build_resnet(config: sections.ResNetModelConfig, shape: DataShape) -> ResNet:
     problems = list(_kind_problems(config.kind, shape, needs="classes"))
     if shape.kind == "classes" and shape.channels is None:
         what = f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features"
@@ -149,10 +142,10 @@ def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
     return ResNet(config.depth, num_classes, in_channels, config.width, config.norm, config.stem)
 
 
-def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
+def _build_gpt(config: sections.GPTModelConfig, shape: DataShape) -> GPT:
     """Builds a GPT; the data's vocabulary goes before that of the size, whose other fields go before the data's."""
     _raise_any(_kind_problems(config.kind, shape, needs="tokens"))
-    overrides = {name: getattr(config, name) for name in GPT_DIMENSIONS}
+    overrides = {name: getattr(config, name) for name in sections.GPT_DIMENSIONS}
     if config.vocab_size is None:
         overrides["vocab_size"] = shape.vocab_size
     if config.context is None and config.size is None:
@@ -167,7 +160,7 @@ def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
     return GPT(settings, end_token=shape.end_token)
 
 
-def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
+def _build_from_factory(config: sections.FactoryModelConfig) -> nn.Module:
     factory = import_from_path(config.factory, "model.factory")
     try:
         model = factory(**config.args)
@@ -196,7 +189,7 @@ def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Prob
 
 
 def _dimensions(
-    config: ModelConfig, shape: DataShape, offered: dict[str, int | None], problems: Iterable[Problem]
+    config: sections.ModelConfig, shape: DataShape, offered: dict[str, int | None], problems: Iterable[Problem]
 ) -> list[Any]:
     """Returns what was asked, else what the data offers. Raises ConfigError where neither is, or they disagree."""
     found = [getattr(config, field) or known for field, known in offered.items()]
