@@ -178,10 +178,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices > MOST_DEVICES:
-            raise UsageError(
-                f"{self.name}: {self.devices:,} devices\n"
-                f"  a cluster has {MOST_DEVICES:,} at most: no run is known with more\n  take fewer"
-            )
+            rule = f"a cluster has {MOST_DEVICES:,} at most: no run is known with more"
+            raise UsageError(f"{self.name}: {self.devices:,} devices\n  {rule}\n  take fewer")
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
             raise UsageError(
                 f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "
@@ -286,19 +284,15 @@ class Catalog:
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
-            raise UsageError(
-                f"no node is known with {found.name}\n  a cluster is made of nodes\n"
-                "  name one of them: paceline cluster ls"
-            )
+            rule = "a cluster is made of nodes"
+            raise UsageError(f"no node is known with {found.name}\n  {rule}\n  name one of them: paceline cluster ls")
         entry = self.entries.nodes[name]
         return replace(self._node(name, entry), device=found), entry.network
 
     def _between(self, name: str | None, nodes: int) -> Network | None:
         if name is None and nodes > 1:
-            raise UsageError(
-                f"{nodes} nodes, and no network is known between them\n  several nodes need one\n"
-                f"  name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
-            )
+            fix = f"name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
+            raise UsageError(f"{nodes} nodes, and no network is known between them\n  several nodes need one\n  {fix}")
         return None if name is None else self.network(name)
 
 
@@ -351,10 +345,8 @@ def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
     for nodes in range(least, 2 * least + 1):
         if count % nodes == 0:
             return nodes, count // nodes
-    raise UsageError(
-        f"{count}x {name}: no equal nodes of up to {most} devices hold {count}\n  nodes of a cluster are equal\n"
-        f"  take {most * (count // most)} or {most * least}"
-    )
+    what = f"{count}x {name}: no equal nodes of up to {most} devices hold {count}"
+    raise UsageError(f"{what}\n  nodes of a cluster are equal\n  take {most * (count // most)} or {most * least}")
 
 
 def _split_count(text: str) -> tuple[int, str]:
@@ -365,10 +357,9 @@ def _split_count(text: str) -> tuple[int, str]:
     else:
         count, name = 1, text.strip()
     if count < 1 or not name:
-        raise UsageError(
-            f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  a cluster is a count and a name\n"
-            "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
-        )
+        rule = "a cluster is a count and a name"
+        fix = "write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
+        raise UsageError(f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  {rule}\n  {fix}")
     return count, name
 
 

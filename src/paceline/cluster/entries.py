@@ -159,10 +159,8 @@ def read_catalog(path: Path) -> CatalogFile:
     try:
         text = read_regular(path, 4 * MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
-            f"  write one for this machine: paceline calibrate --output {path.name}"
-        ) from error
+        fix = f"write one for this machine: paceline calibrate --output {path.name}"
+        raise UsageError(f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n  {fix}") from error
     return parse_catalog(text, str(path))
 
 

@@ -49,11 +49,9 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     if cluster is None:
         return partial(_cost, partial(_host_cost, Wires(), node_ranks or ranks))
     if cluster.devices < ranks:
-        raise UsageError(
-            f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
-            "  every rank has a device of its own\n"
-            f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
-        )
+        rule = "every rank has a device of its own"
+        fix = f"give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
+        raise UsageError(f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n  {rule}\n  {fix}")
     if not cluster.device.is_cpu:
         return partial(_cost, partial(_device_cost, cluster))
     formula = partial(_host_cost, _links(cluster), cluster.node.devices)

@@ -100,11 +100,8 @@ def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str, value: 
     found = [f"{ours} = {setting}" for ours, setting in suggest.meant_by(key, value)] or suggest.suggest_keys(
         place, key, kinds
     )
-    return Problem(
-        what=f"{path} is not a known key{where}",
-        rule=f"the keys of {owner} are {keys}",
-        fix=f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these",
-    )
+    fix = f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these"
+    return Problem(what=f"{path} is not a known key{where}", rule=f"the keys of {owner} are {keys}", fix=fix)
 
 
 def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str], str]) -> Problem:

@@ -101,19 +101,15 @@ def _meaning(variable: str, value: str) -> object:
 def check_backend_settings(config: Config) -> Iterator[Problem]:
     comm, settings = config.comm, config_settings(config.comm)
     if comm.interface is not None and comm.nccl.socket_interface is not None:
-        yield Problem(
-            what=f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}",
-            rule="both say which network interface NCCL takes: the first by its name, the second as NCCL reads it",
-            fix="keep one of them",
-        )
+        what = f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}"
+        rule = "both say which network interface NCCL takes: the first by its name, the second as NCCL reads it"
+        yield Problem(what=what, rule=rule, fix="keep one of them")
     yield from contradictions(settings)
     unread = [str(each) for each in settings.values() if (each.key or "").startswith("comm.nccl.")]
     if comm.backend in ("gloo", "shared_memory", "virtual") and unread:
-        yield Problem(
-            what=f"{', '.join(unread)} with comm.backend = {comm.backend}",
-            rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs",
-            fix="remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface",
-        )
+        what = f"{', '.join(unread)} with comm.backend = {comm.backend}"
+        fix = "remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface"
+        yield Problem(what=what, rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs", fix=fix)
 
 
 def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl: bool) -> list[Problem]:
@@ -256,11 +252,9 @@ def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
     count, each = numbers.get("NCCL_SOCKET_NTHREADS"), numbers.get("NCCL_NSOCKS_PERTHREAD")
     if count is not None and each is not None and count * each > _MOST_SOCKETS:
         threads, sockets = settings["NCCL_SOCKET_NTHREADS"], settings["NCCL_NSOCKS_PERTHREAD"]
-        yield Problem(
-            what=f"{threads} and {sockets} make {count * each} sockets for a connection",
-            rule=f"NCCL opens {_MOST_SOCKETS} at most",
-            fix=f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less",
-        )
+        what = f"{threads} and {sockets} make {count * each} sockets for a connection"
+        fix = f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less"
+        yield Problem(what=what, rule=f"NCCL opens {_MOST_SOCKETS} at most", fix=fix)
 
 
 def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
@@ -269,11 +263,8 @@ def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
         return
     for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT"):
         if (given := settings.get(variable)) is not None:
-            yield Problem(
-                what=f"{off} and {given}",
-                rule="the second is about InfiniBand and RoCE, which the first turns off",
-                fix=f"{given.removal}, or {off.removal}",
-            )
+            rule = "the second is about InfiniBand and RoCE, which the first turns off"
+            yield Problem(what=f"{off} and {given}", rule=rule, fix=f"{given.removal}, or {off.removal}")
 
 
 def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
@@ -282,11 +273,9 @@ def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
         return
     names = [name.strip().lower() for name in given.value.split(",")]
     if "ring" not in names:
-        yield Problem(
-            what=f"{given} leaves out Ring",
-            rule="broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left",
-            fix=f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal,
-        )
+        rule = "broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left"
+        fix = f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal
+        yield Problem(what=f"{given} leaves out Ring", rule=rule, fix=fix)
 
 
 def _check_debug(settings: BackendSettings) -> Iterator[Problem]:

@@ -161,11 +161,8 @@ def _first_line(file: Any, piece: Piece) -> int:
 def _read_line(file: Any, path: str, place: int) -> bytes:
     line: bytes = file.readline(_MOST_LINE_BYTES + 1)
     if len(line) > _MOST_LINE_BYTES:
-        raise DataError(
-            f"{path}: line {line_at(Path(path), place)} is longer than {_MOST_LINE_BYTES:,} bytes\n"
-            "  text is read by lines\n"
-            "  break it, or make it a field of parquet"
-        )
+        what = f"{path}: line {line_at(Path(path), place)} is longer than {_MOST_LINE_BYTES:,} bytes"
+        raise DataError(f"{what}\n  text is read by lines\n  break it, or make it a field of parquet")
     return line
 
 
@@ -192,9 +189,8 @@ def _open_parquet(path: str) -> Any:
 
         return pyarrow.parquet.ParquetFile(path)
     except ImportError as error:
-        raise DataError(
-            "parquet needs the package pyarrow, which is not installed\n  pip install 'paceline[data]'"
-        ) from error
+        rule = "pip install 'paceline[data]'"
+        raise DataError(f"parquet needs the package pyarrow, which is not installed\n  {rule}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}\n  it may be cut off\n  copy it again") from error
 
@@ -215,10 +211,8 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
 def _read_parquet(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     with _open_parquet(piece.path) as file:
         if field not in file.schema_arrow.names:
-            raise DataError(
-                f"{piece.path} has no column {field!r}\n  the text of a document is in one column\n"
-                f"  its columns are {', '.join(file.schema_arrow.names)}: give --field"
-            )
+            fix = f"its columns are {', '.join(file.schema_arrow.names)}: give --field"
+            raise DataError(f"{piece.path} has no column {field!r}\n  the text of a document is in one column\n  {fix}")
         row = sum(file.metadata.row_group(each).num_rows for each in range(piece.first))
         groups = list(range(piece.first, piece.last))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[field], use_threads=False):

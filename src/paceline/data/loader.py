@@ -9,7 +9,7 @@ Worker processes live as long as what reads from them: the iterator of ``steps``
 
     workers = seconds to read a batch here / 10 ms, at least 1 and at most the rank's cores but one
 
-Data in memory needs no workers: a thread gathers it ahead (feed.py). Other data always get some, as random augmentation
+Data in memory needs no workers: a thread gathers it ahead. Other data always get some, as random augmentation
 differs between none and some (fetch.py).
 """
 
@@ -30,8 +30,15 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.data import fetch
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.feed import FeedSource
-from paceline.data.fetch import BatchRequest, BatchSource, LoaderOptions, WorkerStart, fetch_batch, is_in_memory
+from paceline.data.fetch import (
+    BatchRequest,
+    BatchSource,
+    FeedSource,
+    LoaderOptions,
+    WorkerStart,
+    fetch_batch,
+    is_in_memory,
+)
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.data.streams import StreamSamples
 from paceline.errors import DataError, UsageError
@@ -74,10 +81,8 @@ class TrainLoader:
             raise UsageError(f"accumulate = {accumulate}\n  a step has at least one microbatch")
         length = check_map_style(dataset, "the training set")
         if length != order.length:
-            raise UsageError(
-                f"the order is for {order.length} samples, the training set has {length}\n"
-                "  the two must agree\n  make the order with length=len(dataset)"
-            )
+            what = f"the order is for {order.length} samples, the training set has {length}"
+            raise UsageError(f"{what}\n  the two must agree\n  make the order with length=len(dataset)")
         self.order = order
         self._rank, self._ranks, self._accumulate = rank, ranks, accumulate
         self._dataset = dataset

@@ -242,7 +242,6 @@ class _Skipped:
 
     def __call__(self, what: Callable[[], str]) -> None:
         if self._on_error == "stop":
-            raise DataError(
-                f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip"
-            )
+            rule = "every document is text"
+            raise DataError(f"{what()}\n  {rule}\n  mend it, or leave such ones out with --on-error skip")
         self.count += 1

@@ -16,9 +16,8 @@ from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
 from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
-from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
+from paceline.data.rows import ArrowRows, Augment, ImageFolder, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
@@ -119,11 +118,9 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if config.documents == "apart":
         end_token = opened.end_token if config.end_token is None else config.end_token
         if end_token is None or end_token >= known:
-            raise DataError(
-                f"{source} has end token {end_token}, of {known} tokens\n"
-                "  data.documents = apart needs a token at the end of each document\n"
-                "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
-            )
+            rule = "data.documents = apart needs a token at the end of each document"
+            fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+            raise DataError(f"{source} has end token {end_token}, of {known} tokens\n  {rule}\n  {fix}")
     fraction = config.eval_fraction if config.eval_path is None else 0.0
     train, evaluation = split_tokens(opened.tokens, length, fraction, source)
     if config.eval_path is not None:
@@ -139,10 +136,8 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
 
 def _context(own: int | None, of_model: int | None) -> int:
     if own is None and of_model is None:
-        raise DataError(
-            "data.context is not set, and neither is the model's\n"
-            "  a text is cut into samples of that many tokens\n  set data.context, such as 128"
-        )
+        what = "data.context is not set, and neither is the model's"
+        raise DataError(f"{what}\n  a text is cut into samples of that many tokens\n  set data.context, such as 128")
     return own or of_model or 0
 
 
@@ -182,10 +177,8 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
 
     train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
     if train.classes != plain.classes:
-        raise DataError(
-            f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
-            "  a class has the same folder name in both"
-        )
+        rule = "a class has the same folder name in both"
+        raise DataError(f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n  {rule}")
     check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
     names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
     for each in (train, plain):
@@ -284,10 +277,8 @@ def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: s
 
 def _check_made(dataset: Any, name: str) -> int:
     if isinstance(dataset, torch.Tensor | np.ndarray):
-        raise DataError(
-            f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"
-            "  wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
-        )
+        rule = "wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
+        raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n  {rule}")
     if dataset is None or isinstance(dataset, str | bytes | Mapping):
         raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
     return datasets.check_map_style(dataset, name)
@@ -303,10 +294,8 @@ def _shape_of(dataset: Any, what: str) -> DataShape:
     try:
         return DataShape(**{"kind": "custom", **shape})
     except TypeError as error:
-        raise DataError(
-            f"{what} returned a data set with shape = {dict(shape)}: {error}\n"
-            f"  the fields are {', '.join(DataShape.__dataclass_fields__)}"
-        ) from error
+        rule = f"the fields are {', '.join(DataShape.__dataclass_fields__)}"
+        raise DataError(f"{what} returned a data set with shape = {dict(shape)}: {error}\n  {rule}") from error
 
 
 _WHAT_A_FACTORY_RETURNS = "  a data factory returns a map-style data set, a tuple (train, eval), or DataSplits"

@@ -129,10 +129,8 @@ class GPT(nn.Module):
     def pipeline_layers(self) -> list[PipelineLayer]:
         """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
         if self.end_token is not None:
-            raise UsageError(
-                "a pipeline's stages cannot keep documents apart: they are handed the stream alone\n"
-                "  set data.documents = joined, or parallel.pipeline = 1"
-            )
+            what = "a pipeline's stages cannot keep documents apart: they are handed the stream alone"
+            raise UsageError(f"{what}\n  set data.documents = joined, or parallel.pipeline = 1")
         entry = [self.token_embedding, self.position_embedding, self.dropout]
         exit_ = [self.norm, self.token_embedding if self.head is None else self.head]
         return [

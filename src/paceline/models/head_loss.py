@@ -71,16 +71,14 @@ def head_loss(
     targets out of range on a CPU; on a GPU, where looking would take time, such a target makes the sum NaN.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise UsageError(
-            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
-            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
-            "  give the weight of the layer that makes the logits, and what goes into it"
-        )
+        what = f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}"
+        rule = "the output layer is a matrix (vocabulary, width), and hidden states are (..., width)"
+        fix = "give the weight of the layer that makes the logits, and what goes into it"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
     if hidden.shape[:-1] != targets.shape:
-        raise UsageError(
-            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
-            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
-        )
+        what = f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}"
+        rule = "each row has one target"
+        raise UsageError(f"{what}\n  {rule}\n  give targets of the hidden states' shape without its last dim")
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
         rows = loss_rows(weight.shape[0], flat.element_size())
@@ -102,10 +100,9 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         bias: Tensor | None = self.bias
         if bias is not None:
-            raise UsageError(
-                "the loss of an output layer with a bias\n  the fused loss is that of hidden @ weight.T\n"
-                "  make the layer with bias=False, or compute the loss of its logits"
-            )
+            rule = "the fused loss is that of hidden @ weight.T"
+            fix = "make the layer with bias=False, or compute the loss of its logits"
+            raise UsageError(f"the loss of an output layer with a bias\n  {rule}\n  {fix}")
         return head_loss(x, self.weight, targets, counts=counts)
 
 
@@ -228,11 +225,9 @@ def check_targets(targets: Tensor, vocabulary: int, ignored: int) -> None:
     """Raises UsageError for a target that is no token. Reads values: on a GPU the host would wait for them."""
     wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
     if wrong.numel():
-        raise UsageError(
-            f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n"
-            f"  targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted\n"
-            "  give the model a larger vocabulary, or look at the data"
-        )
+        rule = f"targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted"
+        fix = "give the model a larger vocabulary, or look at the data"
+        raise UsageError(f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n  {rule}\n  {fix}")
 
 
 def _go_over(

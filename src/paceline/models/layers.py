@@ -160,11 +160,9 @@ def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     ]
     if left:
         more, verb = (f" and {len(left) - 1} more", "belong") if len(left) > 1 else ("", "belongs")
-        raise UsageError(
-            f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n"
-            "  what no stage has would be neither trained nor saved\n"
-            "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
-        )
+        rule = "what no stage has would be neither trained nor saved"
+        fix = "name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
+        raise UsageError(f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n  {rule}\n  {fix}")
 
 
 # Causal language models of Hugging Face: embedding, blocks, norm and head. A block is called without a mask: the fused
@@ -200,10 +198,9 @@ class _Block:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.window is not None and x.shape[1] > self.window:
-            raise UsageError(
-                f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline\n"
-                "  its blocks attend to all tokens before\n  set data.context to at most the window"
-            )
+            what = f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline"
+            rule = "its blocks attend to all tokens before"
+            raise UsageError(f"{what}\n  {rule}\n  set data.context to at most the window")
         places = _positions(x)
         turned = {} if self.rotary is None else {"position_embeddings": self.rotary(x, places)}
         found = self.block(x, attention_mask=None, position_ids=places, **turned)
@@ -219,10 +216,9 @@ def _causal_layers(model: Any) -> list[PipelineLayer] | None:
     if family is None or not isinstance(base, nn.Module) or base is model or not isinstance(head, nn.Linear):
         return None
     if getattr(settings, "_attn_implementation", None) == "eager":
-        raise UsageError(
-            f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages\n"
-            "  its blocks need a mask, which stages do not send\n  build it with attn_implementation='sdpa'"
-        )
+        what = f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages"
+        rule = "its blocks need a mask, which stages do not send"
+        raise UsageError(f"{what}\n  {rule}\n  build it with attn_implementation='sdpa'")
     first, row, last, beside, turns = family
     embedding, blocks, norm = (getattr(base, name) for name in (first, row, last))
     extra = {name: getattr(base, name, None) for name in beside}

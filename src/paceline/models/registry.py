@@ -54,11 +54,9 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     if callable(blocks) and not isinstance(blocks, nn.Module):
         found = list(blocks())
         if not all(isinstance(block, nn.Module) for block in found):
-            raise UsageError(
-                f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
-                "  every block must be an nn.Module\n"
-                "  return the repeated submodules in order, or rename the method"
-            )
+            what = f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}"
+            rule = "every block must be an nn.Module"
+            raise UsageError(f"{what}\n  {rule}\n  return the repeated submodules in order, or rename the method")
     else:
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1]
         rows = [row for row in map(list, lists) if len(set(map(type, row))) == 1 and all(map(num_parameters, row))]
@@ -111,11 +109,10 @@ def check_initialised(model: nn.Module) -> None:
     """Raises UsageError for a model with lazy modules that have not seen a batch."""
     lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
     if lazy:
-        raise UsageError(
-            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet\n"
-            "  a lazy module learns its shapes from its first batch, and ranks share out parameters before that\n"
-            "  run the model once when it is built: with torch.no_grad(): model(example)"
-        )
+        what = f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet"
+        rule = "a lazy module learns its shapes from its first batch, and ranks share out parameters before that"
+        fix = "run the model once when it is built: with torch.no_grad(): model(example)"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -165,27 +162,21 @@ def _build_from_factory(config: sections.FactoryModelConfig) -> nn.Module:
     try:
         model = factory(**config.args)
     except Exception as error:
-        raise UsageError(
-            f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}\n"
-            f"  it was called with model.args = {config.args}"
-        ) from error
+        what = f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}"
+        raise UsageError(f"{what}\n  it was called with model.args = {config.args}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model.factory = {config.factory!r} returned {type(model).__name__}\n"
-            "  it must return a torch.nn.Module\n"
-            "  return the model from the function (a bare class of nn.Module works as a factory too)"
-        )
+        rule = "it must return a torch.nn.Module"
+        fix = "return the model from the function (a bare class of nn.Module works as a factory too)"
+        raise UsageError(f"model.factory = {config.factory!r} returned {type(model).__name__}\n  {rule}\n  {fix}")
     check_initialised(model)
     return model
 
 
 def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Problem]:
     if shape.kind not in (needs, "custom"):
-        yield Problem(
-            what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",
-            rule="mlp and resnet sort samples into classes; gpt predicts the next token",
-            fix=f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data",
-        )
+        what = f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}"
+        fix = f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data"
+        yield Problem(what=what, rule="mlp and resnet sort samples into classes; gpt predicts the next token", fix=fix)
 
 
 def _dimensions(
