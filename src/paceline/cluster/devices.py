@@ -181,10 +181,9 @@ class Cluster:
             rule = f"a cluster has {MOST_DEVICES:,} at most: no run is known with more"
             raise UsageError(f"{self.name}: {self.devices:,} devices\n  {rule}\n  take fewer")
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
-            raise UsageError(
-                f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "
-                "has one of each at least, and several nodes need a network\n  name one: 'NAME over infiniband-ndr-8x'"
-            )
+            what = f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}"
+            rule = "a cluster has one of each at least, and several nodes need a network"
+            raise UsageError(f"{what}: {rule}\n  name one: 'NAME over infiniband-ndr-8x'")
 
     @property
     def device(self) -> Device:

@@ -174,10 +174,8 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
         told = error if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         raise UsageError(f"{source} is not YAML: {told}\n{rule}") from error
     except ValidationError as error:
-        places = [
-            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {_PROBLEMS.get(each['type'], each['msg'])}"
-            for each in error.errors()[:5]
-        ]
+        found = [(".".join(map(str, each["loc"])) or "the file", each) for each in error.errors()[:5]]
+        places = [f"{place}: {_PROBLEMS.get(each['type'], each['msg'])}" for place, each in found]
         raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
 
 

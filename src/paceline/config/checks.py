@@ -240,10 +240,8 @@ def check_model_dimensions(config: Config) -> Iterator[Problem]:
 
 def dimension_problems(model: ModelConfig, shape: sections.DataShape) -> Iterator[Problem]:
     """Yields the dimensions of a model that do not fit the data, where both are known; outputs may be more."""
-    exact = {
-        "input_dim": (shape.features, "features of a sample"),
-        "in_channels": (shape.channels, "channels of an image"),
-    }
+    exact = {"input_dim": (shape.features, "features of a sample")}
+    exact["in_channels"] = shape.channels, "channels of an image"
     least = {"num_classes": (shape.classes, "classes"), "vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
     for key, (known, meaning) in (exact | least).items():
         given, what, rule = getattr(model, key, None), "", ""

@@ -51,11 +51,9 @@ def parse_image_settings(content: bytes) -> ImageSettings:
     mean, std = values.get("image_mean"), values.get("image_std")
     if not values.get("do_normalize", True):
         mean, std = [0.0], [1.0]
-    found = ImageSettings(
-        size=_side(values.get("size") if cropped is None else cropped),
-        mean=_in_bytes("image_mean", mean, scale),
-        std=_in_bytes("image_std", std, scale),
-    )
+    size = _side(values.get("size") if cropped is None else cropped)
+    means, deviations = _in_bytes("image_mean", mean, scale), _in_bytes("image_std", std, scale)
+    found = ImageSettings(size=size, mean=means, std=deviations)
     if len(found.mean) != len(found.std) or len(found.mean) not in (1, _CHANNELS) or min(found.std) <= 0:
         raise ValueError(f"image_mean = {mean} and image_std = {std} are not {_CHANNELS} numbers, or 1, above 0")
     return found

@@ -141,11 +141,8 @@ def _wrong_value(
             kind = value if value in some else suggest.other_kind(path, value)
         fix = f"write {path}: {{kind: {kind}}}" if kind else f"write its keys indented below '{known.key}:'"
         return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
-    return Problem(
-        what=f"{shown} is not {known.expected}{locate(path)}",
-        rule=f"{path}: {known.description}",
-        fix=_suggest_value(known, value),
-    )
+    what, rule = f"{shown} is not {known.expected}{locate(path)}", f"{path}: {known.description}"
+    return Problem(what=what, rule=rule, fix=_suggest_value(known, value))
 
 
 def _suggest_value(known: suggest.KnownField, value: Any) -> str:

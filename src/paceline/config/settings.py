@@ -79,11 +79,8 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
 
 
 def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
-    return {
-        name: BackendSetting(variable=name, value=value)
-        for name, value in sorted(environment.items())
-        if name.startswith(("NCCL_", "GLOO_")) and value
-    }
+    given = {name: value for name, value in environment.items() if name.startswith(("NCCL_", "GLOO_")) and value}
+    return {name: BackendSetting(variable=name, value=value) for name, value in sorted(given.items())}
 
 
 def variables_of(comm: CommConfig, *, uses_nccl: bool) -> dict[str, str]:
@@ -139,11 +136,8 @@ def check_interfaces(settings: BackendSettings, present: Collection[str], *, use
     if uses_nccl and not asked.value.startswith("="):
         found, shown = matching(asked.value, present), asked.value.lstrip("^=")
         return [] if found else [_absent(asked, "no network interface of this host matches", shown, present)]
-    return [
-        _absent(asked, f"this host has no network interface {name}", name, present)
-        for name in asked.value.lstrip("=").split(",")
-        if name not in present
-    ]
+    missing = [name for name in asked.value.lstrip("=").split(",") if name not in present]
+    return [_absent(asked, f"this host has no network interface {name}", name, present) for name in missing]
 
 
 def _read_by(settings: BackendSettings, *, uses_nccl: bool) -> dict[str, BackendSetting]:
@@ -154,11 +148,8 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
     """Returns the interfaces that a value of NCCL_SOCKET_IFNAME selects: by prefix, or with = by name; ^ the others."""
     is_excluding, is_exact = wanted.startswith("^"), "=" in wanted[:2]
     names = wanted.lstrip("^=").split(",")
-    return [
-        name
-        for name in present
-        if any(name == each if is_exact else name.startswith(each) for each in names) != is_excluding
-    ]
+    found = {name for name in present for each in names if (name == each if is_exact else name.startswith(each))}
+    return [name for name in present if (name in found) != is_excluding]
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:

@@ -46,11 +46,8 @@ def short_run(config: Config, steps: int) -> Config:
     It does not evaluate before its end, saves nothing, and is not started again.
     """
     short = config.with_values("train", steps=steps, epochs=None, eval_every=None, early_stop=EarlyStopConfig())
-    quiet = {
-        "checkpoint": CheckpointConfig(at_end=False),
-        "recovery": RecoveryConfig(max_restarts=0, warm=config.recovery.warm),
-    }
-    short = short.model_copy(update=quiet)
+    recovery = RecoveryConfig(max_restarts=0, warm=config.recovery.warm)
+    short = short.model_copy(update={"checkpoint": CheckpointConfig(at_end=False), "recovery": recovery})
     known = known_length(short)
     if known is None:  # the run itself shortens it, as it knows how long its data is
         return short
@@ -142,10 +139,8 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
     own = [f"eval_{name}" for name in config.train.metrics]
     has_tokens = config.model.kind not in ("mlp", "resnet") and config.train.loss == "auto"
     known = ["eval_loss", "eval_accuracy", *(["eval_perplexity"] if has_tokens else []), *own]
-    asked = {
-        "train.early_stop.metric": config.train.early_stop.metric,
-        "checkpoint.best_metric": config.checkpoint.best_metric,
-    }
+    asked = {"train.early_stop.metric": config.train.early_stop.metric}
+    asked["checkpoint.best_metric"] = config.checkpoint.best_metric
     for key, name in asked.items():
         if name not in known:
             rule = f"it is one of {', '.join(known)}; train.metrics adds others"

@@ -137,12 +137,9 @@ class ModelNeeds:
     def rules(self, shape: DataShape) -> SampleRules:
         has_tokens = shape.kind == "tokens" or (shape.kind == "custom" and self.vocab_size is not None)
         vocab_size = (shape.vocab_size or self.vocab_size) if has_tokens else None
-        return SampleRules(
-            vocab_size=vocab_size,
-            classes=vocab_size if has_tokens else shape.classes or self.classes,
-            has_classes=not self.has_own_loss,
-            has_features=self.has_features,
-        )
+        classes = vocab_size if has_tokens else shape.classes or self.classes
+        kinds = {"has_classes": not self.has_own_loss, "has_features": self.has_features}
+        return SampleRules(vocab_size=vocab_size, classes=classes, **kinds)
 
     def tokenizer(self) -> Tokenizer | None:
         return open_tokenizer(self.folder) if self.folder is not None and has_tokenizer(self.folder) else None
@@ -179,12 +176,12 @@ NO_NEEDS = ModelNeeds()
 
 def needs_of(config: Config) -> ModelNeeds:
     model = config.model
-    known = ModelNeeds(
-        vocab_size=getattr(model, "vocab_size", None),
-        classes=getattr(model, "num_classes", None),
-        has_features=model.kind in ("mlp", "resnet"),
-        has_own_loss=config.train.loss != "auto",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": getattr(model, "vocab_size", None),
+        "classes": getattr(model, "num_classes", None),
+    }
+    has_features, has_own_loss = model.kind in ("mlp", "resnet"), config.train.loss != "auto"
+    known = ModelNeeds(**sizes, has_features=has_features, has_own_loss=has_own_loss)
     if not isinstance(model, HFModelConfig):
         return known
     keeps_head = model.pretrained and not model.fresh

@@ -62,23 +62,30 @@ def find_sources(paths: list[Path]) -> list[Path]:
     missing = [path for path in found if not path.is_file()]
     if missing or not found:
         what = f"{missing[0]} is no file" if missing else f"{paths[0]} has no files"
-        raise DataError(
-            f"{what}\n  a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at "
-            f"{Path.cwd()}\n  check the path"
+        rule = (
+            f"a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at {Path.cwd()}"
         )
+        raise DataError(f"{what}\n  {rule}\n  check the path")
     return found
 
 
 def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
     pieces = []
     for path in paths:
-        if path.suffix == ".parquet":
-            pieces += _cut_parquet(path, piece_bytes)
+        if path.suffix != ".parquet":
+            size = path.stat().st_size
+            for first in range(0, size, piece_bytes):
+                last = min(first + piece_bytes, size)
+                pieces.append(Piece(path=str(path), first=first, last=last, bytes=last - first))
             continue
-        size = path.stat().st_size
-        for first in range(0, size, piece_bytes):
-            last = min(first + piece_bytes, size)
-            pieces.append(Piece(path=str(path), first=first, last=last, bytes=last - first))
+        with _open_parquet(str(path)) as file:
+            sizes = [file.metadata.row_group(each).total_byte_size for each in range(file.metadata.num_row_groups)]
+        first, held = 0, 0
+        for number, size in enumerate(sizes, start=1):
+            held += size
+            if held >= piece_bytes or number == len(sizes):
+                pieces.append(Piece(path=str(path), first=first, last=number, bytes=held))
+                first, held = number, 0
     return pieces
 
 
@@ -193,19 +200,6 @@ def _open_parquet(path: str) -> Any:
         raise DataError(f"parquet needs the package pyarrow, which is not installed\n  {rule}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}\n  it may be cut off\n  copy it again") from error
-
-
-def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
-    pieces: list[Piece] = []
-    with _open_parquet(str(path)) as file:
-        sizes = [file.metadata.row_group(each).total_byte_size for each in range(file.metadata.num_row_groups)]
-    first, held = 0, 0
-    for number, size in enumerate(sizes, start=1):
-        held += size
-        if held >= piece_bytes or number == len(sizes):
-            pieces.append(Piece(path=str(path), first=first, last=number, bytes=held))
-            first, held = number, 0
-    return pieces
 
 
 def _read_parquet(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:

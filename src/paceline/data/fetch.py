@@ -106,11 +106,8 @@ class LoaderSource:
         self._sampler = _RequestSampler()
         self._settings: dict[str, Any] = {"num_workers": options.workers, "pin_memory": options.pin_memory}
         if options.workers > 0:
-            self._settings |= {
-                "persistent_workers": True,
-                "prefetch_factor": options.prefetch,
-                "multiprocessing_context": start_method(options.worker_start),
-            }
+            self._settings |= {"persistent_workers": True, "prefetch_factor": options.prefetch}
+            self._settings["multiprocessing_context"] = start_method(options.worker_start)
         self._reader = _SampleReader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0

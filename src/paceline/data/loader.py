@@ -16,12 +16,14 @@ differs between none and some (fetch.py).
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import statistics
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +176,8 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
     if start == "fork":
         return
     try:
-        _Probe(_Nowhere()).dump(dataset)
+        with Path(os.devnull).open("wb") as nowhere:
+            _Probe(nowhere).dump(dataset)
     except Exception as error:
         raise DataError(
             f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}\n"
@@ -201,11 +204,6 @@ def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahea
 def _check_rank(rank: int, ranks: int) -> None:
     if not 0 <= rank < ranks:
         raise UsageError(f"rank = {rank} of {ranks}\n  ranks are numbered from 0 to {ranks - 1}")
-
-
-class _Nowhere:
-    def write(self, data: Any, /) -> int:
-        return len(data)
 
 
 class _Probe(pickle.Pickler):

@@ -156,13 +156,9 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
         rule = "the order is that of shuffle=True or False, which can be resumed"
         raise UsageError(f"shard() of a DataLoader with a {type(sampler).__name__}\n  {rule}\n  {fix}")
     dataset: Any = batches.dataset
-    order = DataOrder(
-        length=check_map_style(dataset, "the data set"),
-        global_batch=batches.batch_size,
-        seed=seed,
-        shuffle=is_plain_shuffle,
-        drop_last=batches.drop_last,
-    )
+    length = check_map_style(dataset, "the data set")
+    options = {"shuffle": is_plain_shuffle, "drop_last": batches.drop_last}
+    order = DataOrder(length=length, global_batch=batches.batch_size, seed=seed, **options)
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
 
 

@@ -82,12 +82,9 @@ def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int,
     weights = {name: config.weights.get(name, 1.0) for name in made}
     train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
     kept = {name: each.eval for name, each in made.items() if each.eval is not None}
-    return DataSplits(
-        train=train,
-        eval=Joined(kept) if kept else None,
-        shape=common_shape({name: each.shape for name, each in made.items()}),
-        tokenizer=common_tokenizer({name: each.tokenizer for name, each in made.items()}),
-    )
+    shape = common_shape({name: each.shape for name, each in made.items()})
+    tokenizer = common_tokenizer({name: each.tokenizer for name, each in made.items()})
+    return DataSplits(train=train, eval=Joined(kept) if kept else None, shape=shape, tokenizer=tokenizer)
 
 
 def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
@@ -102,12 +99,10 @@ def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs
     length = _context(config.context, context)
     text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
     train, evaluation = split_tokens(TokenArray(text.tokens), length, config.eval_fraction, text.source)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length),
-        shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
-        tokenizer=text.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length)
+    shape = DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length)
+    windows = _windows(config.windows, train, length, seed)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=text.tokenizer)
 
 
 def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
@@ -126,12 +121,10 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if config.eval_path is not None:
         evaluation = open_tokens(config.eval_path, **options).tokens
         check_part(len(evaluation), length, f"data.eval_path = {config.eval_path!r}", fraction)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed, end_token),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
-        shape=DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token),
-        tokenizer=opened.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length, end_token)
+    shape = DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token)
+    windows = _windows(config.windows, train, length, seed, end_token)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=opened.tokenizer)
 
 
 def _context(own: int | None, of_model: int | None) -> int:
@@ -228,10 +221,9 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     else:
         first, other = train[0][0], plain[0][0]
         if first.shape != other.shape:
-            raise DataError(
-                f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
-                "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
-            )
+            shapes = f"{list(first.shape)} in data.path and {list(other.shape)} in data.eval_path"
+            rule = "a model reads samples of one form"
+            raise DataError(f"{config.inputs!r} has the shape {shapes}\n  {rule}\n  bring them to one form")
         classes = config.classes if names is None else max(config.classes or 0, len(names))
         features = len(first) if first.ndim == 1 else None
         shape = replace(shape, features=features, classes=classes, class_names=names)

@@ -288,10 +288,8 @@ class ImageFolder(EpochDataset):
             self.files += found
             targets += [number] * len(found)
         if not self.files:
-            raise DataError(
-                f"data.path = {str(folder)!r} has no images\n  it has one folder of images for each class, "
-                f"such as cats/1.jpg and dogs/1.jpg; a relative path starts at {Path.cwd()}\n  check the path"
-            )
+            rule = "it has a folder of images for each class, such as cats/1.jpg; a relative path starts at"
+            raise DataError(f"data.path = {str(folder)!r} has no images\n  {rule} {Path.cwd()}\n  check the path")
         self.targets = np.array(targets, dtype=np.int64)
         self.size, self.augment, self.on_bad, self.seed = size, augment, on_bad, seed
 

@@ -120,11 +120,8 @@ def open_tokens(
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         check_shards(folder, manifest, verify)
-        files = [
-            TokenFile(path=folder / shard.file, dtype=manifest.dtype, tokens=shard.tokens)
-            for shard in manifest.shards
-            if shard.tokens
-        ]
+        shards, kind = [shard for shard in manifest.shards if shard.tokens], manifest.dtype
+        files = [TokenFile(path=folder / shard.file, dtype=kind, tokens=shard.tokens) for shard in shards]
         tokens = _joined(files, max(vocab_size or 0, manifest.vocab_size), path)
         tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
         return OpenedTokens(tokens=tokens, end_token=manifest.end_token, tokenizer=tokenizer)

@@ -107,10 +107,8 @@ class GPT(nn.Module):
         """Returns the stream (batch, length, width) before the first block; ``first`` is the first token's place."""
         length = first + tokens.shape[1]
         if length > self.config.context:
-            raise UsageError(
-                f"the tokens are {length} long, but the model's context is {self.config.context}; cut them, or set "
-                f"model.context to {length} or more"
-            )
+            fix = f"cut them, or set model.context to {length} or more"
+            raise UsageError(f"the tokens are {length} long, but the model's context is {self.config.context}; {fix}")
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             positions = torch.arange(first, length, device=tokens.device)
@@ -353,12 +351,9 @@ def _check_complete(given: dict[str, Any]) -> None:
     needed = ("layers", "heads", "width", "context", "vocab_size")
     missing = [f"model.{name}" for name in needed if name not in given]
     if missing:
-        problem = Problem(
-            what=f"a GPT without model.size lacks {', '.join(missing)}",
-            rule=f"it needs {', '.join(needed)}",
-            fix=f"set them, or model.size to one of {', '.join(SIZES)}",
-        )
-        raise ConfigError([problem], source="model")
+        what = f"a GPT without model.size lacks {', '.join(missing)}"
+        fix = f"set them, or model.size to one of {', '.join(SIZES)}"
+        raise ConfigError([Problem(what=what, rule=f"it needs {', '.join(needed)}", fix=fix)], source="model")
 
 
 def _offer(name: str, names: list[str]) -> str:

@@ -34,6 +34,7 @@ _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
     "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
 
 
@@ -209,10 +210,8 @@ class _OnMeta(torch.autograd.Function):
         num_rows, width, vocabulary, rows, dtype = ctx.sizes
         for begin in range(0, num_rows, rows):
             size = min(rows, num_rows - begin)
-            chunk, inputs, matrix = (
-                gradient.new_empty(shape, dtype=dtype)
-                for shape in ((size, vocabulary), (size, width), (vocabulary, width))
-            )
+            shapes = ((size, vocabulary), (size, width), (vocabulary, width))
+            chunk, inputs, matrix = (gradient.new_empty(shape, dtype=dtype) for shape in shapes)
             if ctx.is_needed[0]:
                 torch.mm(chunk, matrix, out=inputs)
             if ctx.is_needed[1]:
@@ -240,7 +239,7 @@ def _go_over(
     is_trained: bool,
 ) -> None:
     """Writes the losses and right answers (None: nobody asks) of some rows; if trained, gradients over their logits."""
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
         go_over_on_gpu(logits, targets, losses, hits, ignored, smoothing, is_trained)
@@ -291,8 +290,3 @@ def _adds_wider() -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool((total == 32).all())
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -81,10 +81,8 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
         else:
             waiting.append((name, module))
     joined = [(row[0][0], tuple(module for _, module in row)) for row in (*rows, waiting) if row]
-    return tuple(
-        PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
-        for name, modules in joined
-    )
+    made = [(name, modules[0] if len(modules) == 1 else Chain(modules), modules) for name, modules in joined]
+    return tuple(PipelineLayer(name=name, run=run, modules=modules) for name, run, modules in made)
 
 
 def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -129,18 +127,13 @@ def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     names = [layer.name for layer in layers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(
-            f"two pipeline layers of {kind} are called {twice[0]!r}\n  split points are given by name\n"
-            "  name each after its first module"
-        )
+        rule = "split points are given by name\n  name each after its first module"
+        raise UsageError(f"two pipeline layers of {kind} are called {twice[0]!r}\n  {rule}")
     inner = {id(module) for module in model.modules()} - {id(model)}
     for layer in layers:
         for module in layer.modules:
             if id(module) not in inner:
-                what, fix = (
-                    f"a {type(module).__name__} that is not in the model",
-                    "list modules that named_modules() has",
-                )
+                what, fix = f"a {type(module).__name__} that is not in the model", "list those of named_modules()"
                 if module is model:
                     what = "the model itself"
                     fix = "list those it reads, and give a parameter of the model itself a module of its own"
