@@ -46,7 +46,7 @@ from paceline.learn.course import parse_progress
 from paceline.learn.play import PlayInputs, answer_for
 from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
-from paceline.run.warm_server import parse_request
+from paceline.run.warm import parse_request
 from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.hugging_face import read_hugging_face

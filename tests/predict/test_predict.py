@@ -16,7 +16,7 @@ from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import Constants, constants_for
 from paceline.predict.formulas.step import predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.units import GIB
 
 SHAPE = ModelShape(

@@ -23,7 +23,6 @@ from paceline.mesh import divisors
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
-from paceline.plan.rule_case import Rule
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
 
@@ -114,10 +113,10 @@ def layout_problems(
     parallel = config.parallel
     undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
 
-    def is_wanted(rule: Rule) -> bool:
-        read = {CONFIG_KEYS[name].rstrip(".") for name in rule.reads}
-        is_asked = not only_of or only_of in rule.reads
-        return is_asked and undecided.isdisjoint(rule.reads) and (sections is None or read <= set(sections))
+    def is_wanted(reads: tuple[str, ...]) -> bool:
+        of = {CONFIG_KEYS[name].rstrip(".") for name in reads}
+        is_asked = not only_of or only_of in reads
+        return is_asked and undecided.isdisjoint(reads) and (sections is None or of <= set(sections))
 
     try:
         layout = layout_of(config)

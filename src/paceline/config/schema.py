@@ -28,8 +28,8 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
-from paceline.plan.field_types import MEANINGS
 from paceline.plan.layout import Algorithm, Buffers, Checkpointing, Compression, Layout, OffloadPart, Policy
+from paceline.plan.rule_case import MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]

@@ -2,7 +2,7 @@
 
 A pretrained model is built without values, whatever the strategy: inside ``parameters_on_meta()`` parameters have
 shapes and no memory; buffers have values, which are in no file. ``mark_unfilled`` says that each rank later reads what
-it holds (``checkpoint/pretrained.py``), so that engines give them memory, and neither draw values nor exchange them.
+it holds (``checkpoint/tools/incoming.py``), so that engines give them memory, and draw no values for them.
 
 A causal language model is a base model and an output layer, known by ``base_model``, ``get_output_embeddings()`` and
 ``config.vocab_size``, not by its class. ``with_head_loss`` gives it a loss that never holds the logits. What some do to

@@ -89,12 +89,10 @@ def measure_model(
     saved, cast = (more.outside - few.outside) / 2, max(0, 2 * few.outside - more.outside)
     root = BlockFacts(parameters=total - sum(sizes), saved_bytes=saved, cast_bytes=cast)
     return ModelFacts(
-        name=type(model).__name__,
         blocks=tuple(found),
         root=root,
         buffer_bytes=_num_bytes(model.buffers()),
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
-        source="measured",
         work=replace(
             more.work,
             flops=(more.work.flops - few.work.flops) / 2,
