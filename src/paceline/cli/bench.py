@@ -131,7 +131,11 @@ def show_record(
     from paceline.bench.timing import BenchRecord
 
     rows: Rows = []
-    record = partial(BenchRecord, name=name, command=typed_command(program, sys.argv), rows=rows, config=settings)
+    words = sys.argv[1:]
+    if "--output" in words:  # the command to repeat a measurement does not say where the record went
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    record = partial(BenchRecord, name=name, command=" ".join([program, *words]), rows=rows, config=settings)
     for batch in batches:
         rows += batch
         if output is not None:
@@ -145,15 +149,6 @@ def show_record(
 def tell(text: str) -> None:
     """Tells what is measured now."""
     echo(text, err=True)
-
-
-def typed_command(program: str, argv: list[str]) -> str:
-    """Returns the command to repeat a measurement: what was typed, less where the record went."""
-    words = argv[1:]
-    if "--output" in words:
-        at = words.index("--output")
-        words = words[:at] + words[at + 2 :]
-    return " ".join([program, *words])
 
 
 class _Benchmarks(TyperGroup):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
 
-
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
 
-
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
 _ENDINGS = (".yaml", ".yml")
