@@ -166,8 +166,8 @@ def predict(
     else:
         if alone := why_not_sharded(chosen, count):
             echo(f"{alone}\n")
-        for line in [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]:
-            echo(line)
+        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]
+        echo("\n".join(lines))
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
