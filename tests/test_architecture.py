@@ -470,7 +470,7 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("train/step.py", "from torch import distributed", 2, "only comm talks"),
         ("train/step.py", FOR_TYPES.format("from torch.distributed import ProcessGroup"), 4, "only comm talks"),
         ("train/step.py", "import torch\nx = torch.distributed.is_initialized()", 3, "only comm talks"),
-        ("run/local.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
+        ("run/supervise.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
         ("engines/ddp.py", "from torch.nn.parallel import DistributedDataParallel", 2, "peers"),
         ("train/step.py", "import accelerate", 2, "peers"),
         ("bench/engines.py", "from measures.loop import bench_loop", 2, "outside"),

@@ -39,9 +39,8 @@ from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Program, play
+from paceline.predict.replay.program import Player, Program, Run
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.processes import run_processes
@@ -216,7 +215,7 @@ def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
     costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
     found: dict[str, float] = {}
     recorded = fuse_blocks(program.events) if program.is_compiled else program.events
-    for event in play(recorded, program.order) if program.order else recorded:  # of all microbatches
+    for event in Player(recorded, program.order).run() if program.order else recorded:  # of all microbatches
         if isinstance(event, Run):
             name = "fused" if event.operation.name == "fused" else event.operation.family
             found[name] = found.get(name, 0.0) + 1e3 * costs(event)[0]

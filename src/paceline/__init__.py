@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from paceline import errors as errors
     from paceline import learn as learn
-    from paceline.checkpoint.loops import load as load
-    from paceline.checkpoint.loops import save as save
+    from paceline.checkpoint.writer import load as load
+    from paceline.checkpoint.writer import save as save
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
     from paceline.classic.communication import auto_scale_batch_size as auto_scale_batch_size
@@ -64,7 +64,7 @@ _NAMES = {
     "paceline.comm.objects": ("mean",),
     "paceline.train.run_state": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
-    "paceline.checkpoint.loops": ("save", "load"),
+    "paceline.checkpoint.writer": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),
     "paceline.verify.certificate": ("verify",),
     "paceline.config.load": ("load_config",),

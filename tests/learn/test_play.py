@@ -29,10 +29,9 @@ from paceline.learn.play import (
     play_page,
 )
 from paceline.plan.plan import MemoryEstimate
-from paceline.predict.formulas.step import StepParts
+from paceline.predict.formulas.step import Prediction, StepParts
 from paceline.search.request import request_for
 from paceline.search.result import plan_for
-from paceline.search.search import Ranked
 from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def test_an_answer_is_that_of_the_command(inputs: PlayInputs, monkeypatch: pytes
     assert answer["about"]["global_batch"] == planned.workload.global_batch
 
 
-def as_written(config: Config, cluster: Cluster) -> Ranked:
+def as_written(config: Config, cluster: Cluster) -> Prediction:
     """Returns what ``paceline plan`` says of the config itself."""
     found = plan_for(request_for(config, cluster)).as_written
     assert found is not None

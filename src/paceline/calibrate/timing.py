@@ -33,8 +33,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.records.log_sink import LogSink
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
 from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer

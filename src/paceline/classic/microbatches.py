@@ -29,12 +29,11 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import find_checkpoint
-from paceline.checkpoint.loops import warn_of
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
 from paceline.clock import on_device
@@ -171,7 +170,7 @@ class MicrobatchTrainer:
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = self.loss_of(criterion)
-        if self._scaler is not None and not self._scaler.knows_elements:  # how many the first update will have
+        if self._scaler is not None and self._scaler.elements is None:  # how many the first update will have
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
             self._scaler.note_elements(first)
@@ -388,7 +387,7 @@ class MicrobatchTrainer:
         if "bad_steps" in values:
             self._bad_updates.load_state_dict(values["bad_steps"])
         self.num_updates = checkpoint.step
-        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
+        self._applied_samples = checkpoint.manifest.position if comm.rank == 0 else 0
         if checkpoint.manifest.world == comm.size:
             restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
 

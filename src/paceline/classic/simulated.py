@@ -24,9 +24,8 @@ from paceline.records.console import ProgressView
 from paceline.records.records import Record, RunRecord
 from paceline.records.sinks import Sink
 from paceline.records.summary import RunRecords
-from paceline.rehearse.simulate.recording import write_records
+from paceline.rehearse.simulate.recording import write_records, write_trace
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
-from paceline.rehearse.simulate.summary import write_trace
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
 

@@ -29,7 +29,7 @@ from paceline.cli.train import chaos, profile, train
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
-from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.terminal import echo
 
 app = typer.Typer(

@@ -2,7 +2,7 @@
 
 What only Paceline's authors measure is no part of the package: ``python bench`` in its repository.
 
-A column of a table is written as ``title: template`` (see ``records/templates.py``), or ``<title: template`` for one
+A column of a table is written as ``title: template`` (see ``records/event_words.py``), or ``<title: template`` for one
 that is aligned to the left. A cell is empty where a value that it names is None or missing.
 """
 
@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from paceline.cli.options import ConfigPath, Overrides, check_file, check_picture, load_and_tell
 from paceline.errors import UsageError
-from paceline.records.templates import fill
+from paceline.records.event_words import fill
 from paceline.terminal import echo
 
 Rows = list[dict[str, Any]]

@@ -20,8 +20,7 @@ from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.tools.difference import Difference
-    from paceline.checkpoint.tools.listing import Listed, Summary
+    from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
 
@@ -103,7 +102,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints, however each of them is cut."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.difference import compare
+    from paceline.checkpoint.tools.listing import compare
 
     with _reading():
         ours, theirs = open_checkpoint(find_any(left)), open_checkpoint(find_any(right))

@@ -18,7 +18,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.data.manifest import DataManifest
+    from paceline.data.token_files import DataManifest
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
@@ -60,7 +60,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors."""
-    from paceline.config import json_schema
+    from paceline.config.schema import json_schema
 
     print_json(json_schema())
 
@@ -93,7 +93,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 def import_config(config: ConfigPath) -> None:
     """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
-    from paceline.config.translate import translate_config
+    from paceline.config.suggest import translate_config
     from paceline.config.yaml_text import dump_values
 
     found = translate_config(read_values(config))
@@ -105,9 +105,10 @@ def import_config(config: ConfigPath) -> None:
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
-    from paceline.config import ExplainRow, LoadedConfig, leaf_values
+    from paceline.config import ExplainRow, LoadedConfig
     from paceline.config import explain as explain_config
-    from paceline.plan.describe import mesh_text
+    from paceline.config.load import leaf_values
+    from paceline.plan.workload import mesh_text
     from paceline.run.decide import decide_strategy, resolve_config
     from paceline.search.automatic import KEY
 
@@ -246,8 +247,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a folder of tokens holds, and whether its files are whole."""
-    from paceline.data.manifest import check_shards, read_manifest
-    from paceline.data.token_files import open_tokens
+    from paceline.data.token_files import check_shards, open_tokens, read_manifest
 
     manifest = read_manifest(path)
     check_shards(path, manifest, "full" if verify else "fast")

@@ -15,7 +15,8 @@ from paceline.terminal import echo
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.config import BatchPlan, Config
+    from paceline.config import Config
+    from paceline.plan.plan import BatchPlan
     from paceline.predict.replay.replayed import ReplayedStep
     from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation
     from paceline.search.result import PlanResult

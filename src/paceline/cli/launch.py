@@ -13,8 +13,7 @@ from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
-    from paceline.launch.job import LaunchJob
-    from paceline.launch.target import Target
+    from paceline.launch.job import LaunchJob, Target
 
 _MOST_HOSTS_BYTES = 2**20
 _RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
@@ -103,8 +102,7 @@ def start(
 @app.command()
 def status(name: str = typer.Argument(None, help="A launch; else all of them."), runs: Path = _RUNS) -> None:
     """Show where launches stand."""
-    from paceline.launch.job import all_launches, find_launch
-    from paceline.launch.target import find_target
+    from paceline.launch.job import all_launches, find_launch, find_target
 
     found = [find_launch(runs, name)] if name else all_launches(runs)
     for job in found:
@@ -122,8 +120,7 @@ def logs(
     runs: Path = _RUNS,
 ) -> None:
     """Show what a launched run has printed."""
-    from paceline.launch.job import find_launch
-    from paceline.launch.target import find_target
+    from paceline.launch.job import find_launch, find_target
 
     job = find_launch(runs, name)
     if follow:
@@ -135,8 +132,7 @@ def logs(
 @app.command()
 def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: Path = _RUNS) -> None:
     """End a launched run, which saves first if it can."""
-    from paceline.launch.job import find_launch
-    from paceline.launch.target import find_target
+    from paceline.launch.job import find_launch, find_target
 
     job = find_launch(runs, name)
     find_target(job.target).cancel(job)
@@ -144,7 +140,7 @@ def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: 
 
 
 def _follow(target: Target, job: LaunchJob) -> int:
-    from paceline.launch.target import follow
+    from paceline.launch.job import follow
 
     try:
         return follow(target, job, lambda text: echo(text, nl=False), lambda text: echo(text, err=True))

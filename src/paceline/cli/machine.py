@@ -234,7 +234,7 @@ def _surroundings(
     """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
     from paceline.config import load_config
     from paceline.doctor.findings import DoctorInputs
-    from paceline.doctor.settings import problem_finding
+    from paceline.doctor.network import problem_finding
 
     inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
     if path is None:
@@ -247,15 +247,15 @@ def _surroundings(
 
 
 def _checks() -> list[MachineCheck]:
-    from paceline.doctor import devices, machine, network, self_test, settings
+    from paceline.doctor import machine, network, self_test
 
     return [
-        *(machine.python, devices.torch_build, devices.driver, devices.gpus, machine.processors, machine.memory),
+        *(machine.python, machine.torch_build, machine.driver, machine.gpus, machine.processors, machine.memory),
         machine.half_precision,
         *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
         *(machine.packages, network.launcher, network.interfaces, network.host_name, network.chosen_interfaces),
         network.ports,
-        *(network.listening, settings.variables, settings.nccl_files, settings.run, self_test.handshake),
+        *(network.listening, network.variables, network.nccl_files, network.run, self_test.handshake),
     ]
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.errors import Problem, UsageError, did_you_mean
-from paceline.plan.field_types import MEANINGS, WORDS
 from paceline.plan.layout import Layout
+from paceline.plan.rule_case import MEANINGS, WORDS
 from paceline.terminal import echo, new_console
 
 if TYPE_CHECKING:

@@ -29,11 +29,9 @@ def report(
     from itertools import pairwise
 
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
-    from paceline.records.report import summarize, to_json
-    from paceline.records.tables import render
+    from paceline.records.report import render, summarize
     from paceline.terminal import new_console
-    from paceline.view.export import write_csv, write_figure
-    from paceline.view.html import write_report
+    from paceline.view.html import write_csv, write_figure, write_report
     from paceline.view.runs import read_runs
 
     if compare and len(folders) < 2:
@@ -42,11 +40,11 @@ def report(
     points = scaling_of(summaries)
     changes = [compare_runs(before, after) for before, after in pairwise(summaries)] if compare else []
     if as_json and len(summaries) == 1:
-        print_json(to_json(summaries[0]))
+        print_json(summaries[0].to_json())
     elif as_json:
         more = {"scaling": [asdict(point) for point in points]}
         more |= {"changes": [each.to_json() for each in changes]} if compare else {}
-        print_json({"runs": [to_json(run) for run in summaries], **more})
+        print_json({"runs": [run.to_json() for run in summaries], **more})
     else:
         console = new_console()
         for number, run in enumerate([] if compare else summaries):

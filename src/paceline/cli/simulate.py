@@ -91,9 +91,8 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     from paceline.config import dump_yaml
     from paceline.records.console import ProgressView
     from paceline.records.report import summarize
-    from paceline.rehearse.simulate.recording import write_records
+    from paceline.rehearse.simulate.recording import write_records, write_trace
     from paceline.rehearse.simulate.run import simulate as run_simulation
-    from paceline.rehearse.simulate.summary import write_trace
     from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
@@ -135,13 +134,12 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 
 def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
-    from paceline.rehearse.simulate.summary import LEGEND, draw_step
+    from paceline.records.report import render
+    from paceline.rehearse.simulate.recording import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:
-        print_json(to_json(summary) | {"simulation": describe(found)})
+        print_json(summary.to_json() | {"simulation": describe(found)})
         return
     console = new_console()
     console.print(render(summary))
@@ -195,7 +193,7 @@ def schedule(
 ) -> None:
     """Show a pipeline schedule: its grid, its bubble, its memory."""
     from paceline.schedule.check import check_schedule
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
     from paceline.schedule.text import draw, render_text
 
@@ -267,7 +265,7 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.text import format_csv
 
     if with_messages:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
-    from paceline.run.result import RunResult
+    from paceline.run.location import RunResult
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
@@ -60,9 +60,9 @@ def train(
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
     for note in notes if tells_for_host() else ():
         echo(note, err=True)
-    from paceline.run.nodes import parse_nodes
-    from paceline.run.result import RunOptions
+    from paceline.run.location import RunOptions
     from paceline.run.train import train as run
+    from paceline.run.whereami import parse_nodes
 
     hosts = None
     if nnodes is not None and rdzv is not None:
@@ -128,14 +128,13 @@ def show_finding(found: RateFinding, *, as_json: bool) -> None:
 
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
+    from paceline.records.report import render
     from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
-        print_json(to_json(result.summary) | chosen)
+        print_json(result.summary.to_json() | chosen)
         if note:
             echo(note, err=True)
         return
@@ -207,7 +206,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
 
     Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
     """
-    from paceline.config.translate import translate_setting
+    from paceline.config.suggest import translate_setting
 
     files: list[str] = []
     overrides: list[str] = []
@@ -287,7 +286,7 @@ def chaos(
     from paceline.chaos.faults import parse_faults
     from paceline.chaos.report import report_lines
     from paceline.config.load import load_config_with_sources
-    from paceline.run.scratch import scratch_folder
+    from paceline.run.signals import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (faults is None) == (random == 0):
@@ -336,8 +335,8 @@ def profile(
     from paceline.profile.merge import merged_events
     from paceline.profile.run import profile_run
     from paceline.profile.summary import summarize_profile
-    from paceline.run.scratch import scratch_folder
-    from paceline.run.variables import PROFILE
+    from paceline.run.processes import PROFILE
+    from paceline.run.signals import scratch_folder
 
     asked = load_and_tell(config, overrides).config
     for path in beside:

@@ -53,9 +53,8 @@ def verify(
     **layout: Any,
 ) -> None:
     """Prove that training on N ranks computes what one process would."""
-    from paceline.verify.case import ConfigCase
+    from paceline.verify.case import ConfigCase, Settings, check_settings, complete
     from paceline.verify.certificate import certify
-    from paceline.verify.settings import Settings, check_settings, complete
 
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
     pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
@@ -99,7 +98,7 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
     from paceline.schedule.text import read_csv
-    from paceline.verify.settings import SMALL_BUCKETS
+    from paceline.verify.case import SMALL_BUCKETS
 
     asked = layout_of(config)
     said = options.get("strategy", config.parallel.strategy)

@@ -35,7 +35,7 @@ _LADDER: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp")
 
 def state_bytes(parameters: int, strategy: Strategy, ranks: int) -> int:
     """Returns the bytes of parameters, gradients and moments on one rank: AdamW in fp32."""
-    model = ModelFacts(name="exercise", blocks=(), root=BlockFacts(parameters=parameters))
+    model = ModelFacts(blocks=(), root=BlockFacts(parameters=parameters))
     need = estimate_memory(model, Layout(strategy=strategy).for_ranks(ranks), StateFacts())
     return int(need.parameters + need.gradients + need.optimizer)
 

@@ -39,9 +39,10 @@ from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.plan.layout import STRATEGIES, Layout
 from paceline.plan.plan import MemoryEstimate
+from paceline.predict.formulas.step import Prediction
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.request import PRECISIONS, request_for, why_not_written, workload_as_written
-from paceline.search.search import Ranked, budget_of, rank_one
+from paceline.search.search import budget_of, rank_one
 from paceline.units import format_bytes, format_count, format_seconds
 from paceline.view.html import as_json, security_policy
 from paceline.view.server import HEADERS, Gate, as_response
@@ -244,7 +245,7 @@ def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _memory(ranked: Ranked, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
+def _memory(ranked: Prediction, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
     budget, needs = budget_of(cluster), ranked.memory_bytes
     fits = needs <= budget
     room = f"{format_bytes(budget)} of the device's {format_bytes(cluster.device.memory_bytes)} may be taken"
@@ -272,10 +273,10 @@ def _ways_out(layout: Layout) -> str:
     return f"Less memory: {', '.join(ways)}."
 
 
-def _step(ranked: Ranked, task: TrainingTask) -> dict[str, Any]:
-    step = ranked.prediction.step
+def _step(ranked: Prediction, task: TrainingTask) -> dict[str, Any]:
+    step = ranked.step
     parts = {name: sum(getattr(step, each) for each in names) for name, names in STEP_PARTS.items()}
-    low, high = ranked.prediction.band
+    low, high = ranked.band
     waits = parts["exposed"] / step.total
     words = f"A step takes {format_seconds(ranked.seconds)}; {waits:.0%} of it is exposed communication"
     if parts["bubble"]:
@@ -289,7 +290,7 @@ def _step(ranked: Ranked, task: TrainingTask) -> dict[str, Any]:
         "tokens_per_s": ranked.tokens_per_s,
         "mfu": ranked.mfu,
         "layout": str(ranked),
-        "outside": list(ranked.prediction.outside),
+        "outside": list(ranked.outside),
         "words": f"{words}.",
         "precision": task.compute,
     }

@@ -26,7 +26,7 @@ from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
 from paceline.models.registry import build_model
 from paceline.records.summary import read_run
-from paceline.train.flops import sample_flops
+from paceline.train.resolve import sample_flops
 from paceline.untrusted import parse_json_object, read_regular
 
 _PROCESS = "paceline.bench.gpu.loops"
