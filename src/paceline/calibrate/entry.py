@@ -156,18 +156,10 @@ def _device(name: str, machine: Machine, measured: MachineFigures, about: Mappin
 
 
 def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
-    rate = rounded(found.bandwidth / 1e9)
-    return {
-        "kind": kind,
-        "gb_per_s": rate,
-        "efficiency": 1.0,
-        "latency_us": rounded(found.latency_s * 1e6),
-        "ring_gb_per_s": {ranks: rate},
-        "all_reduce_us": {
-            count: {size: rounded(took * 1e6) for size, took in points} for count, points in found.by_ranks.items()
-        },
-        "busy": rounded(found.busy),
-    }
+    rate, latency = rounded(found.bandwidth / 1e9), rounded(found.latency_s * 1e6)
+    times = {count: {size: rounded(took * 1e6) for size, took in points} for count, points in found.by_ranks.items()}
+    link = {"kind": kind, "gb_per_s": rate, "efficiency": 1.0, "latency_us": latency, "ring_gb_per_s": {ranks: rate}}
+    return link | {"all_reduce_us": times, "busy": rounded(found.busy)}
 
 
 def _what(machine: Machine, measured: MachineFigures) -> str:

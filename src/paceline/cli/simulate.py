@@ -146,6 +146,12 @@ def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -
     drawn = draw_step(found.clocks, found.steps)
     totals = found.summary
     hidden = sum(each.hidden_share for each in totals.by_rank) / len(totals.by_rank)
+    conditions = found.conditions
+    network = "processes of one host" if conditions.cluster is None else conditions.cluster.name
+    network += "" if conditions.backend in ("auto", "virtual") else f" over {conditions.backend}"
+    compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
+    slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
+    slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
     memory = "Memory is not known: the model is of your own code. paceline predict counts it."
     if any(getattr(record, "memory_bytes", 0) for record in found.records[0]):  # of a rank: all share one process
         gpu = found.conditions.gpu or "this device"
@@ -157,22 +163,11 @@ def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -
         LEGEND,
         "",
         f"Ranks compute {100 * totals.efficiency:.0f}% of the time; {100 * hidden:.0f}% of communication is hidden.",
-        f"Times are simulated: {_where(found.conditions)}.",
+        f"Times are simulated: {', '.join([compute, f'network of {network}', *slow])}.",
         memory,
         f"The run is in {summary.folder}: records, trace.json for ui.perfetto.dev, config.",
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-
-
-def _where(conditions: Conditions) -> str:
-    """Says in a few words what the times are those of."""
-    cluster = conditions.cluster
-    network = "processes of one host" if cluster is None else cluster.name
-    compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
-    slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
-    slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
-    network += "" if conditions.backend in ("auto", "virtual") else f" over {conditions.backend}"
-    return ", ".join([compute, f"network of {network}", *slow])
 
 
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
