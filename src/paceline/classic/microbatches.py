@@ -237,9 +237,21 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        path = self._writer.save(
-            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        list(self._bad_updates.read_all())
+        held = list(self.engine.shards())
+        tensors, found = optimizer_shards(optimizer, held)
+        extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        state = State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
         )
+        path = self._writer.save(state)
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -352,23 +364,6 @@ class MicrobatchTrainer:
         for parameter in self.engine.parameters():
             parameter.grad = None
         self._num_pending, self._pending = 0, []
-
-    # Checkpoints.
-
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
-        comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.read_all())
-        tensors, found = optimizer_shards(optimizer, held)
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            about={"strategy": self.strategy},
-        )
 
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values
