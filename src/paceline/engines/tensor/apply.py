@@ -318,10 +318,8 @@ def plan_for(model: nn.Module) -> TensorPlan:
 def ready_plans() -> dict[str, TensorPlan]:
     """Returns the plans of ``plans.yaml`` by name."""
     found = load_shipped((Path(__file__).parent / "plans.yaml").read_text())
-    return {
-        name: TensorPlan(name=name, rules=tuple(rule for row in rows for rule in _rules(**row)))
-        for name, rows in found.items()
-    }
+    rules = {name: tuple(rule for row in rows for rule in _rules(**row)) for name, rows in found.items()}
+    return {name: TensorPlan(name=name, rules=each) for name, each in rules.items()}
 
 
 def _rules(

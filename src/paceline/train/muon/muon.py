@@ -31,7 +31,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config.schema import MuonConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
     where parameters are sharded. Without an engine every matrix is orthogonalised here.
     """
 
-    gathers_matrices = True  # so it may update slices: see engines/flat/matrixwise.py
+    gathers_matrices = True  # so it may update slices: see engines/flat/optimizer_state.py
 
     def __init__(
         self,
