@@ -32,11 +32,10 @@ from typing import Any, Final, TypeVar
 
 from paceline.config.suggest import nearest
 from paceline.errors import ConfigError, Problem
+from paceline.health.ledger_view import FORWARD, PHASES, SETUP, STEP_PHASES
 from paceline.untrusted import parse_json_object, read_regular
 
-STEP_PHASES: Final = ("data", "forward", "backward", "optimizer")
-PHASES: Final = (*STEP_PHASES, "evaluation", "checkpoint")
-_ANYWHERE = ("forward", *(each for each in PHASES if each != "forward"))
+_ANYWHERE = (FORWARD, *(each for each in PHASES if each not in (SETUP, FORWARD)))
 _SYNTAX = "a fault is KIND[:rank=R][:xFACTOR][:phase=PHASE]@step=S"
 _FACTOR = re.compile(r"x(\d+(?:\.\d+)?)")
 _RANK = re.compile(r"(\d+)(?:x(\d+(?:\.\d+)?))?")
@@ -267,7 +266,6 @@ def note(folder: Path, what: Fired | Started | Passed) -> None:
 
 
 def read_notes(folder: Path, kind: type[_Note]) -> list[_Note]:
-    """Returns what has been noted so far, in the order of time."""
     try:
         lines = (folder / _FILES[kind]).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

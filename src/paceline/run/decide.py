@@ -204,7 +204,6 @@ def check_virtual(config: Config) -> None:
 
 
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
-    """Prints what was decided before the run, and why."""
     notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
@@ -254,7 +253,6 @@ def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
 
 
 def machine_entry() -> Path | None:
-    """Returns the file that says what this machine can do, if its user names one in PACELINE_MACHINE."""
     named = os.environ.get(_ENTRY)
     return Path(named) if named else None
 

@@ -71,7 +71,6 @@ class RunResult(Shown):
 
     @property
     def final_loss(self) -> float | None:
-        """The loss of the last step."""
         return self.summary.final_loss
 
     def facts(self) -> dict[str, object]:
@@ -108,7 +107,6 @@ class RunLocation:
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder of a config's first run."""
     return Path(config.monitor.folder) / config.name
 
 

@@ -68,7 +68,6 @@ def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbos
 
 
 def observing_host(folder: Path, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Samples this host while the ranks that this process started train."""
     return sampling(folder, config.monitor.sample_s, lambda: noted_processes(folder, os.getpid()), log)
 
 

@@ -111,7 +111,6 @@ def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def loopback_interface() -> str:
-    """Returns the name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
@@ -183,7 +182,6 @@ def _rank_main(
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Returns the error if it can be pickled, or one that says the same."""
     try:
         pickle.loads(pickle.dumps(error))  # nosec B301  # its own
     except Exception:
@@ -211,7 +209,6 @@ def restarted_by_launcher() -> dict[str, Any] | None:
 
 
 def uses_nccl(config: Config) -> bool:
-    """Says whether the ranks of a config will talk through NCCL, before they do."""
     return config.comm.backend in ("auto", "nccl") and uses_gpu(config)
 
 
@@ -305,7 +302,6 @@ def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
 
 
 def end_children() -> None:
-    """Ends the processes that this one started with multiprocessing, such as loader workers."""
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -21,16 +21,7 @@ import torch
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.config import why_not_sharded
-from paceline.records.records import (
-    EndRecord,
-    EndStatus,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    parse_line,
-    to_line,
-)
+from paceline.records.records import EndRecord, EndStatus, EventRecord, HostRecord, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
 from paceline.run.decide import machine_entry, variables_in_effect
 from paceline.run.notes import read_progress
@@ -61,7 +52,6 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
 
 
 def end_record(status: EndStatus, step: int, seconds: float, message: str = "") -> EndRecord:
-    """Returns the last record of an attempt that ends now, after so many seconds."""
     return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
 
 
@@ -195,7 +185,7 @@ def _open_attempt(path: Path, since: float) -> tuple[RunRecord, int] | None:
                     kept.clear()
                 if line.endswith(b"\n"):
                     kept[line[: line.index(b",")]] = line  # the last of each type
-    found: list[Record] = [parse_line(line) for line in kept.values()]
+    found = [parse_line(line) for line in kept.values()]
     run = next((record for record in found if isinstance(record, RunRecord)), None)
     if run is None or run.time < since or any(isinstance(record, EndRecord) for record in found):
         return None

@@ -27,15 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
@@ -94,20 +86,20 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
         yield made
 
 
-def _made_before(parameters: RendezvousParameters) -> RendezvousHandler:
+def _made_before(parameters: elastic.RendezvousParameters) -> elastic.RendezvousHandler:
     made: Rendezvous = parameters.config["made"]
     made.has_joined = False  # a new agent's
     return made
 
 
-rendezvous_handler_registry.register(BACKEND, _made_before)
+elastic.rendezvous_handler_registry.register(BACKEND, _made_before)
 
 
 class HostsChangedError(Exception):
     """The hosts of a round are no longer those that take part: the attempt is over, and nobody is to blame."""
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(elastic.RendezvousHandler):
     """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
 
     def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
@@ -150,7 +142,7 @@ class Rendezvous(RendezvousHandler):
                 self.set_closed()
             raise
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Joins the next round, once for each agent: HostsChangedError ends one that would join another."""
         if self.has_joined:
             raise HostsChangedError
@@ -158,12 +150,13 @@ class Rendezvous(RendezvousHandler):
             found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
             self._raise_refusal()
-            raise RendezvousClosedError("the run has ended on another host")
+            raise elastic.RendezvousClosedError("the run has ended on another host")
         self._round, rank, self.size = found
         self.has_joined = True
         self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
-        return RendezvousInfo(store, rank, self.size, RendezvousStoreInfo(str(self._client.address), self._round))
+        place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
+        return elastic.RendezvousInfo(store, rank, self.size, place)
 
     def settle(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
@@ -223,7 +216,7 @@ class Rendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:
-            raise RendezvousConnectionError(str(self._problem)) from self._problem
+            raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
         num_waiting = self._num("waiting")
         if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
             _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
@@ -268,7 +261,7 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
     try:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
-        raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
+        raise elastic.RendezvousConnectionError(str(error) or "the other hosts did not come") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

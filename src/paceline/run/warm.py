@@ -82,7 +82,6 @@ class WarmRanks:
         return ["-I", "-S", str(client), str(self.address), *command]
 
     def close(self) -> None:
-        """Ends the server, and with it its ranks."""
         self._is_gone("its ranks went with it")
         self._end()
 
@@ -221,7 +220,6 @@ class WarmServer:
         return None
 
     def _become_rank(self, client: socket.socket, output: list[int]) -> None:
-        """Closes all that belongs to the server: its sockets, its signals, its process group."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -293,7 +291,6 @@ def _is_ending(pid: int) -> bool:
 
 
 def main() -> None:
-    """Serves until the launcher is gone; in a rank, runs what was asked for."""
     address, descriptor, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
@@ -320,7 +317,6 @@ def main() -> None:
 
 
 def _run(request: dict[str, Any], server: int) -> NoReturn:
-    """Runs a rank's module in this process, as ``python -m`` would."""
     os.environ.clear()
     os.environ.update(request["environment"], **{PARENT: str(server)})
     os.chdir(request["folder"])

@@ -73,7 +73,6 @@ class WatchPolicy:
 
 
 def watch_policy(config: Config) -> WatchPolicy | None:
-    """Returns how the ranks of a config are watched; None where it says not to."""
     if config.monitor.hang_s is None:
         return None
     return WatchPolicy(limits=HangLimits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
@@ -160,7 +159,6 @@ class Watch(SeenRanks):
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
         atexit.register(self.stop)
 
@@ -275,7 +273,6 @@ class Watch(SeenRanks):
         return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
     def states(self) -> list[RankState]:
-        """Returns what the ranks of this host do, for the details of a verdict."""
         now = time.monotonic()
         self.observe(now)
         return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]

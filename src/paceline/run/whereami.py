@@ -89,7 +89,6 @@ class Surroundings:
         return {name: str(value) for name, value in {**found, **local}.items() if value is not None}
 
     def nodes(self) -> Nodes:
-        """Returns where the launchers of all hosts meet, and the ranks of this one."""
         least, host, port, by = self.least or self.count, self.address, self.port, self.named_by
         return Nodes(least=least, most=self.count, host=host, port=port, ranks=self.host_ranks, named_by=by)
 
@@ -376,7 +375,6 @@ class Nodes:
         return f"{self.host}:{self.port}"
 
     def own_address(self) -> str:
-        """Returns the address under which the others reach this machine. Raises UsageError without one."""
         return address_towards(self.host, self.port, self.named_by)
 
 
@@ -411,11 +409,9 @@ def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
 
 
 def host_name() -> str:
-    """Returns what this host is called in messages."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface that has an address; None if none has."""
     found = psutil.net_if_addrs().items()
     return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)

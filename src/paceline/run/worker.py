@@ -139,7 +139,6 @@ class StartTimes:
         return cls(time.monotonic() - process_age(process))
 
     def lap(self, part: str) -> None:
-        """Ends a part of the start."""
         self.parts[part] = time.monotonic() - self.began - sum(self.parts.values())
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
