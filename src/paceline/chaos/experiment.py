@@ -115,26 +115,16 @@ def run_with_faults(
     if commands[0].code == REFUSED:  # what lies in the folder, if anything, is an older run
         return None
     attempts = _attempts(run.folder, run.ranks)
-    notes = Notes(
-        fired=tuple(faults.read_notes(scratch, faults.Fired)),
-        started=tuple(faults.read_notes(scratch, faults.Started)),
-        passed=tuple(faults.read_notes(scratch, faults.Passed)),
-    )
+    fired, started = faults.read_notes(scratch, faults.Fired), faults.read_notes(scratch, faults.Started)
+    notes = Notes(fired=fired, started=started, passed=faults.read_notes(scratch, faults.Passed))
     handlings = [handle(each, notes, attempts[0], commands, run.config) for each in planned]
     handlings = [
         replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
         for each in handlings
     ]
-    report = make_report(
-        run.config.name,
-        run.ranks,
-        attempts[0],
-        commands,
-        handlings,
-        mtbf_s=mtbf_s,
-        samples=audit_samples(run.folder),
-        comparison=_compare(run, attempts, planned) if compare else None,
-    )
+    samples, twin = audit_samples(run.folder), _compare(run, attempts, planned) if compare else None
+    name, first = run.config.name, attempts[0]
+    report = make_report(name, run.ranks, first, commands, handlings, mtbf_s=mtbf_s, samples=samples, comparison=twin)
     if run.folder.is_dir():
         kept = run.folder / "chaos"
         kept.mkdir(exist_ok=True)

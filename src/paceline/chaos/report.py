@@ -230,9 +230,9 @@ class Command:
 class Notes:
     """What the ranks noted, each in the order of time."""
 
-    fired: tuple[Fired, ...]
-    started: tuple[Started, ...]
-    passed: tuple[Passed, ...]
+    fired: Sequence[Fired]
+    started: Sequence[Started]
+    passed: Sequence[Passed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -346,19 +346,12 @@ class BackgroundPrediction:
                     return
 
     def _write(self) -> None:
-        """Adds what was predicted since the start to what the run's folder has of before."""
+        """Adds the dry run's figures, or the formulas' and why there are no others, to those of before."""
+        from paceline.rehearse.dryrun.expected import better_of
+
         formula = self.formula
         if self._search is not None:
             formula = predict_run(self.config, threads=self.threads, cores=self.cores)
-        best = self._best(formula)
-        if best is not None and best != self.formula:
-            kept = (self.formula or Expectation()).with_later(best)
-            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")
-
-    def _best(self, formula: Expectation | None) -> Expectation | None:
-        """Returns the dry run's figures, or the formulas' and why there are no others; None where neither exists."""
-        from paceline.rehearse.dryrun.expected import better_of
-
         found = None if self._background is None else self._background.result(self.patience_s)
         best = better_of(formula, found)
         if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
@@ -367,4 +360,6 @@ class BackgroundPrediction:
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:
             best = replace(best, memory_bytes=expected_memory(self.config))
-        return best
+        if best is not None and best != self.formula:
+            kept = (self.formula or Expectation()).with_later(best)
+            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic import rendezvous as elastic
 
@@ -36,7 +36,7 @@ from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
-from paceline.run.whereami import LAST_CALL_S, Nodes, host_name
+from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
 from paceline.untrusted import parse_json_object, read_regular
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ _TOLD = 4  # keys of the config that differ
 
 
 @contextlib.contextmanager
-def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None) -> Iterator[Rendezvous]:
+def rendezvous(
+    folder: Path, run_id: str, nodes: Surroundings | None, facts: HostFacts | None = None
+) -> Iterator[Rendezvous]:
     """Has the launchers meet, in ``folder`` where there is but one. Raises UsageError where hosts do not agree."""
     with contextlib.ExitStack() as stack:
         if nodes is None:
@@ -70,8 +72,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
             yield made
             return
         own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
-        address, secret = Address(nodes.host, nodes.port), lambda: secret_of(os.environ)
-        hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
+        address, secret = Address(nodes.address, nodes.port), lambda: secret_of(os.environ)
+        hosts = Hosts(least=nodes.least, most=nodes.count, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
         except OSError as error:
@@ -82,7 +84,7 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
         if facts is not None:
-            made.agree(facts, may_go_without=nodes.least < nodes.most)
+            made.agree(facts, may_go_without=nodes.least < nodes.count)
         yield made
 
 
@@ -167,7 +169,7 @@ class Rendezvous(elastic.RendezvousHandler):
         key, deadline = f"ended/{self._round}", time.monotonic() + _BETTER_S
         while not is_sure and time.monotonic() < deadline and not self._store.check([key]):
             self._raise_refusal()
-            if self._num("gone"):
+            if self._num_seen(2):
                 own = CHANGED
                 break
             self._is_over.wait(_BEAT_S / 20)
@@ -217,14 +219,14 @@ class Rendezvous(elastic.RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:
             raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
-        num_waiting = self._num("waiting")
+        num_waiting = self._num_seen(1)
         if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
             _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
         return num_waiting
 
-    def _num(self, what: Literal["waiting", "gone"]) -> int:
-        seen_in, num_waiting, num_gone = self._seen
-        return 0 if seen_in != self._round else num_waiting if what == "waiting" else num_gone
+    def _num_seen(self, place: int) -> int:
+        seen = self._seen  # which a thread replaces
+        return seen[place] if seen[0] == self._round else 0
 
     def set_closed(self) -> None:
         with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
@@ -284,15 +286,10 @@ class HostFacts:
 
         kept = config.checkpoint.folder
         folders = [folder, *([Path(kept)] if kept is not None and not is_remote(kept) else [])]
-        return cls(
-            host=host_name(),
-            paceline=__version__,
-            torch=version("torch"),
-            ranks=ranks,
-            config=config.model_dump(mode="json", exclude={"name", "monitor"}),
-            folders=tuple(str(each.absolute()) for each in folders),
-            mark=secrets.token_hex(16),
-        )
+        where = tuple(str(each.absolute()) for each in folders)
+        asked = config.model_dump(mode="json", exclude={"name", "monitor"})
+        host, versions, mark = host_name(), {"paceline": __version__, "torch": version("torch")}, secrets.token_hex(16)
+        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, **versions)
 
 
 def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:

@@ -47,7 +47,7 @@ from paceline.run.records import end_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
 from paceline.run.watch import Watch, WatchPolicy
-from paceline.run.whereami import Nodes, host_name, interface_of
+from paceline.run.whereami import Surroundings, host_name, interface_of
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
@@ -172,7 +172,7 @@ class LocalRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
-    nodes: Nodes | None = None
+    nodes: Surroundings | None = None
     facts: HostFacts | None = None
     run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
 
@@ -354,7 +354,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
-        max_nodes=1 if nodes is None else nodes.most,
+        max_nodes=1 if nodes is None else nodes.count,
         nproc_per_node=asked.ranks,
         run_id=asked.run_id,
         rdzv_backend=BACKEND,

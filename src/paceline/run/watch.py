@@ -197,8 +197,10 @@ class Watch(SeenRanks):
                 self._ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
-                if ahead_s is not None and self._has_noted_clock(ahead_s):
-                    ahead_s = None
+                if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
+                    if has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s):
+                        ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():
                     self._end(verdict)
@@ -206,13 +208,6 @@ class Watch(SeenRanks):
                 late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
                 if late is not None:
                     self._tell_late(late)
-
-    def _has_noted_clock(self, ahead_s: float) -> bool:
-        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
-        if self.told is not None:  # a loop of the user's own has no records
-            return True
-        has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
