@@ -20,19 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.chaos import faults
 from paceline.checkpoint import list_checkpoints
+from paceline.checkpoint.manifest import SavedFile
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.health.ledger_view import STEP_PHASES
 from paceline.train.loss import Loss, LossValue
-
-if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import SavedFile
-    from paceline.train.trainer import Trainer
+from paceline.train.trainer import Trainer
 
 _STEP = re.compile(r"step-(\d+)")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}

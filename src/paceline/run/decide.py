@@ -35,7 +35,7 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.records import RunRecord, follow_records
 from paceline.run.logs import say
-from paceline.run.processes import node_ranks
+from paceline.run.processes import MACHINE, machine_entry, node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
 from paceline.search.expect import expect_run, expected_memory, unpriced
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 _ANYWAY = "to start it all the same: --no-memory-check"
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
-_ENTRY = "PACELINE_MACHINE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,25 +244,13 @@ def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
     return variables_of(config.comm, uses_nccl=uses_nccl)
 
 
-def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
-    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
-    asked = variables_of(config.comm, uses_nccl=uses_nccl)
-    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
-    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}
-
-
-def machine_entry() -> Path | None:
-    named = os.environ.get(_ENTRY)
-    return Path(named) if named else None
-
-
 def entry_problem() -> str | None:
     """Returns the reason why the file that PACELINE_MACHINE names cannot be used; None if there is no such problem."""
     try:
         if entry := machine_entry():
             load_cluster(str(entry))
     except UsageError as error:
-        return f"{_ENTRY} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
+        return f"{MACHINE} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
     return None
 
 

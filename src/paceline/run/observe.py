@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.records.host import HostSampler, open_gpus
 from paceline.records.records import (
@@ -40,10 +40,6 @@ from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
 from paceline.run.signals import polling, start_thread
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 
 _PATIENCE_S = 2.0
 _LOOK_S = 0.5

@@ -22,13 +22,15 @@ from collections import deque
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import errors
 from paceline.comm import torch_dist
+from paceline.comm.base import Communicator
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
@@ -44,11 +46,6 @@ from paceline.run.seen_ranks import dump_stacks_into, look_at_process, stack_pat
 from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
 from paceline.terminal import echo
-
-if TYPE_CHECKING:
-    from types import FrameType, TracebackType
-
-    from paceline.comm.base import Communicator
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 PROFILE = "PACELINE_PROFILE"  # the folder that profiled ranks leave what they saw in
+MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,11 @@ def profile_request() -> Path | None:
     """Returns the folder that ``paceline profile`` wants the spans of this rank in; None in every other run."""
     folder = os.environ.get(PROFILE)
     return None if folder is None else Path(folder)
+
+
+def machine_entry() -> Path | None:
+    named = os.environ.get(MACHINE)
+    return Path(named) if named else None
 
 
 def node_ranks(config: Config) -> int | None:

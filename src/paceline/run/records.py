@@ -20,15 +20,14 @@ import torch
 
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
-from paceline.config import why_not_sharded
+from paceline.comm.base import Communicator
+from paceline.config import Config, variables_of, why_not_sharded
 from paceline.records.records import EndRecord, EndStatus, EventRecord, HostRecord, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
-from paceline.run.decide import machine_entry, variables_in_effect
 from paceline.run.notes import read_progress
+from paceline.run.processes import machine_entry
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
     from paceline.engines.precision import Precision
     from paceline.train.trainer import Trainer
 
@@ -155,6 +154,13 @@ def write_start(config: Config, comm: Communicator, trainer: Trainer) -> None:
         world = world.inner
     if why := getattr(world, "why_gloo", ""):
         trainer.note("fallback", {"backend": world.backend, "instead_of": "shared_memory", "reason": why})
+
+
+def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
+    asked = variables_of(config.comm, uses_nccl=uses_nccl)
+    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
+    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}
 
 
 def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:

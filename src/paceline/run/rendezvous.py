@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic import rendezvous as elastic
 
@@ -33,15 +33,12 @@ from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.comm.side_channel import SideChannel
+from paceline.config import Config
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
 from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
 from paceline.untrusted import parse_json_object, read_regular
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 
 BACKEND = "paceline"
 CHANGED = "hosts"  # in the place of an account: some came or went

@@ -36,7 +36,7 @@ from paceline.run.location import (
 from paceline.run.logs import run_log, say
 from paceline.run.notes import RunStoppedError, noted_processes
 from paceline.run.observe import observing, observing_host
-from paceline.run.processes import end_groups, uses_nccl
+from paceline.run.processes import end_groups
 from paceline.run.signals import polling
 from paceline.run.warm import WarmRanks, warm_ranks_of
 from paceline.run.whereami import Surroundings, recognise
@@ -109,23 +109,15 @@ def _hosts_around(asked: Config, around: Surroundings) -> Surroundings:
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
-    from paceline.run.decide import BackgroundPrediction, predict_run, rank_variables, show_decisions
+    from paceline.run.decide import BackgroundPrediction, predict_run, show_decisions
     from paceline.run.supervise import LocalRanks, launching, supervise
-    from paceline.run.watch import watch_policy
 
     config, plan = decision.config, decision.plan
-    variables = rank_variables(config, uses_nccl=uses_nccl(config))
+    ranks = plan.layout.ranks
+    asked = LocalRanks.of(config, 1 if config.comm.backend == "virtual" else ranks, num_records=ranks, warm=warm)
     if config.monitor.console and not options.is_quiet:
         show_decisions(config, decision.choice, decision.notes)
-    expected, ranks = predict_run(config), plan.layout.ranks
-    asked = LocalRanks(
-        ranks=1 if config.comm.backend == "virtual" else ranks,
-        num_records=ranks,
-        threads=config.parallel.threads,
-        variables=variables,
-        warm=warm,
-        watch=watch_policy(config),
-    )
+    expected = predict_run(config)
     claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
     config, folder = location.settle(config), location.folder
     with claimed:
@@ -184,23 +176,13 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
 
 
 def _run_host(config: Config, folder: Path, nodes: Surroundings, warm: WarmRanks | None, asked: Config) -> None:
-    from paceline.run.decide import rank_variables
     from paceline.run.rendezvous import HostFacts
     from paceline.run.supervise import LocalRanks, launching, supervise
-    from paceline.run.watch import watch_policy
 
     ranks = config.parallel.decided_ranks // nodes.count
     secret = {} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}
-    local = LocalRanks(
-        ranks=ranks,
-        threads=config.parallel.threads,
-        variables=rank_variables(config, uses_nccl=uses_nccl(config)) | secret,
-        warm=warm,
-        watch=watch_policy(config),
-        nodes=nodes,
-        facts=HostFacts.here(asked, folder, ranks),
-        run_id=config.name,
-    )
+    facts = HostFacts.here(asked, folder, ranks)
+    local = LocalRanks.of(config, ranks, secret, warm=warm, nodes=nodes, facts=facts, run_id=config.name)
     with launching(folder, local) as launcher:
         supervise(launcher, config, RunLocation(folder=folder))
 

@@ -32,18 +32,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from paceline.cluster import detect
+from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import scratch_folder
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 

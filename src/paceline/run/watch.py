@@ -25,14 +25,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.comm.base import Communicator
 from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.config import Config
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
@@ -45,10 +46,6 @@ from paceline.run.records import append_event, note_clock
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
-
-if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
 
 _LOOK_AT_ALL_S = 2.0
 _PATIENT = 3.0  # times the longest standstill that ended by itself
