@@ -63,7 +63,6 @@ TORCH_FREE = (
     "launch.kubectl",
     "launch.pod",
     "learn.play",
-    "learn.play_server",
     "mesh",
     "notebook",
     "plan",

@@ -172,7 +172,7 @@ OWN_READERS = {
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
     "bench/gpu/loops.py": "its own command line",
-    "plan/field_types.py": "a table of the package",
+    "plan/rule_case.py": "a table of the package",
 }
 
 

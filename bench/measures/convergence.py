@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from measures.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
-from paceline.config import CompressionConfig, Config
+from paceline.config import Config
+from paceline.config.schema import CompressionConfig
 from paceline.errors import UsageError
 from paceline.plan.plan import RunMachine
 from paceline.run.processes import end_children

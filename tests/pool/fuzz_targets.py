@@ -39,7 +39,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
 from paceline.config.load import load_config
-from paceline.data.manifest import parse_manifest
+from paceline.data.token_files import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
 from paceline.learn.course import parse_progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -131,6 +132,6 @@ def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Pat
 
     background = Background("name: mine", threads=2, cores=(1, 3), entry=entry, start=start)
     assert background.result(timeout_s=240) == wanted
-    options = ["--threads", "2", "--cores", "1,3", "--entry", str(entry.absolute())]
-    assert started == [["paceline.rehearse.dryrun.expected", "--config", "name: mine", *options]]
+    asked = {"config": "name: mine", "threads": 2, "cores": [1, 3], "entry": str(entry.absolute())}
+    assert [(module, json.loads(text)) for module, text in started] == [("paceline.rehearse.dryrun.expected", asked)]
     assert plain_start(["module", "word"]) == ["-m", "module", "word"]

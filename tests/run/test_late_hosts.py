@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.comm.control.server import private_server
-from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import read_secret
-from paceline.comm.side_channel import SideChannel
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import Lateness, LatenessPolicy, PhaseTimes, RankLook, Straggler
 from paceline.run.other_hosts import LateHosts, clock_ahead

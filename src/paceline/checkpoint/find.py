@@ -1,13 +1,18 @@
 """Finding: the newest checkpoint that is whole, and what is wrong with those that are not.
 
-Every check reads the manifest and whether the pieces in it make up each tensor (``coverage.py``). A *fast* one compares
-the sizes of the files, too; a *full* one reads them all and compares their hashes, in a few threads, and sees that the
-pieces and values in them can be read. No torch: it runs before anything is started.
+Every check reads the manifest, and whether every element of a tensor is in exactly one piece: what is missing would
+be read as zeros, and written on with good hashes. Pieces that are cut alike (the same spans of the same dims) are
+intervals of one part of the tensor: these must not overlap, nor may the spans of the parts; then the number of elements
+says whether something is missing. Cost: one sort of the pieces of each tensor.
+
+A *fast* check compares the sizes of the files, too; a *full* one reads them all and compares their hashes, in a few
+threads, and sees that the pieces and values in them can be read. No torch: it runs before anything is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +22,24 @@ from typing import Literal
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
-from paceline.checkpoint.coverage import check_coverage, piece_problems
-from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
+from paceline.checkpoint.formats import Header, decode_with, read_header
+from paceline.checkpoint.manifest import (
+    COMPRESSION,
+    ITEM_BYTES,
+    MANIFEST,
+    Line,
+    Manifest,
+    SavedTensor,
+    Spot,
+    damaged,
+    head_line,
+    newest_line,
+    overlaps,
+    parse_manifest,
+)
 from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
-from paceline.checkpoint.values import check_values, decode_with
 from paceline.errors import CheckpointError
+from paceline.shards import Region, Spans
 from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
 Depth = Literal["none", "fast", "full"]
@@ -44,20 +62,8 @@ class PassedOver:
         return f"passed over {self.path.name}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenCheckpoint:
-    """The checkpoint that was taken, and newer ones that were not."""
-
-    path: Path
-    passed_over: tuple[PassedOver, ...] = ()
-
-
 def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line | None = None) -> list[Path]:
-    """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says.
-
-    Those that the run has gone back from come before all others: see ``manifest.py``. ``own`` is the line that a run
-    is on, where it may have saved nothing yet.
-    """
+    """Returns the checkpoints in ``folder``, oldest first. Those that a run on line ``own`` has left come before."""
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
     ages = {path: (current.has(spot.line, spot.step), spot.age, path.name) for path, spot in spots.items()}
@@ -65,34 +71,20 @@ def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line |
 
 
 def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
-    """Returns where the checkpoints of a folder lie. Reads the head of each manifest.
-
-    One whose head cannot be read counts as of the newest line, so that whoever looks for the newest hears of it.
-    """
+    """Returns where checkpoints lie. One whose head is unreadable counts as of the newest line: it must be heard of."""
     storage = storage or storage_of(folder)
     lines: dict[Path, Line | None] = {}
-    for path in _step_folders(folder, storage):
+    for path in [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]:
         try:
             size = storage.size(path / MANIFEST)
             if size is not None:
-                lines[path] = _read_line(file_in(path, MANIFEST), size, storage)
-        except (OSError, CheckpointError):  # such as one that nobody may look into: whoever takes it hears why
+                head = bytearray(min(size, _HEAD_BYTES))
+                storage.read_into(file_in(path, MANIFEST), [(0, memoryview(head))])
+                lines[path] = head_line(bytes(head)) or (None if b'"line"' in head else Line())  # old ones have none
+        except (OSError, EOFError, CheckpointError):  # one that nobody may look into: whoever takes it hears why
             lines[path] = None
     known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
-    return {path: Spot(line=line or known, step=_step(path)) for path, line in lines.items()}
-
-
-def _step_folders(folder: Path, storage: FileStore) -> list[Path]:
-    return [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]
-
-
-def _read_line(path: Path, size: int, storage: FileStore) -> Line | None:
-    head = bytearray(min(size, _HEAD_BYTES))
-    try:
-        storage.read_into(path, [(0, memoryview(head))])
-    except (OSError, EOFError):
-        return None
-    return head_line(bytes(head)) or (None if b'"line"' in head else Line())  # those of before had none
+    return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
 
 
 def step_of(path: Path) -> int | None:
@@ -123,8 +115,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
 def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | None = None) -> Manifest:
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
     storage = storage or storage_of(path)
-    manifest = read_manifest(path, storage)
-    check_coverage(path, manifest)
+    manifest = check_coverage(path, read_manifest(path, storage))
     for level in {"none": (), "fast": ("fast",), "full": ("fast", "full")}[depth]:  # sizes take no time
         with ThreadPoolExecutor(_THREADS) as pool:
             for problem in pool.map(partial(file_problem, path, manifest, storage, level), manifest.files):
@@ -152,42 +143,23 @@ def file_problem(path: Path, manifest: Manifest, storage: FileStore, depth: str,
 def value_problems(path: Path, manifest: Manifest, storage: FileStore) -> Iterator[str]:
     """Yields which plain values of a checkpoint cannot be read: those of the manifest, and each rank's own."""
     try:
-        check_values([*manifest.values.values(), *manifest.found.values()])
+        decode_with([*manifest.values.values(), *manifest.found.values()])
     except CheckpointError as error:
         yield f"{MANIFEST}: {error.headline}"
     for rank in range(manifest.world):
         name = f"rank-{rank:05d}.json"
         try:
-            check_values(parse_json_object(storage.read(file_in(path, name)))["values"])
+            decode_with(parse_json_object(storage.read(file_in(path, name)))["values"])
         except (OSError, ValueError, KeyError, CheckpointError) as error:
             yield f"{name} cannot be read: {str(error).splitlines()[0]}"
 
 
 def is_whole(path: Path, depth: Depth) -> bool:
-    """Says whether a checkpoint can be started from."""
     try:
         verify_checkpoint(path, depth)
     except CheckpointError:
         return False
     return True
-
-
-def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> ChosenCheckpoint | None:
-    """Returns the newest of some checkpoints, oldest first, that is whole; None without any.
-
-    Raises CheckpointError, with all reasons, if there are some and none is whole.
-    """
-    passed: list[PassedOver] = []
-    for path in reversed(candidates):
-        try:
-            verify_checkpoint(path, depth)
-        except (CheckpointError, OSError) as error:
-            passed.append(PassedOver(path=path, reason=str(error).splitlines()[0]))
-            continue
-        return ChosenCheckpoint(path=path, passed_over=tuple(passed))
-    if passed:
-        raise CheckpointError("\n  ".join(["no checkpoint is whole", *map(str, passed)]))
-    return None
 
 
 def find_checkpoint(
@@ -201,9 +173,8 @@ def find_checkpoint(
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
     ``tell`` hears of each newer one that was passed over: it is damaged, has no manifest, or the run has gone back from
-    it. ``own`` is the line that the run is on (``manifest.py``), if it is known. Raises CheckpointError if there is
-    none, with ``fix`` as what to do, or if the one that is named is damaged. Of several, one whose files are missing
-    is never taken, whatever ``depth`` is.
+    it. ``own`` is the line that the run is on, if known. Raises CheckpointError if there is none, with ``fix`` as what
+    to do, or if the one that is named is damaged. Of several, one whose files are missing is never taken.
     """
     path = run_folder if where == "auto" else Path(where)
     try:
@@ -216,12 +187,9 @@ def find_checkpoint(
 
 
 def find_best(run_folder: Path, depth: Depth = "full") -> Path:
-    """Returns the best checkpoint of a run, by the metric that its newest one names.
-
-    Raises CheckpointError if nothing was evaluated, if the best one was not kept, or if it is damaged.
-    """
+    """Returns a run's best checkpoint, by its newest one's metric. Raises CheckpointError if none is kept or whole."""
     newest = find_checkpoint("auto", run_folder, "fast")
-    best = decode_with(read_manifest(newest).values.get("best"), lambda raw, dtype, shape: (len(raw), dtype, shape))
+    best = decode_with(read_manifest(newest).values.get("best"))
     if not isinstance(best, dict) or not is_count(best.get("step")):
         raise CheckpointError(
             f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"
@@ -249,25 +217,90 @@ def places_of(path: Path) -> Iterator[Path]:
 
 
 def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None, own: Line | None) -> Path | None:
+    """Raises CheckpointError, with all reasons, if there are checkpoints and none is whole."""
     if storage_of(path).size(path / MANIFEST) is not None:
         verify_checkpoint(path, depth)
         return path
     for folder in places_of(path):
-        candidates = list_checkpoints(folder, own=own)
-        choice = choose_checkpoint(candidates, "fast" if depth == "none" else depth)
-        if choice is None:
-            continue
-        if tell is not None:
-            above = [each for each in _step_folders(folder, storage_of(folder)) if _step(each) > _step(choice.path)]
-            unfinished = [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
-            older = candidates[: candidates.index(choice.path)]
-            reason = f"the run has gone back from it, and {choice.path.name} is on its line"
-            left = [PassedOver(path=each, reason=reason) for each in older if _step(each) > _step(choice.path)]
-            for passed in (*choice.passed_over, *unfinished, *left):
-                tell(passed)
-        return choice.path
+        candidates, passed = list_checkpoints(folder, own=own), list[PassedOver]()
+        for place in reversed(range(len(candidates))):
+            chosen = candidates[place]
+            try:
+                verify_checkpoint(chosen, "fast" if depth == "none" else depth)
+            except (CheckpointError, OSError) as error:
+                passed.append(PassedOver(path=chosen, reason=str(error).splitlines()[0]))
+                continue
+            above = [folder / name for name in storage_of(folder).names(folder)]
+            above = [each for each in above if (step_of(each) or 0) > (step_of(chosen) or 0)]
+            passed += [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
+            reason = f"the run has gone back from it, and {chosen.name} is on its line"
+            passed += [PassedOver(path=each, reason=reason) for each in above if each in candidates[:place]]
+            if tell is not None:
+                for each in passed:
+                    tell(each)
+            return chosen
+        if passed:
+            raise CheckpointError("\n  ".join(["no checkpoint is whole", *map(str, passed)]))
     return None
 
 
-def _step(path: Path) -> int:
-    return step_of(path) or 0
+Cuts = tuple[tuple[int, Spans], ...]
+
+
+def check_coverage(path: Path, manifest: Manifest) -> Manifest:
+    """Raises CheckpointError where an element of a tensor is missing, or saved twice."""
+    for name, tensor in manifest.tensors.items():
+        for problem in coverage_problems(name, tensor):
+            raise damaged(f"{path} is damaged: {name}: {problem}")
+    return manifest
+
+
+def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
+    """Returns what is missing of a tensor, or there twice."""
+    size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
+    found, problems = sum(region.size for region in regions), []
+    if found != size and not name.startswith(COMPRESSION):  # a rank may have no residual of compression
+        problems.append(f"{found:,} of {size:,} elements are saved")
+    parts: dict[Cuts, list[Region]] = {}
+    for region in regions:
+        parts.setdefault(region.cuts, []).append(region)
+    for part in parts.values():
+        if len({region.order for region in part}) > 1:
+            problems.append("its pieces lie in different orders of dims")
+        shared = overlaps([(region.begin, region.end) for region in part])
+        problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
+    if len({tuple(dim for dim, _ in cuts) for cuts in parts}) > 1:
+        return [*problems, "its pieces are cut along different dims"]
+    rows = _row_overlaps(list(parts))
+    return problems + [f"rows {first:,} to {last:,} of the dim that is cut are saved twice" for first, last in rows]
+
+
+def _row_overlaps(parts: Sequence[Cuts]) -> list[tuple[int, int]]:
+    """Returns which rows several parts have, of the first dim that is cut; within the same rows, of the next one."""
+    within: dict[Spans, list[Cuts]] = {}
+    for cuts in parts:
+        if cuts:
+            within.setdefault(cuts[0][1], []).append(cuts[1:])
+    found = overlaps([span for spans in within for span in spans])
+    return found + [each for inner in within.values() for each in _row_overlaps(inner)]
+
+
+def piece_problems(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> list[str]:
+    """Returns which pieces are not in their files at their full size. ``skip``: files that are damaged anyway."""
+    problems: list[str] = []
+    headers: dict[str, Header] = {}
+    for file in sorted({piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - set(skip)):
+        try:
+            headers[file] = read_header(storage, file_in(path, file))
+        except CheckpointError as error:
+            problems.append(str(error).splitlines()[0])
+    for name, tensor in manifest.tensors.items():
+        for piece in (piece for piece in tensor.pieces if piece.file in headers):
+            place, wanted = headers[piece.file].tensors.get(name), piece.region.size * ITEM_BYTES[tensor.dtype]
+            if place is None:
+                problems.append(f"{piece.file} has no {name}")
+            elif place.dtype != tensor.dtype:
+                problems.append(f"{piece.file} has {name} as {place.dtype}, not {tensor.dtype}")
+            elif place.num_bytes != wanted:
+                problems.append(f"{piece.file} has {place.num_bytes:,} bytes of {name}, not {wanted:,}")
+    return problems

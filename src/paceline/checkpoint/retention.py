@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ def retention_of(settings: Mapping[str, Any]) -> Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint as retention sees it. ``value`` is its metric, if any; ``is_left``: the run went back from it."""
+    """A checkpoint as retention sees it, with its metric, if any; ``is_left``: the run went back from it."""
 
     step: int
     value: float | None = None
@@ -97,39 +97,27 @@ def apply_retention(
     found = {spot.step: path for path, spot in spots.items()}
     saved = []
     for step, path in found.items():
-        value, is_damaged = None, False
+        known = Saved(step=step, is_left=not current.has(spots[path].line, step))
         try:
-            value = verify_checkpoint(path, "fast").metrics.get(policy.metric)
+            saved.append(replace(known, value=verify_checkpoint(path, "fast").metrics.get(policy.metric)))
         except (CheckpointError, OSError):
-            is_damaged = True
-        is_left = not current.has(spots[path].line, step)
-        saved.append(Saved(step=step, value=value, is_left=is_left, is_damaged=is_damaged))
+            saved.append(replace(known, is_damaged=True))
     removed = steps_to_remove(saved, newest, policy)
-    for step in removed:
-        remove_checkpoint(found[step], storage)
+    files = storage or storage_of(folder)
+    for path in (found[step] for step in removed):
+        hidden = path.parent / f".{path.name}.old"
+        try:
+            if not is_remote(path):  # it loses its name first, so that none is ever half there
+                files.remove(hidden)
+                files.rename(path, hidden)
+            files.remove(path if is_remote(path) else hidden)  # of a remote one the manifest goes first
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
     return removed
 
 
-def remove_checkpoint(path: Path, storage: FileStore | None = None) -> None:
-    """Removes a checkpoint. It loses its name first, so that none is ever half there."""
-    storage = storage or storage_of(path)
-    hidden = path.parent / f".{path.name}.old"
-    try:
-        if is_remote(path):  # there its manifest goes first, and nothing is copied
-            storage.remove(path)
-            return
-        storage.remove(hidden)
-        storage.rename(path, hidden)
-        storage.remove(hidden)
-    except OSError as error:
-        raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
-
-
 def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
-    """Removes what killed saves and removals have left in a folder.
-
-    A checkpoint that had stepped aside for one of its step that did not come gets its name back.
-    """
+    """Removes what killed saves have left. One that stepped aside for one that did not come gets its name back."""
     storage = storage or storage_of(folder)
     for name in storage.names(folder):
         base = name.removeprefix(".").rpartition(".")[0]

@@ -38,10 +38,18 @@ from paceline.run.logs import say
 from paceline.run.processes import MACHINE, machine_entry, node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
-from paceline.search.expect import expect_run, expected_memory, unpriced
+from paceline.search.expect import (
+    MemoryNeed,
+    MemoryVerdict,
+    expect_run,
+    expected_memory,
+    host_problems,
+    needed,
+    unpriced,
+    ways_out,
+)
 from paceline.search.expectation import FILE, Expectation
 from paceline.search.make_plan import make_plan
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 

@@ -34,8 +34,7 @@ from paceline.records.records import (
     follow_records,
     parse_line,
 )
-from paceline.records.scalars import scalars
-from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink
+from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink, scalars
 from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes

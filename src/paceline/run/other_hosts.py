@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.comm.control.store import SideChannel
 from paceline.comm.ledger.file import LedgerReader
-from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health import pairing
 from paceline.health.ledger_view import GroupName, LedgerView, views_from_text, views_to_text

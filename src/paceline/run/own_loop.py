@@ -31,12 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline import errors
 from paceline.comm import torch_dist
 from paceline.comm.base import Communicator
-from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.traced import LedgerCommunicator
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangLimits, HangVerdict, judge

@@ -21,7 +21,8 @@ import torch
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.comm.base import Communicator
-from paceline.config import Config, variables_of, why_not_sharded
+from paceline.config import Config, why_not_sharded
+from paceline.config.settings import variables_of
 from paceline.records.records import EndRecord, EndStatus, EventRecord, HostRecord, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
 from paceline.run.notes import read_progress

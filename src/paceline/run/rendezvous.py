@@ -30,9 +30,8 @@ from typing import Any
 from torch.distributed.elastic import rendezvous as elastic
 
 from paceline.comm.control.server import ControlServer, Hosts, private_server
-from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
-from paceline.comm.side_channel import SideChannel
 from paceline.config import Config
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.logs import say

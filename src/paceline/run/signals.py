@@ -2,7 +2,7 @@
 
 [Note: preemption] SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for) ask a run to make room.
 The launcher hands them on to the ranks, which save and leave together after the same step
-(``train/survive/consensus.py``). A second one after five seconds or more ends the run at once, and so does the end of
+(``train/survive/hooks.py``). A second one after five seconds or more ends the run at once, and so does the end of
 the grace time. Schedulers signal all processes of a job, launchers hand signals on, and on busy hosts that takes
 seconds: what comes within five is the same request. Where torch's agent cannot be told which signals to leave alone,
 it takes SIGTERM itself.

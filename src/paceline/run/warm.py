@@ -44,16 +44,8 @@ from paceline.untrusted import parse_json_object
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
-# What a rank needs, loaded once before ranks are forked.
-_RANK_MODULES = (
-    "paceline.run.worker",
-    "paceline.train.assemble",
-    "paceline.train.survive.consensus",
-    "paceline.train.survive.saving",
-    "paceline.comm.torch_dist",
-    "paceline.run.watch",
-    "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
-)
+# What a rank needs, loaded once before ranks are forked; optimizers load the last, which takes as long as torch itself.
+_RANK_MODULES = ("paceline.run.worker", "torch._dynamo")
 _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 PARENT = "PACELINE_PARENT"

@@ -27,12 +27,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.comm.base import Communicator
-from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
+from paceline.comm.control.store import TIMEOUT_S, SideChannel
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.comm.traced import LedgerCommunicator, ledger_clock
 from paceline.config import Config
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG

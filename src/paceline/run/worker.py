@@ -35,8 +35,7 @@ from paceline.errors import PreemptedError, RankFailedError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan, RunMachine
-from paceline.records.log_sink import LogSink
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
 from paceline.run import processes
 from paceline.run.folder import adopt_config, config_of, read_plan
 from paceline.run.location import find_start
@@ -50,9 +49,8 @@ from paceline.search.make_plan import decided_config, make_plan
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
 from paceline.train.step import StepResult
-from paceline.train.survive.consensus import ConsensusHook
+from paceline.train.survive.hooks import ConsensusHook, Saver
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import Saver
 from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 _LOGGER = logging.getLogger("paceline")

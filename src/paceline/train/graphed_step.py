@@ -58,10 +58,7 @@ def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> st
 
 
 class GraphedStep:
-    """Runs steps, and replays them from a graph where that is faster (``auto``), or always (``on``).
-
-    ``on_decided`` is called once with what was decided, and why. ``dtype`` is that of the batches on the device.
-    """
+    """Runs steps, and replays them where that is faster (``auto``), or always (``on``); ``on_decided`` hears why."""
 
     def __init__(self, choice: GraphChoice, dtype: torch.dtype) -> None:
         self.on_decided: Callable[[dict[str, Any]], None] = lambda _: None

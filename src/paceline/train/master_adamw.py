@@ -33,11 +33,7 @@ _ALIGN = 16  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What happens to the gradients of a step, known on the device: times ``weight``, then clipped to ``max_norm``.
-
-    ``norm`` is that of the gradients times ``weight``. Where it is not finite, the step is left out. None: no such
-    thing.
-    """
+    """What happens to gradients: times ``weight``, then clipped to ``max_norm``; left out if ``norm`` is not finite."""
 
     norm: torch.Tensor | None = None
     max_norm: float | None = None
@@ -61,10 +57,7 @@ class _Update:
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """Updates masters, and the copies that the module computes with.
-
-    A master's gradient is its own, in fp32; or, where it has none, that of its copy, in bf16.
-    """
+    """Updates masters and the module's copies, by the master's gradient in fp32, or else that of its copy in bf16."""
 
     def __init__(
         self,
@@ -177,10 +170,7 @@ def can_update(parameters: Sequence[nn.Parameter]) -> bool:
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Says whether Triton is installed and can build a kernel, which takes a compiler: a small one is run.
-
-    Where it cannot, runs go on with torch's own AdamW, and a warning says why.
-    """
+    """Says whether Triton can build a kernel here: a small one is run. A warning says why it cannot."""
     if importlib.util.find_spec("triton") is None:
         return False
     master = nn.Parameter(torch.ones(1, device=device))
@@ -258,10 +248,7 @@ class _Tables:
             )
 
     def _place(self, plan: _Plan, addresses: list[int], *, is_capturing: bool) -> torch.Tensor:
-        """Returns the table of addresses on the device; it is copied there where they have changed.
-
-        A graph gets a table of its own, filled from the host's memory with each replay: both are kept.
-        """
+        """Returns the table of addresses on the device, copied where they changed; a graph has one of its own."""
         if is_capturing:
             source, table, plan.spare = plan.spare, torch.empty_like(plan.table), None
             if source is None:

@@ -47,9 +47,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
-    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` gives its copies of
-    masters, where AdamW can update both in one pass; Muon needs it for slices, and to share its work out. ``config.lr``
-    is scaled already; ``rate_scale`` is for the rates of ``config.groups``.
+    A parameter may be a flat slice: the whole one's dims count. An ``engine`` gives its copies of masters, and Muon the
+    ranks that share its work. ``config.lr`` is scaled already; ``rate_scale`` is for the rates of ``config.groups``.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     parameters = [parameter for _, parameter in trained]
@@ -82,10 +81,7 @@ def build_optimizer(
 
 
 def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfig]) -> None:
-    """Freezes the parameters whose group asks for it: before an engine has them.
-
-    Raises UsageError for a pattern that fits no parameter, and where nothing is left to train.
-    """
+    """Freezes parameters before an engine has them. Raises UsageError for a pattern without any, or if none is left."""
     for problem in unmatched_patterns([name for name, _ in model.named_parameters()], groups):
         raise problem
     for name, parameter in model.named_parameters():
@@ -111,10 +107,7 @@ def _pattern_of(name: str, groups: Mapping[str, ParameterGroupConfig]) -> str | 
 
 
 def _groups(config: OptimConfig, trained: list[tuple[str, nn.Parameter]], rate_scale: float) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups: for all parameters, and for each pattern, those with decay and those without.
-
-    All ranks have the same groups in the same order, but for those of which they have no parameter.
-    """
+    """Returns the groups of each pattern, with decay and without, in one order on all ranks; none that is empty."""
     found: list[dict[str, Any]] = []
     for pattern in (None, *config.groups):
         given = ParameterGroupConfig() if pattern is None else config.groups[pattern]

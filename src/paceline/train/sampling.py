@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MODEL
-from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, TOKENIZER, Checkpoint, open_checkpoint, read_files, write_files
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape
@@ -30,8 +29,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.models.gpt import GPT, KeyValues
+from paceline.models.hugging_face import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.models.registry import build_model
-from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region
 from paceline.train.loss import logits_of
 from paceline.untrusted import is_count
@@ -80,10 +79,7 @@ def write_together(comm: Communicator, path: Path, prompt: str, options: SampleO
 def open_language_model(
     checkpoint: Checkpoint, device: torch.device, comm: Communicator | None = None, spread: Spread = "fsdp"
 ) -> LanguageModel:
-    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text.
-
-    With a ``comm`` of several ranks each of them reads and holds its part: shards of all parameters, or of each layer.
-    """
+    """Builds a checkpoint's model, each rank its part (``spread``). Raises UsageError where it writes no text."""
     is_spread = comm is not None and comm.size > 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

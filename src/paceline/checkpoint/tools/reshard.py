@@ -41,10 +41,7 @@ def reshard(
     progress: Progress = ignore_progress,
     may_replace: bool = False,
 ) -> Path:
-    """Writes a checkpoint into ``folder`` as the ranks of a layout would have; returns its path.
-
-    ``cut`` is what the engines of these ranks write; None where nobody knows the model.
-    """
+    """Writes a checkpoint into ``folder`` as a layout's ranks would; ``cut``: what their engines write, if known."""
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, layout, cut)
     ranks = [[stream_saved(checkpoint, name, region) for name, region in held] for held in regions]
@@ -52,10 +49,8 @@ def reshard(
     if manifest.world == layout.ranks:
         own = [encode(checkpoint.own(rank), f"what rank {rank} had of its own") for rank in range(layout.ranks)]
     mesh = {"pipeline": layout.pipeline, "tensor": layout.tensor}
-    about = {**manifest.about, "strategy": layout.strategy, "mesh": mesh}
-    plain = State(
-        step=manifest.step, position=manifest.position, values=manifest.values, found=manifest.found, about=about
-    )
+    about, values = {**manifest.about, "strategy": layout.strategy, "mesh": mesh}, manifest.values
+    plain = State(step=manifest.step, position=manifest.position, values=values, found=manifest.found, about=about)
     return write_checkpoint(folder, ranks, plain, own=own, progress=progress, may_replace=may_replace)
 
 
@@ -81,10 +76,10 @@ def _as_in_training(
     """Returns what a rank writes, the optimizer's state of a parameter like the parameter itself."""
     found = []
     for name, saved in tensors.items():
-        region = held.get(_parameter(name))
-        if f"model/{_parameter(name)}" in tensors and tensors[f"model/{_parameter(name)}"].shape == saved.shape:
-            if region is not None:
-                found.append((name, region))
+        parameter = _parameter(name)
+        if f"model/{parameter}" in tensors and tensors[f"model/{parameter}"].shape == saved.shape:
+            if parameter in held:
+                found.append((name, held[parameter]))
         elif zlib.crc32(name.encode()) % ranks == rank:  # numbers beside the parameters: one rank has each
             found.append((name, _whole(saved)))
     return found

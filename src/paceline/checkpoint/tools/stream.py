@@ -1,6 +1,9 @@
 """Tensors as streams of bytes: read from a checkpoint window by window, written to files as they come.
 
 ``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in.
+``write_torch_file`` writes what ``torch.load(path, weights_only=True)`` reads: a zip archive without compression, in
+which ``data.pkl`` has the structure, and every tensor of it is a reference to the bytes under ``data/<n>``. torch
+itself needs all tensors in memory to write it.
 
 Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoint.
 """
@@ -8,10 +11,16 @@ Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoin
 from __future__ import annotations
 
 import contextlib
+import io
+import math
+import pickle
 import secrets
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +31,13 @@ from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
 from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
 from paceline.checkpoint.write import SaveTarget, commit, discard, write_rank
-from paceline.errors import CheckpointError
-from paceline.shards import Region, whole_region
+from paceline.errors import CheckpointError, UsageError
+from paceline.shards import Region, row_major, whole_region
 
 WINDOW_BYTES = 2**23
+_ALIGN_BYTES = 64  # as torch does: a file that is mapped has its tensors where processors want them
+_HEADER_BYTES = 30  # of an entry, before its name and what is added to fill up
+_STORAGES: Mapping[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()  # such as "FloatStorage"
 _SCATTERED = 2**18  # elements of a window where memory lies in another order, and each is looked up by itself
 
 
@@ -84,10 +96,7 @@ def write_checkpoint(
     progress: Progress = ignore_progress,
     may_replace: bool = False,
 ) -> Path:
-    """Writes ``folder/step-<n>`` with the pieces of each rank; returns its path. ``own``: each rank's values, as JSON.
-
-    Raises CheckpointError if it is there already and may not be replaced, or cannot be written.
-    """
+    """Writes ``folder/step-<n>`` with each rank's pieces and ``own`` values. Raises CheckpointError if it cannot."""
     storage = storage_of(folder)
     token = secrets.token_hex(4)
     targets = [
@@ -127,3 +136,69 @@ def check_parent(path: Path) -> None:
             f"{path} cannot be written: {path.parent} is no folder\n  {rule}\n"
             f"  make it first, or name another:  mkdir -p {shlex.quote(str(path.parent))}"
         )
+
+
+def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
+    """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
+    structure = io.BytesIO()
+    pickler = _Pickler(structure)
+    pickler.dump(content)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "data.pkl", [structure.getvalue()])
+        _add(archive, "byteorder", [b"little"])
+        for number, stream in enumerate(pickler.streams):
+            _add(archive, f"data/{number}", stream.read(), progress, stream.num_bytes)
+        _add(archive, "version", [b"3\n"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """The bytes of a tensor: pickled as a reference to a file of the archive."""
+
+    stream: Stream
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles streams as tensors, and numbers them in their order."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.streams: list[Stream] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
+        if not isinstance(value, Stream):
+            return NotImplemented
+        if value.dtype not in _STORAGES:
+            raise UsageError(
+                f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
+            )
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (_Storage(value), 0, value.shape, row_major(value.shape), False, hooks)
+
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        if not isinstance(value, _Storage):
+            return None
+        self.streams.append(value.stream)
+        kind, elements = getattr(torch, _STORAGES[value.stream.dtype]), math.prod(value.stream.shape)
+        return "storage", kind, str(len(self.streams) - 1), "cpu", elements
+
+
+def _add(
+    archive: zipfile.ZipFile,
+    name: str,
+    parts: Iterable[bytes | memoryview],
+    progress: Progress = ignore_progress,
+    num_bytes: int = 0,
+) -> None:
+    """Adds a file to the archive, whose bytes begin at a multiple of 64."""
+    info = zipfile.ZipInfo(f"archive/{name}", date_time=(1980, 1, 1, 0, 0, 0))
+    is_large = num_bytes >= zipfile.ZIP64_LIMIT
+    start = archive.fp.tell() + _HEADER_BYTES + len(info.filename.encode()) + (20 if is_large else 0)  # type: ignore[union-attr]
+    fill = -(start + 4) % _ALIGN_BYTES
+    info.extra = b"FB" + fill.to_bytes(2, "little") + b"Z" * fill
+    with archive.open(info, "w", force_zip64=is_large) as file:
+        for part in parts:
+            file.write(part)
+            progress(len(part))

@@ -28,7 +28,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.config import MuonConfig
+from paceline.config.schema import MuonConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.shard_layout import full_shape
@@ -219,8 +219,8 @@ def hidden_matrices(
 ) -> set[str]:
     """Returns the names of the matrices of hidden layers among parameters, given in the model's order.
 
-    ``patterns`` (as of file names) are the names that AdamW updates, in place of the rule. ``others`` are names of the
-    same model's parameters on other ranks. Raises UsageError if there are none, or if the rule cannot tell.
+    ``patterns`` are names that AdamW updates, in place of the rule; ``others`` the model's parameters on other ranks.
+    Raises UsageError if there are none, or if the rule cannot tell.
     """
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     if patterns is not None:

@@ -91,9 +91,8 @@ def make_rounds(
 class _Round:
     """Some matrices of a step, of which this rank gives those ``needed``.
 
-    ``start`` sends this rank's elements on their way; those of a matrix without an update are zeros. ``compute``
-    orthogonalises what this rank owns, and sends it on its way. ``finish`` returns this rank's elements of all matrices
-    of the round.
+    ``start`` sends this rank's elements (zeros without an update), ``compute`` orthogonalises what it owns and sends
+    that, ``finish`` returns this rank's elements of all matrices of the round.
     """
 
     def __init__(

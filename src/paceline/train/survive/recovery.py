@@ -223,8 +223,7 @@ class Overflow:
 def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | None:
     """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
 
-    None where the repetition is finite, because it drew other random numbers, say. ``run`` takes the place of
-    ``accumulate``, as in a step. Leaves no gradients.
+    None where the repetition is finite, because it drew other random numbers, say. Leaves no gradients.
     """
     engine, rank = passes.engine, passes.engine.world.rank
     first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
