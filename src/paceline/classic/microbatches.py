@@ -303,7 +303,7 @@ class MicrobatchTrainer:
         """
         self._calls.settle(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self._bad_updates.read_all())  # counts them; whether there are too many is for the next update to say
+        list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -390,7 +390,7 @@ class MicrobatchTrainer:
 
     def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
         comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.read_all())
+        list(self._bad_updates.read())
         tensors, found = optimizer_shards(optimizer, held)
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         return State(

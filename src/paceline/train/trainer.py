@@ -175,7 +175,7 @@ class Trainer(RunState):
     def _settle(self) -> None:
         """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
-        for bad in self.bad_steps.read_all():
+        for bad in self.bad_steps.read():
             self._note_bad(bad)
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:

@@ -135,9 +135,8 @@ def _go_back(policy: RecoveryConfig, how: str, what: str, *, num_roll_backs: int
         return Stop(reason=f"{what}, and there is no checkpoint yet to go back to")
     if num_roll_backs >= policy.max_roll_backs:
         return Stop(reason=f"{what}, after the run went back recovery.max_roll_backs = {policy.max_roll_backs} times")
-    if how == "lower_rate":
-        return GoBack(reason=what, skips_data=False, rate_factor=policy.rate_factor)
-    return GoBack(reason=what, skips_data=True)
+    is_slower = how == "lower_rate"
+    return GoBack(reason=what, skips_data=not is_slower, rate_factor=policy.rate_factor if is_slower else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,21 +173,17 @@ class BadSteps:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         self._unread.append((step, outcome, batch, norm, copied))
-        return self._read(leave=0 if copied is None else 1)
-
-    def read_all(self) -> Iterator[BadStep]:
-        """Yields the bad ones among all steps issued. Waits for the device."""
-        return self._read(leave=0)
+        return self.read(leave=0 if copied is None else 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the counts, of the steps that were read."""
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
         self._unread.clear()
 
-    def _read(self, leave: int) -> Iterator[BadStep]:
+    def read(self, leave: int = 0) -> Iterator[BadStep]:
+        """Yields the bad ones among the steps issued, but for the last ``leave``. Waits for the device."""
         while len(self._unread) > (0 if self.num_in_a_row else leave):
             step, outcome, batch, measured, copied = self._unread.popleft()
             if copied is not None:
@@ -199,8 +194,7 @@ class BadSteps:
                 continue
             self.num_skipped += 1
             self.num_in_a_row += 1
-            in_a_row = self.num_in_a_row
-            yield BadStep(step=step, grad_norm=norm, num_in_a_row=in_a_row, outcome=outcome, batch=batch)
+            yield BadStep(step=step, grad_norm=norm, num_in_a_row=self.num_in_a_row, outcome=outcome, batch=batch)
 
 
 _DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
@@ -284,12 +278,12 @@ def explain_bad_steps(
 ) -> str:
     """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
     wording = wording or Wording()
-    step = wording.step
+    step, stage = wording.step, None if finding is None else finding.stage
     scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
     where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
-    if finding is not None and finding.stage == _DATA:
+    if stage == _DATA:
         advice = "repair or leave out these samples"
-    elif finding is not None and finding.stage == _PARAMETER:
+    elif stage == _PARAMETER:
         advice = "start from an earlier checkpoint"
     elif torch.float16 in (precision.autocast_dtype, precision.param_dtype):
         advice = f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
@@ -307,10 +301,6 @@ def _describe(tensor: torch.Tensor) -> str:
     """Counts what is not finite in a tensor; empty if nothing is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
-    value = tensor.detach()
-    if value.isfinite().all():
-        return ""
-    num_nan = int(value.isnan().sum())
-    num_inf = int(value.isinf().sum())
-    parts = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
-    return f"{' and '.join(parts)} in {value.numel()} numbers"
+    counts = {"nan": int(tensor.detach().isnan().sum()), "inf": int(tensor.detach().isinf().sum())}
+    parts = [f"{count} {kind}" for kind, count in counts.items() if count]
+    return f"{' and '.join(parts)} in {tensor.numel()} numbers" if parts else ""
