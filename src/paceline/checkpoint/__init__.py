@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.find import (
     PassedOver,
+    Retention,
     find_best,
     find_checkpoint,
     list_checkpoints,
@@ -18,7 +19,6 @@ from paceline.checkpoint.find import (
     verify_checkpoint,
 )
 from paceline.checkpoint.manifest import State
-from paceline.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
     from paceline.checkpoint.read import Checkpoint, open_checkpoint

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.find import coverage_problems
+from paceline.checkpoint.formats import coverage_problems
 from paceline.checkpoint.manifest import (
     MANIFEST,
     Line,

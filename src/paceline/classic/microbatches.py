@@ -29,11 +29,10 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.find import Retention, find_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor

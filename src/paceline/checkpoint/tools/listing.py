@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import list_checkpoints, places_of, read_manifest, step_of
+from paceline.checkpoint.find import Saved, list_checkpoints, places_of, read_manifest, retention_of, step_of, why_kept
 from paceline.checkpoint.formats import GROUP
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
 from paceline.checkpoint.read import Checkpoint, decode_found
-from paceline.checkpoint.retention import Saved, retention_of, why_kept
 from paceline.checkpoint.storage import nothing_there, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
