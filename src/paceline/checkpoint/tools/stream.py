@@ -10,7 +10,7 @@ can be cut among data ranks:
 
 Values that ranks had of their own (random states) are kept where the number of ranks stays.
 
-``write_torch_file`` writes what ``torch.load(path, weights_only=True)`` reads: a zip archive without compression, in
+``write_torch`` writes what ``torch.load(path, weights_only=True)`` reads: a zip archive without compression, in
 which ``data.pkl`` has the structure, and every tensor of it is a reference to the bytes under ``data/<n>``. torch
 itself needs all tensors in memory to write it.
 
@@ -152,7 +152,7 @@ def check_parent(path: Path) -> None:
         )
 
 
-def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
+def write_torch(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
     """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
