@@ -1,7 +1,4 @@
-"""CUDA graphs: a step that the host issues as one call.
-
-A step of a small model is hundreds of short kernels, and the device waits while the host issues them. A graph holds
-them all, recorded once, and replaying it is one call.
+"""CUDA graphs: the hundreds of short kernels of a step, recorded once, and issued by the host as one call.
 
     steps 1 to 5    run as they are; from the third on, the host is timed
     step 6          is recorded, unless the host took too small a share of the time (``auto``); then it is replayed

@@ -8,19 +8,15 @@ so that none is lost or counted twice:
            --out of memory on one--> drop gradients, halve the microbatch, passes again
 
 A rank that fails leaves the others inside collectives. Engines that only reduce gradients (ddp, zero1, zero2) let it
-sit out the rest from wherever it stands, with zeros for the gradients that it does not have. Full sharding gathers
-parameters in every pass, and synchronised batch norm talks in it: there a pass cannot be left half done, and the run
-stops with an explanation.
+sit out the rest, with zeros for the gradients that it does not have. Full sharding gathers parameters in every pass,
+and synchronised batch norm talks in it: there a pass cannot be left half done, and the run stops.
 
-The search for the largest microbatch makes a few passes on real samples. A trial is one forward and backward beside
-gradients that are there already, as in accumulation. It leaves nothing: the gradients are dropped, buffers and random
-states put back, no parameter moves. What the optimizer will come to hold is counted.
-
-What a pass holds grows with its samples along a line that starts no lower than what is there without it. So one trial
-bounds all larger ones: extra(n) <= extra(tried) x n / tried. Two trials give the line itself, and the search goes up to
-where it ends: it runs out of memory only where memory does not grow along a line. A trial that goes over the limit, but
-not out of memory, ends the search: the line between it and the one before says what fits. Trying again would not, since
-a process on a CPU keeps what it once had.
+A trial of the search is one forward and backward on real samples beside gradients that are there already. It leaves
+nothing: gradients are dropped, buffers and random states put back. What a pass holds grows with its samples along a
+line that starts no lower than what is there without it, so one trial bounds all larger ones:
+extra(n) <= extra(tried) x n / tried. Two trials give the line, and the search goes up to where it ends. A trial that
+goes over the limit, but not out of memory, ends it: the line says what fits. Trying again would not, since a process on
+a CPU keeps what it once had.
 """
 
 from __future__ import annotations

@@ -3,19 +3,16 @@
     a step's gradients are not finite  on_bad_step(policy, num_in_a_row, limit, ...)        asked by every rank
     the loss jumped                    find_spike(losses) then on_spike(policy, ...)        asked by every rank
 
-These neither talk nor read a clock: whoever asks with the same values gets the same answer, so that ranks which hold
-the same numbers agree without a word. What is done about ranks that died or hung is decided by
-``health/diagnosis.py``.
+These neither talk nor read a clock: ranks that hold the same numbers agree without a word. What is done about ranks
+that died or hung is decided by ``health/diagnosis.py``.
 
-A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm of the same step at
-the same point of its program, so all of them can stop together, and replay the step together. On CUDA the norm of a
-step is read when the next one has been issued: the device always has work, and the host runs one step ahead of it at
-most. Once a step was bad, the norm is read at once, for the parameters of a bad step are only there until the next good
-one.
+A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm at the same point of
+its program, so all of them can stop and replay the step together. On CUDA the norm is read when the next step has been
+issued: the device always has work. Once a step was bad, the norm is read at once, for the parameters of a bad step are
+only there until the next good one.
 
-Where numbers stop being finite is found by a replay: the parameters are still those of the step. In this order: samples
-that are not finite, then parameters, then the first module whose output is not, then the loss, then the first gradient
-in the order of backward. Costly (every output is looked at) and collective.
+Where numbers stop being finite is found by a replay with these parameters: samples first, then parameters, then the
+first module's output, the loss, the first gradient in the order of backward. Costly and collective.
 """
 
 from __future__ import annotations
