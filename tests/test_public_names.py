@@ -46,9 +46,9 @@ HOMES = {
     "MockDistributedTrainer": "paceline.classic.simulated",
     "DistributedTrainingAnalyzer": "paceline.classic.analysis",
     "CommunicationOptimizer": "paceline.classic.communication",
-    "cleanup_distributed": "paceline.classic.shorthand",
-    "compress_gradients": "paceline.classic.shorthand",
-    "auto_scale_batch_size": "paceline.classic.shorthand",
+    "cleanup_distributed": "paceline.classic.communication",
+    "compress_gradients": "paceline.classic.communication",
+    "auto_scale_batch_size": "paceline.classic.communication",
     "MLPClassifier": "paceline.models.mlp",
 }
 

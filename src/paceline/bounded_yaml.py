@@ -69,8 +69,9 @@ class BoundedLoader(yaml.SafeLoader):
             self._check(self._level + levels)
         else:
             self._num_values += 1
-            if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
-                _check_text(node)
+            if isinstance(node, yaml.ScalarNode) and any("\ud800" <= each <= "\udfff" for each in node.value):
+                # Half of a pair, which an escape can name, cannot be printed or written.
+                raise BoundError("a text holds half of a character", node.start_mark)
             children = node.value if isinstance(node, yaml.CollectionNode) else []
             inner = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
             levels = 1 + max((self._extents.get(id(each), (1, 1))[1] for each in inner), default=0)
@@ -88,13 +89,6 @@ class BoundedLoader(yaml.SafeLoader):
     def _beyond(self, problem: str) -> BoundError:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         return BoundError(problem, None if event is None else event.start_mark)
-
-
-def _check_text(node: yaml.ScalarNode) -> None:
-    try:
-        node.value.encode()
-    except UnicodeEncodeError:  # half of a pair, which an escape can name: it cannot be printed or written
-        raise BoundError("a text holds half of a character", node.start_mark) from None
 
 
 def _integer(_: yaml.SafeLoader, node: yaml.Node) -> int:

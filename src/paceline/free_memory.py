@@ -20,10 +20,7 @@ def free_host_bytes() -> int:
 
 
 def measure_machine(device: str, ranks: int, node_ranks: int) -> RunMachine:
-    """Returns ranks with their memory: that of the smallest GPU here, or their shares of what is free on the host.
-
-    Allocates nothing on the GPUs.
-    """
+    """Returns ranks and their memory: of the smallest GPU, or shares of what is free on the host; allocates nothing."""
     available = free_host_bytes()
     memory = available // node_ranks
     if device == "meta":  # holds nothing

@@ -46,7 +46,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
         return math.prod(self.shape)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,6 @@ class FlatLayout:
         return shard * size, (shard + 1) * size
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors in a whole buffer."""
         return [slot.view(buffer) for slot in self.slots]
 
 
@@ -109,10 +107,7 @@ def flat_layout(
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the dims of a dense tensor from the slowest to the fastest in memory; None where that is row-major.
-
-    Dims of one element lie anywhere: they come first, and do not count.
-    """
+    """Returns the dims of a dense tensor from slowest to fastest, those of one element first; None: row-major."""
     real = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: (-stride[dim], dim))
     if real == sorted(real):
         return None
@@ -136,7 +131,6 @@ class Region:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
         return self.end - self.begin
 
     @property

@@ -12,8 +12,7 @@ from measures.losses import compare_losses
 from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.loops import ArmTurn, GpuArm, run_arm
-from paceline.bench.gpu.workloads import GpuWorkload, all_workloads, workloads_on
+from paceline.bench.gpu.loops import ArmTurn, GpuArm, GpuWorkload, all_workloads, run_arm, workloads_on
 from paceline.cluster.devices import Peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions

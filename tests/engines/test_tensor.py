@@ -21,10 +21,8 @@ from paceline.comm.base import Communicator, Work, WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.checkpointing import checkpoint_blocks
-from paceline.engines.tensor.apply import apply_tensor_parallel
-from paceline.engines.tensor.layers import ColumnLinear, RowLinear
-from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import SplitRule, TensorPlan, plan_for, ready_plans
+from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel, plan_for, ready_plans
+from paceline.engines.tensor.layers import ColumnLinear, RowLinear, SplitLogits
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT
 from paceline.plan.model_shape import ModelShape

@@ -11,11 +11,10 @@ import pytest
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps, after_failure
-from paceline.launch import ray_target
+from paceline.launch import ray_cluster
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker
+from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker, read_options
 from paceline.launch.ray_hosts import HostEnd, _Host, _names, code_of, ended_by, rank_variables
-from paceline.launch.ray_settings import read_options
 
 JOB = LaunchJob(
     name="tiny",
@@ -86,15 +85,15 @@ def test_restarts_are_limited_and_a_run_that_was_cancelled_does_not_start_again(
 
 
 def test_the_placement_is_shown() -> None:
-    text = ray_target.render(JOB)
+    text = ray_cluster.render(JOB)
     assert 'placement group: STRICT_SPREAD, 2 bundles of {"CPU": 4.0}\n' in text
     assert "bundle 0: ranks 0 to 3, where the others meet\nbundle 1: ranks 4 to 7\n" in text
     assert "--nnodes 2 --rdzv ADDRESS-OF-BUNDLE-0:PORT --node-ranks 4" in text
-    ranks = ray_target.render(replace(JOB, gpus=4, settings={"actor": "rank"}))
+    ranks = ray_cluster.render(replace(JOB, gpus=4, settings={"actor": "rank"}))
     assert 'PACK, 8 bundles of {"CPU": 1.0, "GPU": 1.0}' in ranks
     assert "bundle 7: rank 7\n" in ranks
     assert "--nnodes" not in ranks
-    fewer = ray_target.command_of(JOB, read_options(JOB), 1, "a", "1")
+    fewer = ray_cluster.command_of(JOB, read_options(JOB), 1, "a", "1")
     assert "parallel.ranks=4" in fewer
 
 
@@ -120,10 +119,10 @@ def test_hosts_that_fit_are_counted() -> None:
         RayNode(id="a", address="1", resources={"CPU": 8.0, "accelerator_type:H100": 1.0}),
         RayNode(id="b", address="2", resources={"CPU": 2.0}),
     ]
-    assert ray_target.num_hosts(nodes, read_options(JOB)) == 1
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"spread": "pack"}))) == 2
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"actor": "rank"}))) == 2
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, gpus=1))) == 0
+    assert ray_cluster.num_hosts(nodes, read_options(JOB)) == 1
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, settings={"spread": "pack"}))) == 2
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, settings={"actor": "rank"}))) == 2
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, gpus=1))) == 0
     assert nodes[1].gpu_bytes is None
 
 

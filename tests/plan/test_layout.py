@@ -104,8 +104,8 @@ def test_a_filled_in_layout_keeps_the_rules() -> None:
 
 def test_every_rule_says_what_it_reads() -> None:
     known = {field.name for field in fields(Layout)} | {"ranks", "heads"}
-    assert all(set(rule.reads) <= known for rule in RULES)
-    assert all(name in CONFIG_KEYS for rule in RULES for name in rule.reads)
+    assert all(set(reads) <= known for reads in RULES.values())
+    assert all(name in CONFIG_KEYS for reads in RULES.values() for name in reads)
 
 
 def test_a_sequence_over_ranks_is_predicted_and_not_run() -> None:

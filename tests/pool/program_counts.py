@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paceline.predict.replay.events import Issue
-from paceline.predict.replay.program import Program
+from paceline.predict.replay.program import Issue, Program
 
 
 def count_operations(program: Program) -> Counter[str]:

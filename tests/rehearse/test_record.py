@@ -21,11 +21,10 @@ from paceline.errors import UsageError
 from paceline.models.registry import build_model
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
-from paceline.predict.replay.events import Issue, Run, Wait
-from paceline.predict.replay.program import Program, counted
+from paceline.predict.replay.program import Issue, Program, Run, Wait, counted
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.record import record_stages
+from paceline.rehearse.dryrun.recorder import NoValues
 from paceline.train.assemble import build_workload
 
 RANKS = 4

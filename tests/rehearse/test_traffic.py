@@ -20,8 +20,7 @@ from paceline.comm.dry.communicator import DryAlgorithmCommunicator, DryWorld, K
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.predict.replay.events import Issue, Wait
-from paceline.predict.replay.program import Program
+from paceline.predict.replay.program import Issue, Program, Wait
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 

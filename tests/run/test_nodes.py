@@ -18,7 +18,7 @@ from gone_processes import is_running
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
 from paceline.run.folder import claim_folder, is_in_use
-from paceline.run.nodes import address_towards, interface_of, parse_nodes
+from paceline.run.whereami import address_towards, interface_of, parse_nodes
 
 CONFIG = """
 name: tiny

@@ -13,9 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
-from paceline.run.agreement import HostFacts
-from paceline.run.nodes import Nodes
-from paceline.run.rendezvous import CHANGED, HostsChangedError, Rendezvous, rendezvous
+from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
+from paceline.run.whereami import Nodes
 
 
 @pytest.fixture

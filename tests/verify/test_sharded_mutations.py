@@ -56,8 +56,8 @@ from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
 from paceline.shards import flat_layout
 from paceline.train import step as steps
+from paceline.verify.case import Settings
 from paceline.verify.certificate import certify
-from paceline.verify.settings import Settings
 
 PLAIN = known(functools.partial(Plain, 2))
 SHORT = known(functools.partial(Plain, 2), make_short_batch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -53,10 +52,7 @@ def entry_of(measured: MachineFigures, command: str, torch_version: str, name: s
 
 
 def make_entry(name: str, machine: Machine, measured: MachineFigures, command: str, about: Mapping[str, Any]) -> str:
-    """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read.
-
-    ``about``: when (time) and with what (torch, python) it was measured by ``command``.
-    """
+    """Returns the YAML of a device, its links and nodes; ``about``: time, torch and python of the measurement."""
     about = {**about, "spread": rounded(measured.spread)}
     links = {
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
@@ -96,14 +92,6 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, command: s
     text = "".join(f"# {line}\n" for line in header) + written
     parse_catalog(text, "the new entry")
     return text
-
-
-def write_entry(text: str, path: Path) -> None:
-    """Writes an entry. Raises UsageError where it cannot be."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the entry cannot be written to {path}: {error}\n  give another --output") from error
 
 
 def _device(name: str, machine: Machine, measured: MachineFigures, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Times are medians over steps of the slowest rank, without the first tenth. The s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -29,7 +28,7 @@ from paceline.config.suggest import near_folders
 from paceline.errors import UsageError
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
-from paceline.records.records import RunRecord, StepRecord, read_records
+from paceline.records.summary import open_run
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.search.expect import present_cluster
 
@@ -70,6 +69,11 @@ class Refit:
         """Returns by which part of the measured time a prediction is off."""
         return seconds / self.measured_s - 1
 
+    def to_json(self) -> dict[str, Any]:
+        errors = {"before_error": self.error(self.before_s), "after_error": self.error(self.after_s)}
+        kept = ("measured_s", "before_s", "after_s", "compute", "communication")
+        return {name: getattr(self, name) for name in kept} | errors | {"doubts": self.doubts()}
+
     def doubts(self) -> list[str]:
         """Returns what speaks against this fit: factors that no other run of the entry's machine would have."""
         factors = (("kernels", self.compute, _USUAL_KERNELS), ("collectives", self.communication, _USUAL_COLLECTIVES))
@@ -86,16 +90,18 @@ class Refit:
 
 
 def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit:
-    """Fits ``base`` (None: the catalog's small host) to a run.
-
-    Raises UsageError for a run that tells too little, for one of virtual ranks, and where no factor fits.
-    """
-    config, times = _config(run_folder), read_times(run_folder)
+    """Fits ``base`` (None: the catalog's small host) to a run. Raises UsageError where that cannot be."""
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise UsageError(
+            f"{run_folder} is no run: it has no config.yaml\n  a run's folder holds its config and records\n"
+            f"  {near_folders(run_folder) or 'name the folder that paceline train has told'}"
+        )
+    config, times = load_config(path, []), read_times(run_folder)
     if times.backend == "virtual":
         raise UsageError(
-            f"{run_folder} is of virtual ranks, which take turns in one process\n"
-            "  an entry is fitted to what ranks took that ran at the same time\n"
-            "  train with processes: paceline train CONFIG train.steps=40"
+            f"{run_folder} is of virtual ranks, which take turns\n  ranks that ran at the same time tell "
+            "what they take\n  train with processes: paceline train CONFIG train.steps=40"
         )
     config = config.with_values("parallel", ranks=times.ranks)
     text = _text_of(base, config)
@@ -120,34 +126,21 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
 
 
 def read_times(run_folder: Path) -> RunTimes:
-    """Reads what a run's steps took. Raises UsageError where there are too few of them."""
-    steps: dict[int, list[StepRecord]] = {}
-    run: RunRecord | None = None
-    try:
-        for path in sorted((run_folder / "records").glob("rank-*.jsonl")):
-            for record in read_records(path):
-                if isinstance(record, RunRecord):
-                    run = record
-                elif isinstance(record, StepRecord):
-                    steps.setdefault(record.step, []).append(record)
-    except (OSError, ValueError) as error:
+    """Reads what a run's steps took. Raises UsageError where there are too few of them, RunFolderError where none."""
+    records = open_run(run_folder)
+    if len(records.steps) <= _FEWEST:
         raise UsageError(
-            f"{run_folder} cannot be read: {error}\n  a run's folder has records\n  name another"
-        ) from error
-    whole = [records for _, records in sorted(steps.items())]
-    whole = whole[max(1, len(whole) // 10) :]
-    if run is None or len(whole) < _FEWEST:
-        raise UsageError(
-            f"{run_folder} holds {len(steps)} steps\n  an entry is fitted to a run of {_FEWEST + 1} steps at least\n"
+            f"{run_folder} holds {len(records.steps)} steps\n  an entry is fitted to {_FEWEST + 1} steps at least\n"
             "  train for longer: paceline train CONFIG train.steps=40"
         )
+    rows = [list(row.values()) for row in records.steps.without_warm_up().rows]
     return RunTimes(
-        step_s=median(max(each.step_s for each in records) for records in whole),
-        compute_s=median(max(each.step_s - each.comm_s - each.data_s for each in records) for records in whole),
-        data_s=median(max(each.data_s for each in records) for records in whole),
-        ranks=run.world_size,
-        backend=run.backend,
-        steps=len(steps),
+        step_s=median(max(each.step_s for each in row) for row in rows),
+        compute_s=median(max(each.step_s - each.comm_s - each.data_s for each in row) for row in rows),
+        data_s=median(max(each.data_s for each in row) for row in rows),
+        ranks=records.run.world_size,
+        backend=records.run.backend,
+        steps=len(records.steps),
     )
 
 
@@ -165,8 +158,16 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
         if "measured" in device:
             device["measured"]["fitted_to"] = run
     for link in content.get("links", {}).values():
-        if (link["kind"] == "loopback") == (backend == "gloo"):
-            _slow_down(link, communication)
+        if (link["kind"] == "loopback") != (backend == "gloo"):
+            continue
+        link["latency_us"] = rounded(link["latency_us"] * communication)
+        link["gb_per_s"] = rounded(link["gb_per_s"] / communication)
+        rates, times = link.get("ring_gb_per_s", {}), link.get("all_reduce_us", {})
+        link["ring_gb_per_s"] = {count: rounded(rate / communication) for count, rate in rates.items()}
+        link["all_reduce_us"] = {
+            count: {size: rounded(took * communication) for size, took in points.items()}
+            for count, points in times.items()
+        }
     lines.append(
         f"# Fitted to the run {run}: kernels x {compute:.3f}, collectives over {backend} x {communication:.3f}."
     )
@@ -175,23 +176,10 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
     return written
 
 
-def _slow_down(link: dict[str, Any], factor: float) -> None:
-    link["latency_us"] = rounded(link["latency_us"] * factor)
-    link["gb_per_s"] = rounded(link["gb_per_s"] / factor)
-    link["ring_gb_per_s"] = {count: rounded(rate / factor) for count, rate in link.get("ring_gb_per_s", {}).items()}
-    link["all_reduce_us"] = {
-        count: {size: rounded(took * factor) for size, took in points.items()}
-        for count, points in link.get("all_reduce_us", {}).items()
-    }
-
-
 def _fit(
     config: Config, machine: Machine, programs: tuple[Program, ...], text: str, compute: float, times: RunTimes
 ) -> float:
-    """Halves the range of the factor until the step takes as long as it did.
-
-    Raises UsageError where nothing in it does, and collectives as they were do not either.
-    """
+    """Halves the range of the factor until the step takes as long as it did. Raises UsageError where none does."""
     if times.ranks == 1:
         return 1.0
 
@@ -229,16 +217,6 @@ def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
         return present_cluster(config, machine, config.parallel.decided_ranks, None, path)[0]
 
 
-def _config(run_folder: Path) -> Config:
-    path = run_folder / "config.yaml"
-    if not path.is_file():
-        raise UsageError(
-            f"{run_folder} is no run: it has no config.yaml\n  a run's folder holds its config and records\n"
-            f"  {near_folders(run_folder) or 'name the folder that paceline train has told'}"
-        )
-    return load_config(path, [])
-
-
 def _text_of(base: Path | None, config: Config) -> str:
     if base is not None:
         rule = "an entry is a file that paceline calibrate wrote\n  name one"
@@ -256,16 +234,3 @@ def _text_of(base: Path | None, config: Config) -> str:
             "  measure this machine first: paceline calibrate --output mine.yaml, then --cluster mine.yaml"
         )
     return resources.files("paceline.cluster").joinpath("catalog", _SMALL_HOST).read_text(encoding="utf-8")
-
-
-def to_json(found: Refit) -> Mapping[str, Any]:
-    return {
-        "measured_s": found.measured_s,
-        "before_s": found.before_s,
-        "before_error": found.error(found.before_s),
-        "after_s": found.after_s,
-        "after_error": found.error(found.after_s),
-        "compute": found.compute,
-        "communication": found.communication,
-        "doubts": found.doubts(),
-    }

@@ -33,8 +33,16 @@ from paceline.chaos.faults import (
     read_plan,
     write_plan,
 )
-from paceline.chaos.report import LossComparison, Report, compare_steps, make_report
-from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
+from paceline.chaos.report import (
+    Command,
+    LossComparison,
+    Notes,
+    Report,
+    compare_steps,
+    handle,
+    make_report,
+    straggler_verdict,
+)
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.tensors import decode
@@ -53,10 +61,7 @@ _LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyRun:
-    """A config as it is run with faults: the file, what is changed about it, and where the run goes.
-
-    ``environment`` is that of the command; ``say`` tells the user what happens.
-    """
+    """A config as it is run with faults: the file, its changes, the command's environment; ``say`` tells the user."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -98,14 +103,8 @@ def prepare_run(
         changes.append(f"recovery.max_restarts={num_faults}")
     changed = [*overrides, *changes]
     final = load_config(path, changed)
-    return FaultyRun(
-        path=path,
-        overrides=tuple(changed),
-        config=final,
-        ranks=final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks,
-        environment=environment,
-        say=say,
-    )
+    known = final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks
+    return FaultyRun(path=path, overrides=tuple(changed), config=final, ranks=known, environment=environment, say=say)
 
 
 def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int) -> list[Fault]:
@@ -199,10 +198,7 @@ def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Com
 def _run_command(
     run: FaultyRun, arguments: Sequence[str], scratch: Path | None, replaced: Path | None = None
 ) -> Command:
-    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do.
-
-    ``replaced``: the folder of an older run, if there is one, in whose place this one comes.
-    """
+    """Runs ``paceline`` in a process, in place of an older run in ``replaced``; tells what it tells, and faults."""
     force = ["--force"] if replaced is not None and (replaced / "config.yaml").is_file() else []
     environment = {name: value for name, value in run.environment.items() if name != VARIABLE}
     if scratch is not None:

@@ -75,10 +75,7 @@ SLOW: Final = ("slow", "slow-link")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong, once a run. ``rank`` None: on all; ``step`` None: not placed yet.
-
-    It comes in ``step`` itself; while saving, in the first checkpoint of ``step`` or later.
-    """
+    """One thing that goes wrong, once a run, in ``step`` or in the first checkpoint from it on; no ``rank``: on all."""
 
     number: int
     kind: str

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
 
 _STEP = re.compile(r"step-(\d+)")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 _MESSAGE_S = 2e-4  # what an operation between processes takes at least: a slow link takes a multiple of it
 
 
@@ -61,9 +62,8 @@ class Injector:
         self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
         self._faults = [each for each in faults if each.rank in (None, rank) and (each.number, rank) not in done]
         self._slow: Fault | None = None
-        self._slow_until = 0
+        self._slow_until, self._loss_factor = 0, 1.0
         self._slow_link: Fault | None = None
-        self._loss_factor = 1.0
         self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
 
@@ -134,14 +134,10 @@ class Injector:
 
     def _do(self, fault: Fault, step: int) -> None:
         self._fire(fault, step)
-        if fault.kind == "kill":
-            die()
-        if fault.kind == "hang":
-            hang()
-        if fault.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if fault.kind == "preempt":
-            os.kill(os.getpid(), signal.SIGUSR1)
+        while fault.kind == "hang":
+            time.sleep(3600.0)
+        if fault.kind in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault.kind])
         if fault.kind == "exception":
             raise InjectedError(f"an error that chaos asked for, in step {step}")
         if fault.kind == "oom":
@@ -149,8 +145,7 @@ class Injector:
 
     def _corrupt(self, fault: Fault, step: int) -> None:
         """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""
-        newest = list_checkpoints(self._checkpoints)[-1]
-        draw = self._draw(fault)
+        newest, draw = list_checkpoints(self._checkpoints)[-1], self._draw(fault)
         files = sorted(path for path in newest.iterdir() if path.is_file() and path.stat().st_size)
         path = draw.choice(files)
         place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
@@ -195,12 +190,9 @@ class Injector:
 
     def _fire(self, fault: Fault, step: int, *, detail: str = "") -> None:
         """Notes that a fault happens, before it does."""
-        position = 0 if self._trainer is None else self._trainer.position
+        at, rank, now = 0 if self._trainer is None else self._trainer.position, self._rank, time.time()
         self._faults.remove(fault)
-        note(
-            self._folder,
-            Fired(number=fault.number, rank=self._rank, step=step, position=position, time=time.time(), detail=detail),
-        )
+        note(self._folder, Fired(number=fault.number, rank=rank, step=step, position=at, time=now, detail=detail))
 
     def _note_passed(self, step: int) -> None:
         """Notes the faults that the run is past: where it was not ended, by a step that needed all ranks again."""
@@ -237,8 +229,3 @@ class FaultyLoss:
 def die() -> None:
     """Ends this process as the kernel does when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    while True:
-        time.sleep(3600.0)

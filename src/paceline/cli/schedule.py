@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import grouped, print_json
+from paceline.cli.options import print_json, write_output
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -20,66 +20,28 @@ if TYPE_CHECKING:
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridOptions:
-    """The size of a schedule, and what its actions take."""
-
-    stages: int | None = typer.Option(
-        None, "--stages", "-s", min=1, help="Ranks of the pipeline; each holds --chunks stages.  [default: 4]"
-    )
-    microbatches: int | None = typer.Option(
-        None, "--microbatches", "-m", min=1, help="Microbatches of a step.  [default: 8]"
-    )
-    chunks: int | None = typer.Option(
-        None, "--chunks", min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]"
-    )
-    costs: str | None = typer.Option(
-        None,
-        "--costs",
-        metavar="C,C,...",
-        help="What each stage takes, in any unit: its forward (1.5), forward:backward (1.5:3), or "
-        "forward:input:weights (1.5:2:1).  [default: equal stages, backward twice the forward]",
-    )
-    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit.")
-
-
-@grouped
 def schedule(
-    name: str = typer.Argument(
-        metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1 or zb-v; or a file with a schedule of your own."
-    ),
+    name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or your own."),
     *,
-    asked: GridOptions,
-    messages: bool = typer.Option(
-        False, "--messages", help="Show what each rank runs with its sends, receives and reduces; --csv has them too."
-    ),
+    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]"),
+    microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]"),
+    chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved, zb-v; else 1]"),
+    costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]"),
+    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit."),
+    messages: bool = typer.Option(False, "--messages", help="Show sends, receives and reduces; --csv has them too."),
     csv: str | None = typer.Option(None, "--csv", metavar="FILE|-", help="Write the grid as CSV; - prints it alone."),
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
 ) -> None:
-    """Show a pipeline schedule: its grid, its bubble, its memory.
-
-    Memory is how many microbatches each rank holds at once. A schedule of your own is a CSV file, one line a rank, one
-    cell a slot: F0.3 is the forward of microbatch 3 in stage 0, B0.3 its backward, or I0.3 and W0.3 its two parts (to
-    the input, to the weights); an empty cell is idle. It is checked first, and what is wrong is named by its cell.
-    Write a ready one with --csv, and edit it.
-
-    Example:  paceline schedule 1f1b --stages 4 --microbatches 8
-
-    Example:  paceline schedule zb-v --stages 4 --microbatches 8 --png zb-v.png
-
-    Example:  paceline schedule 1f1b --stages 2 --microbatches 4 --costs 1,1.5:3 --csv mine.csv
-
-    Example:  paceline schedule mine.csv
-    """
+    """Show a pipeline schedule: its grid, its bubble, its memory."""
     from paceline.schedule.check import check_schedule
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
     from paceline.schedule.text import draw, render_text
 
-    found = _find(name, asked.stages, asked.microbatches, asked.chunks)
+    found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
-    measure = measure_schedule(found, _read_costs(asked.costs, asked.communication, found))
+    measure = measure_schedule(found, _read_costs(costs, communication, found))
     if csv is not None:
         _write_csv(found, csv, with_messages=messages)
     if png is not None:
@@ -107,15 +69,12 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
         if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
             raise UsageError(
                 f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid\n"
-                f"  at most {_MOST_ACTIONS} actions are shown, three for each microbatch in each stage\n"
-                "  the bubble depends on microbatches over stages: show a smaller one with the same ratio"
+                f"  at most {_MOST_ACTIONS} actions are shown\n  show a smaller one with the same ratio"
             )
         return make_schedule(name, ranks, microbatches, chunks)
     asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
     if given := [option for option, value in asked.items() if value]:
-        raise UsageError(
-            f"{', '.join(given)} beside {name}\n  the file says how many there are\n  leave {given[0]} out"
-        )
+        raise UsageError(f"{', '.join(given)} beside {name}\n  the file says it\n  leave {given[0]} out")
     return read_csv(Path(name))
 
 
@@ -140,16 +99,15 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
                 cost = StageCost(forward=forward, backward_input=inputs, backward_weight=weights)
             case _:
                 raise UsageError(
-                    f"--costs: {part!r} for stage {stage} is not a cost\n"
-                    "  a stage's cost is forward, forward:backward or forward:input:weights\n"
-                    "  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
+                    f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
+                    "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
                 )
         stages.append(cost)
     return ScheduleCosts(stages=tuple(stages), communication=communication)
 
 
 def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.text import format_csv
 
     if with_messages:
@@ -159,7 +117,4 @@ def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
     if target == "-":
         echo(format_csv(found), nl=False)
         return
-    try:
-        Path(target).write_text(format_csv(found), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the schedule cannot be written to {target}: {error}") from error
+    write_output(Path(target), format_csv(found), "schedule")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.destination import check_file
-from paceline.cli.options import ConfigPath, Overrides, grouped, load_and_tell, print_json
+from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides, check_file, load_and_tell, print_json
 from paceline.errors import RunFolderError, UsageError
 from paceline.units import format_seconds
 
@@ -25,53 +23,29 @@ _UNUSED = ("checkpoints", "logs")  # of a run's folder
 _MARK = "simulation.json"  # what tells a simulation's folder from a run's: it may be replaced
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """Where a simulated run takes place."""
-
-    ranks: int = typer.Option(None, min=1, help="Virtual ranks; else parallel.ranks, or 4.")
-    cluster: str = typer.Option(None, help='Whose network they have: "4x dgx-h100"; else processes of one host.')
-    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated.")
-    compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device.")
-    device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda).")
-    trace: Path = typer.Option(
-        None, callback=check_file, help="Write the time line here as well, for Chrome or Perfetto."
-    )
-    force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name.")
-
-
-@grouped
 def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    asked: SimulateOptions,
+    ranks: int = typer.Option(None, min=1, help="Virtual ranks; else parallel.ranks, or 4."),
+    cluster: str = typer.Option(None, help='Whose network they have: "4x dgx-h100"; else processes of one host.'),
+    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
+    compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device."),
+    device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda)."),
+    trace: Path = typer.Option(None, callback=check_file, help="Write the time line here too, for ui.perfetto.dev."),
+    force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
-    no_memory_check: bool = typer.Option(
-        False, "--no-memory-check", help="Also start ranks that are estimated to need more memory than there is."
-    ),
+    no_memory_check: NoMemoryCheck = False,
 ) -> None:
-    """Train on virtual ranks, with the times of other machines.
-
-    All of them are in this process, and losses are real. The run is left in <folder>/<name>-simulated; an older
-    simulation there is replaced.
-
-    Examples:
-
-      paceline simulate configs/digits.yaml --ranks 4
-
-      paceline simulate configs/digits.yaml --ranks 8 --cluster "1x dgx-a100" --compute modelled
-
-      paceline simulate configs/digits.yaml --ranks 4 --slow rank=2:1.5x --trace slow.json
-    """
-    changes = [*(overrides or []), *([] if asked.ranks is None else [f"parallel.ranks={asked.ranks}"])]
+    """Train on virtual ranks, with the times of other machines."""
+    changes = [*(overrides or []), *([] if ranks is None else [f"parallel.ranks={ranks}"])]
     loaded = load_and_tell(config, changes).config
-    slow_ranks, slow_links = read_slow(asked.slow)
+    slow_ranks, slow_links = read_slow(slow)
     from paceline.cluster.devices import load_cluster
     from paceline.rehearse.simulate.run import Conditions, prepare
 
-    where = None if asked.cluster is None else load_cluster(asked.cluster)
-    settled = prepare(loaded, ranks=asked.ranks, device=asked.device, source=str(config), cluster=where)
+    where = None if cluster is None else load_cluster(cluster)
+    settled = prepare(loaded, ranks=ranks, device=device, source=str(config), cluster=where)
     if not no_memory_check:
         from paceline.run.decide import check_virtual
 
@@ -79,11 +53,11 @@ def simulate(
     conditions = Conditions(
         cluster=where,
         backend=loaded.comm.backend,
-        compute=asked.compute,  # type: ignore[arg-type]
+        compute=compute,  # type: ignore[arg-type]
         slow=slow_ranks,
         slow_links=slow_links,
     )
-    _run(settled, conditions, trace=asked.trace, force=asked.force, as_json=as_json)
+    _run(settled, conditions, trace=trace, force=force, as_json=as_json)
 
 
 def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
@@ -93,7 +67,7 @@ def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
         match = _SLOW.match(text.replace(" ", ""))
         if match is None or float(match[3]) <= 0:
             raise UsageError(
-                f"--slow {text}\n  it names a rank, or the link of one, and how many times as long things take there\n"
+                f"--slow {text}\n  it names a rank or a link, and how many times as long it takes\n"
                 "  write --slow rank=2:1.5x or --slow link=0:3x"
             )
         found[match[1]][int(match[2])] = float(match[3])
@@ -104,9 +78,8 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     from paceline.config import dump_yaml
     from paceline.records.console import ProgressView
     from paceline.records.report import summarize
-    from paceline.rehearse.simulate.recording import write_records
+    from paceline.rehearse.simulate.recording import write_records, write_trace
     from paceline.rehearse.simulate.run import simulate as run_simulation
-    from paceline.rehearse.simulate.summary import write_trace
     from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
@@ -148,13 +121,12 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
-    from paceline.rehearse.simulate.summary import LEGEND, draw_step
+    from paceline.records.report import render
+    from paceline.rehearse.simulate.recording import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:
-        print_json(to_json(summary) | {"simulation": describe(found)})
+        print_json(summary.to_json() | {"simulation": describe(found)})
         return
     console = new_console()
     console.print(render(summary))

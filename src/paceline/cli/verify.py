@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.layout_options import with_layout_options
-from paceline.cli.options import Overrides, print_json
+from paceline.cli.options import Overrides, print_json, with_layout_options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,11 +39,7 @@ _NOT_VERIFIED = (
 
 @with_layout_options(without=_NOT_VERIFIED)
 def verify(
-    config: str | None = typer.Argument(
-        None,
-        metavar="CONFIG",
-        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
-    ),
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, or mlp, gpt or resnet, built in."),
     overrides: Overrides = None,
     ranks: int = typer.Option(4, help="How many ranks."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
@@ -57,29 +52,9 @@ def verify(
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
     **layout: Any,
 ) -> None:
-    """Prove that training on N ranks computes what one process would.
-
-    Trains the same model on the same data twice: in one process, and on N ranks with the batch cut unevenly. Compares
-    loss, every gradient, the clip norm, parameters and buffers after each step: in float64, or in mixed precision
-    within the rounding of it. Leaves with exit code 1 on a mismatch, naming the first module and step that diverge.
-
-    Options that the run is spread by go before the config. Without them it is spread as the config says, but for
-    precision (fp32, verified in float64), accumulate (1) and the size of buckets (small). Lists are written as in a
-    config, [layers.0, layers.1]; a schedule is a name or a CSV file.
-
-    Examples:
-
-      paceline verify gpt --strategy fsdp --ranks 4 --accumulate 3
-
-      paceline verify resnet --strategy zero2 --precision bf16 --checkpoint-activations
-
-      paceline verify gpt --pipeline 2 --tensor 2 --data 2 --strategy zero1 --ranks 8
-
-      paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
-    """
-    from paceline.verify.case import ConfigCase
+    """Prove that training on N ranks computes what one process would."""
+    from paceline.verify.case import ConfigCase, Settings, check_settings, complete
     from paceline.verify.certificate import certify
-    from paceline.verify.settings import Settings, check_settings, complete
 
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
     pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
@@ -123,7 +98,7 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
     from paceline.schedule.text import read_csv
-    from paceline.verify.settings import SMALL_BUCKETS
+    from paceline.verify.case import SMALL_BUCKETS
 
     asked = layout_of(config)
     said = options.get("strategy", config.parallel.strategy)
@@ -153,9 +128,7 @@ def _load(name: str, overrides: list[str]) -> Config:
 
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
-        raise UsageError(
-            f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
-        )
+        raise UsageError(f"{name} is neither a file nor built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}")
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 

@@ -1,7 +1,7 @@
 """The catalog as it is written: YAML entries of devices, links, nodes and networks, strictly checked, found by name.
 
-A name is looked up as people write it: case, order and punctuation do not count, nor do words such as ``NVIDIA``. So
-``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What sources call a thing otherwise is an alias.
+A name is looked up as people write it: ``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What
+sources call a thing otherwise is an alias.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gb
 
 
 class _Closed(BaseModel):
-    """A frozen record that refuses unknown keys."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -54,8 +52,6 @@ class ShapeEntry(_Closed):
 
 
 class MeasuredEntry(_Closed):
-    """When and with what a device was measured, and how much its samples spread."""
-
     time: str
     torch: str
     python: str
@@ -131,12 +127,10 @@ class CatalogFile(_Closed):
 
     def with_file(self, found: CatalogFile) -> CatalogFile:
         """Returns these and those of a file, whose own come first where names are the same."""
-        return CatalogFile(
-            devices={**self.devices, **found.devices},
-            links={**self.links, **found.links},
-            networks={**self.networks, **found.networks},
-            nodes={**self.nodes, **found.nodes},
-        )
+        kinds: dict[str, Any] = {
+            kind: {**getattr(self, kind), **getattr(found, kind)} for kind in type(self).model_fields
+        }
+        return CatalogFile(**kinds)
 
 
 AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
@@ -190,7 +184,6 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
 
 
 def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
-    """Returns the name of the entry that a word means, or None."""
     if word in among:
         return word
     wanted = _key(word)
@@ -201,7 +194,6 @@ def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
 
 
 def near_names(word: str, names: Iterable[str]) -> list[str]:
-    """Returns up to three names that may have been meant, the likeliest first."""
     plain = {name.lower(): name for name in names}
     wanted = word.lower().strip()
     found = [plain[each] for each in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.55)]

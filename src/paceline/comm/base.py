@@ -12,17 +12,17 @@ Bytes that each of N ranks sends for a tensor of B bytes, with the bandwidth-opt
 Ranks are numbered within the group: ``comm.rank`` runs from 0 to ``comm.size - 1``, and so do ``source`` and ``to``.
 All ranks of a group issue the same collectives in the same order.
 
-A communicator declares what it can do (``takes_real_time``, ``clock``, ``backend``, ...): nobody looks at its type, or
-at what it wraps.
+A communicator declares what it can do (``takes_real_time``, ``clock``, ...): nobody looks at its type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from paceline.clock import Clock, DeviceClock
 from paceline.errors import UsageError
@@ -65,8 +65,7 @@ class Call(NamedTuple):
 class Communicator:
     """A group of ranks that talk. Engines know this class and no backend.
 
-    The verbs say here, once, what they refuse: else a mistake would pass on virtual ranks and hang real ones. What
-    differs is ``issue``, and ``barrier`` and ``split``.
+    The verbs say here, once, what they refuse. What differs is ``issue``, ``barrier`` and ``split``.
     """
 
     rank: int  # this rank's number within the group
@@ -82,11 +81,8 @@ class Communicator:
     trace: Trace | None = None  # what counts operations, bytes and waits, if anything does
 
     def __init__(self, rank: int, ranks: tuple[int, ...], device: torch.device, *, backend: str) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.device = device
-        self.device_kind = device.type
+        self.rank, self.ranks, self.size = rank, ranks, len(ranks)
+        self.device, self.device_kind = device, device.type
         self.backend = backend
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -102,18 +98,12 @@ class Communicator:
         return self.issue(Call("all_reduce", tensor, tensor, op))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction of ``tensor`` into ``output``: ``numel`` is 1/size of the input's.
-
-        ``output`` may be this rank's own slice of ``tensor``.
-        """
+        """Puts this rank's slice of the reduction of ``tensor`` into ``output``, which may be that slice itself."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
         return self.issue(Call("reduce_scatter", output, tensor, op))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order; all have the same shape.
-
-        ``tensor`` may be this rank's own slice of ``output``.
-        """
+        """Fills ``output`` with every rank's ``tensor`` in rank order, which may be its own slice of ``output``."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         return self.issue(Call("all_gather", output, tensor))
 
@@ -205,6 +195,16 @@ def clock_of(comm: Communicator) -> Clock:
     return DeviceClock(comm.device) if comm.clock is None else comm.clock
 
 
+def available_backends() -> dict[str, str | None]:
+    """Returns the backends that this torch was built with, and of NCCL the version, where there is a GPU."""
+    if not dist.is_available():
+        return {}
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    nccl: Any = torch.cuda.nccl  # not annotated
+    version = ".".join(map(str, nccl.version())) if found["nccl"] and torch.cuda.is_available() else None
+    return {name: version if name == "nccl" else None for name, is_there in found.items() if is_there}
+
+
 class Done:
     """The work of an operation that had finished when it was issued."""
 
@@ -243,16 +243,13 @@ class GradientCompression(Protocol):
     settings: Compression
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> Sequence[BucketReduction]:
-        """Makes the reductions of an engine's buckets; those of buckets that it had before end.
-
-        ``replicas`` are the ranks that average, where these are not all that train.
-        """
+        """Makes the reductions of an engine's buckets; ``replicas`` average, where these are not all that train."""
 
     def end_pass(self, shards: Communicator | None = None) -> None:
         """Ends a pass: every bucket was waited for. ``shards`` have the other parts of the gradient; all call it."""
 
     def abandon_pass(self) -> None:
-        """Forgets a pass that was broken off; without one under way nothing happens."""
+        """Forgets a pass that was broken off, if one was."""
 
     def roll_back(self) -> None:
         """Forgets the last pass, ended or not: its gradients were dropped, and come again."""

@@ -1,6 +1,5 @@
 """Ranks as processes: NCCL and Gloo through ``torch.distributed``, or shared memory on one host.
 
-``connect()`` reads the environment that torchrun (or any launcher of its kind) sets, and is a world of one without it.
 On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on Gloo it blocks the caller.
 
 Over Gloo, some collectives are messages between all pairs of ranks:
@@ -41,16 +40,16 @@ _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
 _WHOLE_TAG = 2**30 + 2
 _WORD = 16  # bytes: memory of any dtype is made of whole ones
+_C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
 
 
 class _Scratch:
-    """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
+    """Memory for what arrives. The two largest pieces stay: to touch new memory costs as much as to fill it."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for ``numel`` elements, at least."""
         num_bytes = numel * dtype.itemsize
         for piece in self._free:
             if piece.numel() >= num_bytes:
@@ -59,7 +58,6 @@ class _Scratch:
         return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
 
     def give_back(self, piece: torch.Tensor) -> None:
-        """Keeps memory for the next one, if it is among the two largest."""
         self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
 
@@ -87,9 +85,7 @@ class GlooExchanges:
     """The collectives of one rank of a Gloo group, on flat tensors."""
 
     def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._group = group
-        self._rank = rank
-        self._size = size
+        self._group, self._rank, self._size = group, rank, size
         self._others = [(rank + step) % size for step in range(1, size)]  # its neighbour first: not all to the same one
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._scratch = _Scratch()
@@ -158,12 +154,12 @@ Group: TypeAlias = Communicator | dist.ProcessGroup
 def connect(
     backend: Backend = "auto", *, device: str | torch.device | None = None, timeout_s: float = 300.0
 ) -> Communicator:
-    """Joins the ranks that a launcher started, or makes a world of one where none did.
+    """Joins the ranks that a launcher such as torchrun started, or makes a world of one where none did.
 
-    Returns on no rank before all have joined, so that a rank with little to do may leave at once. ``auto`` takes
-    NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there is room for it,
-    or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others do not come within
-    ``timeout_s``, or the ranks cannot share the memory that was asked for.
+    Returns on no rank before all have joined. ``auto`` takes NCCL where this rank has a GPU to itself; else shared
+    memory, if all ranks are on one host and there is room for it, or Gloo. Raises CommunicationError when the
+    launcher's environment is incomplete, the others do not come within ``timeout_s``, or the ranks cannot share the
+    memory that was asked for.
     """
     where = _device(device, backend)
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
@@ -265,10 +261,7 @@ class _TorchWork:
     __slots__ = ("_comm", "_kind", "_tensors", "_work")
 
     def __init__(self, work: Any, comm: TorchCommunicator, kind: str, *tensors: torch.Tensor) -> None:
-        self._work = work
-        self._comm = comm
-        self._kind = kind
-        self._tensors: tuple[torch.Tensor, ...] = tensors
+        self._work, self._comm, self._kind, self._tensors = work, comm, kind, tensors
 
     def wait(self) -> None:
         try:
@@ -326,25 +319,24 @@ class TorchCommunicator(Communicator):
         sizes = {"output_split_sizes": theirs, "input_split_sizes": ours}
         return self._start("all_to_all", dist.all_to_all_single, output, tensor, **sizes)
 
-    def _send(self, call: Call) -> Work:
-        """Sends a message. NCCL has no tags: there, order alone matches."""
-        kind, tensor = f"send to rank {self.ranks[call.peer]}", call.tensor.detach()
+    def _message(self, call: Call) -> Work:
+        """Sends or receives. NCCL has no tags: there, order alone matches."""
+        is_send, tensor = call.kind == "send", call.tensor.detach()
+        kind = f"{'send to' if is_send else 'recv from'} rank {self.ranks[call.peer]}"
+        verb = dist.isend if is_send else dist.irecv
         if self._is_nccl:
-            return self._attempt(kind, self._nccl_message, dist.isend, tensor, call.peer)
-        return self._attempt(kind, dist.isend, tensor, group=self._group, tag=call.tag, group_dst=call.peer)
+            return self._attempt(kind, self._nccl_message, verb, tensor, call.peer)
+        other = {"group_dst" if is_send else "group_src": call.peer}
+        return self._attempt(kind, verb, tensor, group=self._group, tag=call.tag, **other)
 
-    def _recv(self, call: Call) -> Work:
-        kind, tensor = f"recv from rank {self.ranks[call.peer]}", call.tensor.detach()
-        if self._is_nccl:
-            return self._attempt(kind, self._nccl_message, dist.irecv, tensor, call.peer)
-        return self._attempt(kind, dist.irecv, tensor, group=self._group, tag=call.tag, group_src=call.peer)
+    _send = _recv = _message
 
     def _nccl_message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
         """Sends or receives: each pair of ranks has a group of its own, and each message is a batch of one.
 
         A communicator of NCCL has one stream, on which a message waits for those before it, whoever they are for: ranks
         that all send to their neighbour first would wait for one another. Outside a batch torch makes a communicator
-        for each pair by itself, with a warning. Made here, and used in batches, it is the same one without.
+        for each pair by itself, with a warning.
         """
         group, peer = self._group, other
         # One that is connected as a whole has no groups of pairs: they would need all ranks of the world.
@@ -352,8 +344,7 @@ class TorchCommunicator(Communicator):
             if other not in self._pairs:  # both find it under one name, whoever needs it first
                 places = sorted({self.rank, other})
                 name = f"messages {places} of {group.group_name}"
-                made: Any = dist.distributed_c10d._world.pg_names
-                known = next((each for each, its_name in made.items() if its_name == name), None)
+                known = next((each for each, its_name in _C10D._world.pg_names.items() if its_name == name), None)
                 members = [self.ranks[place] for place in places]
                 self._pairs[other] = known or _make_group(name, members, self._timeout_s)
             group, peer = self._pairs[other], int(self.rank < other)
@@ -369,8 +360,13 @@ class TorchCommunicator(Communicator):
         members = [self.ranks[r] for r in ranks]
         if len(members) == 1:
             return SoloCommunicator(self.device, world_rank=members[0])
+        # ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups
+        # that the process has made so far: members that differ in it would wait in vain. So it is named here, after its
+        # members and how many groups these have already.
+        stem = f"paceline {members} "
+        number = sum(each.startswith(stem) for each in _C10D._world.pg_names.values())
         try:
-            group = _new_group(members, self._timeout_s)
+            group = _make_group(f"{stem}{number}", members, self._timeout_s)
         except RuntimeError as error:
             raise self._explain(f"split({list(ranks)})", error) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
@@ -396,37 +392,16 @@ class TorchCommunicator(Communicator):
         return CommunicationError(f"{head}\n  {first}")
 
 
-def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes a group in the order of ``members``, who alone call this. Over Gloo they go on together.
-
-    ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups that
-    the process has made so far: members that differ in it look for one another under two names, and wait in vain. So
-    the group is named here, after its members and how many groups these have already.
-    """
-    c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    stem = f"paceline {members} "
-    name = f"{stem}{sum(each.startswith(stem) for each in c10d._world.pg_names.values())}"
-    return _make_group(name, members, timeout_s)
-
-
 def _make_group(name: str, members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes the group of a name that all members have agreed on."""
-    c10d: Any = dist.distributed_c10d
-    store, timeout = c10d._get_default_store(), datetime.timedelta(seconds=timeout_s)
+    """Makes the group of ``members``, in that order, who alone call this. Over Gloo they go on together."""
+    store, timeout = _C10D._get_default_store(), datetime.timedelta(seconds=timeout_s)
+    place, backend = members.index(dist.get_rank()), dist.Backend(dist.get_backend())
     group: dist.ProcessGroup
     with threads_that_do_not_preempt():
-        group, _ = c10d._new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            dist.Backend(dist.get_backend()),
-            store,
-            name,
-            timeout=timeout,
-        )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+        group, _ = _C10D._new_process_group_helper(len(members), place, members, backend, store, name, timeout=timeout)
+    _C10D._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
-        wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
+        wait_until_all_joined(_C10D.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
 
 

@@ -17,7 +17,7 @@ Issued: TypeAlias = tuple[str, int, tuple[int, ...], float, Mark | float]
 """An operation on its way: kind, bytes, group, and when it was issued, as the host and as the device has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TracedOperation:
     """One operation of one rank. ``end_s`` is when this rank's wait for it returned."""
 
@@ -44,8 +44,7 @@ class Trace:
 
     def __init__(self, device: torch.device, *, keep: bool = False, clock: Clock | None = None) -> None:
         """Reads the time of ``clock``; None: of the device."""
-        self.keep = keep
-        self.clock = clock
+        self.keep, self.clock = keep, clock
         self.operations: list[TracedOperation] = []
         self.num_operations: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -116,8 +115,4 @@ class Trace:
             if len(self._ended) >= _MOST_ENDED:  # nobody has asked for long
                 self._add_up(wait=False)
         if self.keep:
-            kind, num_bytes, group, start_s, _ = issued
-            end_s = time.perf_counter()
-            self.operations.append(
-                TracedOperation(kind=kind, num_bytes=num_bytes, group=group, start_s=start_s, end_s=end_s)
-            )
+            self.operations.append(TracedOperation(*issued[:4], time.perf_counter()))

@@ -1,7 +1,7 @@
 """What the folder of ``model: {kind: hf}`` says that needs no library, and whether config and data agree with it.
 
-A pretrained model knows its own tokens, images of its own size and colours, and its own classes. So data are read by
-the folder's tokenizer, its ``preprocessor_config.json`` and the names in its ``config.json``; others are refused.
+A pretrained model knows its own tokens, images and classes. So data are read by the folder's tokenizer, its
+``preprocessor_config.json`` and the names in its ``config.json``; others are refused.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def parse_image_settings(content: bytes) -> ImageSettings:
         mean, std = [0.0], [1.0]
     found = ImageSettings(
         size=_side(values.get("size") if cropped is None else cropped),
-        mean=_bytes("image_mean", mean, scale),
-        std=_bytes("image_std", std, scale),
+        mean=_in_bytes("image_mean", mean, scale),
+        std=_in_bytes("image_std", std, scale),
     )
     if len(found.mean) != len(found.std) or len(found.mean) not in (1, _CHANNELS) or min(found.std) <= 0:
         raise ValueError(f"image_mean = {mean} and image_std = {std} are not {_CHANNELS} numbers, or 1, above 0")
@@ -62,19 +62,16 @@ def parse_image_settings(content: bytes) -> ImageSettings:
 
 
 def _side(value: Any) -> int | None:
-    """Returns the side of the square that a size stands for; None without one."""
     if value is None:
         return None
     named = isinstance(value, dict) and set(value) <= {"height", "width", "shortest_edge"}
     sides = list(value.values()) if named else value if isinstance(value, list) else [value]
-    is_square = bool(sides) and all(isinstance(each, int) and each == sides[0] for each in sides)
-    if not is_square or sides[0] < 1:
+    if not sides or not all(isinstance(each, int) and each == sides[0] >= 1 for each in sides):
         raise ValueError(f"size = {value} is not that of a square")
     return int(sides[0])
 
 
-def _bytes(name: str, values: Any, scale: Any) -> tuple[float, ...]:
-    """Returns numbers for pixels that were scaled as numbers for bytes."""
+def _in_bytes(name: str, values: Any, scale: Any) -> tuple[float, ...]:
     try:
         found = tuple(float(each) / float(scale) for each in (values if isinstance(values, list) else [values]))
     except (TypeError, ValueError, ArithmeticError):
@@ -93,7 +90,6 @@ def read_class_names(folder: Path) -> tuple[str, ...] | None:
 
 
 def parse_class_names(content: bytes) -> tuple[str, ...] | None:
-    """Reads the names of classes in a ``config.json``. Raises ValueError for what is none."""
     found = parse_json_object(content).get("id2label")
     if not isinstance(found, dict):
         return None
@@ -111,7 +107,6 @@ def image_size(folder: Path) -> int | None:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """Returns the file that says what tokens stand for in a folder; None where there is none."""
     return next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
 
 
@@ -188,9 +183,8 @@ def _is_same(own: Path, given: str) -> bool:
 
 
 def _meaning(content: bytes) -> dict[str, Any]:
-    return {
-        name: value for name, value in parse_json_object(content, _MOST_BYTES).items() if name not in _OF_NO_MEANING
-    }
+    values = parse_json_object(content, _MOST_BYTES)
+    return {name: value for name, value in values.items() if name not in _OF_NO_MEANING}
 
 
 def check_hf_folder(config: Config) -> Iterator[Problem]:

@@ -7,10 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
 from paceline.config.schema import Config
-from paceline.config.suggest import nearest, other_names, suggest_keys
-from paceline.config.translate import meant_by, other_kind
+from paceline.config.suggest import (
+    KnownField,
+    fields_at,
+    find_field,
+    meant_by,
+    nearest,
+    other_kind,
+    other_names,
+    section_kinds,
+    suggest_keys,
+)
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
 
@@ -24,17 +32,10 @@ MISSING = object()
 def schema_problems(
     error: ValidationError, values: Mapping[str, Any], locate: Callable[[str], str] = lambda _path: ""
 ) -> list[Problem]:
-    """Translates a validation error, one problem for each key.
-
-    ``values`` is what was validated. ``locate`` tells where a dotted key was given, such as ``" (line 4)"``.
-    """
+    """Translates a validation error of ``values``; ``locate`` tells where a dotted key was given: ``" (line 4)"``."""
     problems: dict[str, Problem] = {}
     for each in error.errors(include_url=False, include_context=False, include_input=False):
-        kind, location = each["type"], each["loc"]
-        if location[:3] == ("data", "mixture", "sources") and len(location) > 3:
-            path, problem = _problem_of_source(kind, location, values, locate)
-        else:
-            path, problem = _problem_at(kind, location, values, locate)
+        path, problem = _problem_at(each["type"], each["loc"], values, locate)
         problems.setdefault(path, problem)
     strange = [path for path, problem in problems.items() if "." not in path and path not in Config.model_fields]
     if len(strange) > 1:
@@ -47,16 +48,23 @@ def _problem_at(
     kind: str, location: tuple[int | str, ...], values: Mapping[str, Any], locate: Callable[[str], str]
 ) -> tuple[str, Problem]:
     """Returns the key that pydantic found something ``kind`` at, and the problem."""
+    if location[:3] == ("data", "mixture", "sources") and len(location) > 3:  # told as of a section data
+        place = f"data.sources.{location[3]}"
+
+        def moved(text: str) -> str:
+            return re.sub(r"(?<![\w.])data(?=\.| = |$)", lambda _: place, text)
+
+        alone = {"data": values["data"]["sources"][str(location[3])]}
+        path, found = _problem_at(kind, ("data", *location[4:]), alone, lambda path: locate(moved(path)))
+        return moved(path), replace(found, what=moved(found.what), rule=moved(found.rule), fix=moved(found.fix))
     named = {section: value_at(values, f"{section}.kind") for section in ("model", "data")}
     kinds = {section: kind if kind in section_kinds(section) else None for section, kind in named.items()}
     path = _path_of(location, kinds)
     if kind in ("extra_forbidden", "invalid_key"):
         return path, _unknown_key(path, kinds, locate(path), value_at(values, path))
     if kind == "missing" and value_at(values, path) is MISSING:
-        tags, known = (
-            section_kinds(path) if "." not in path else (),
-            find_field(path, kinds.get(path.partition(".")[0])),
-        )
+        tags = section_kinds(path) if "." not in path else ()
+        known = find_field(path, kinds.get(path.partition(".")[0]))
         rule = f"it says {known.description}" if tags and known else f"it must be {known.expected}" if known else ""
         fix = f"set {path}.kind to one of {', '.join(tags)}" if tags else f"set {path}"
         return path, Problem(what=f"{path} is missing", rule=rule, fix=fix)
@@ -65,26 +73,9 @@ def _problem_at(
     return path, _wrong_value(path, kinds, values, locate)
 
 
-def _problem_of_source(
-    kind: str, location: tuple[int | str, ...], values: Mapping[str, Any], locate: Callable[[str], str]
-) -> tuple[str, Problem]:
-    """Does so in a source of a mixture: what it says of a section ``data`` is said of that source."""
-    name = str(location[3])
-    place = f"data.sources.{name}"
-
-    def moved(text: str) -> str:
-        return re.sub(r"(?<![\w.])data(?=\.| = |$)", lambda _: place, text)
-
-    alone = {"data": values["data"]["sources"][name]}
-    path, problem = _problem_at(kind, ("data", *location[4:]), alone, lambda path: locate(moved(path)))
-    return moved(path), replace(problem, what=moved(problem.what), rule=moved(problem.rule), fix=moved(problem.fix))
-
-
 def format_value(value: Any) -> str:
-    """Writes a value as a config would, shortened where it is long."""
-    words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return {None: "null", True: "true", False: "false"}[value]
     text = repr(list(value)) if isinstance(value, tuple) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -103,7 +94,6 @@ def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -
 
 
 def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """Returns what stands at a dotted key, or ``MISSING``."""
     content: Any = values
     for part in path.split("."):
         if not isinstance(content, Mapping) or part not in content:
@@ -130,29 +120,19 @@ def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str],
     value = value_at(values, path)
     rule = f"{path} must be one of {', '.join(kinds)}"
     if value is MISSING:
-        return Problem(
-            what=f"{path} is missing{locate(section)}", rule=rule, fix=f"add for instance {path} = {kinds[0]}"
-        )
-    return Problem(
-        what=f"{path} = {format_value(value)} is not a kind of {section}{locate(path)}",
-        rule=rule,
-        fix=_suggest_kind(section, value, kinds),
-    )
-
-
-def _suggest_kind(section: str, value: Any, kinds: tuple[str, ...]) -> str:
-    if not isinstance(value, str):
-        return ""
-    if ours := other_kind(section, value):
-        return f"did you mean {section}.kind = {ours}?"
-    other = "data" if section == "model" else "model"
-    if value in section_kinds(other):
-        return f"{value} is a kind of {other}: did you mean {other}.kind = {value}?"
-    size = find_field("model.size", "gpt")
-    if section == "model" and size is not None and value in size.choices:
-        return f"did you mean model.kind = gpt with model.size = {value}?"
-    near = nearest(value, kinds)
-    return f"did you mean {section}.kind = {near}?" if near else ""
+        fix = f"add for instance {path} = {kinds[0]}"
+        return Problem(what=f"{path} is missing{locate(section)}", rule=rule, fix=fix)
+    what, fix = f"{path} = {format_value(value)} is not a kind of {section}{locate(path)}", ""
+    if isinstance(value, str):
+        other, size = "data" if section == "model" else "model", find_field("model.size", "gpt")
+        ours = other_kind(section, value)
+        if ours is None and value in section_kinds(other):
+            fix = f"{value} is a kind of {other}: did you mean {other}.kind = {value}?"
+        elif ours is None and section == "model" and size is not None and value in size.choices:
+            fix = f"did you mean model.kind = gpt with model.size = {value}?"
+        elif near := ours or nearest(value, kinds):
+            fix = f"did you mean {path} = {near}?"
+    return Problem(what=what, rule=rule, fix=fix)
 
 
 def _wrong_value(

@@ -1,10 +1,8 @@
 """Settings of NCCL and Gloo as the environment variables that carry them to the ranks.
 
-Both libraries read variables when a group is made. A config names the ones that matter, each with a key of its own; a
-user may have exported some too. Here both are ``BackendSetting``s, so that one list of rules finds what contradicts,
-whoever said it.
-
-A variable that is exported with another value than the config's is refused: one of the two would lose silently.
+A config names the variables that matter, each with a key of its own; a user may have exported some too. Both are
+``BackendSetting``s, so that one list of rules finds what contradicts. A variable that is exported with another value
+than the config's is refused: one of the two would lose silently.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class BackendSetting:
 
     @property
     def name(self) -> str:
-        """What a reader changes: the key, or the variable."""
         return self.key or self.variable
 
     @property
@@ -64,11 +61,10 @@ BackendSettings: TypeAlias = Mapping[str, BackendSetting]  # by variable
 def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
     """Returns what a config says, by variable. ``comm.interface`` is for both backends, and exact for both."""
     found: dict[str, BackendSetting] = {}
-    if comm.interface is not None:
-        shared = {"key": "comm.interface", "written": comm.interface}
-        found[GLOO_INTERFACE] = BackendSetting(variable=GLOO_INTERFACE, value=comm.interface, **shared)
-        if comm.nccl.socket_interface is None:
-            found[NCCL_INTERFACE] = BackendSetting(variable=NCCL_INTERFACE, value=f"={comm.interface}", **shared)
+    if (name := comm.interface) is not None:
+        for variable, mark in ((GLOO_INTERFACE, ""), (NCCL_INTERFACE, "=")):
+            setting = BackendSetting(variable=variable, value=mark + name, key="comm.interface", written=name)
+            found[variable] = setting  # NCCL's own key, below, takes its place
     for variable, row in nccl_variables().items():
         given, key = getattr(comm.nccl, row["key"]), f"comm.nccl.{row['key']}"
         if isinstance(given, bool):
@@ -83,7 +79,6 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
 
 
 def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
-    """Returns what the environment says to NCCL and Gloo, by variable."""
     return {
         name: BackendSetting(variable=name, value=value)
         for name, value in sorted(environment.items())
@@ -97,11 +92,10 @@ def variables_of(comm: CommConfig, *, uses_nccl: bool) -> dict[str, str]:
     return {name: each.value for name, each in settings.items() if uses_nccl or not name.startswith("NCCL_")}
 
 
-def same_value(variable: str, one: str, other: str) -> bool:
-    """Says whether two values of a variable mean the same: names have no case, and lists of names no order."""
-    if variable in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG_SUBSYS"):
-        return set(one.lower().split(",")) == set(other.lower().split(","))
-    return one.strip().lower() == other.strip().lower()
+def _meaning(variable: str, value: str) -> object:
+    """Returns what is equal where two values mean the same: names have no case, and lists of them no order."""
+    is_list = variable in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG_SUBSYS")
+    return set(value.lower().split(",")) if is_list else value.strip().lower()
 
 
 def check_backend_settings(config: Config) -> Iterator[Problem]:
@@ -134,7 +128,8 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
         )
         for variable, ours in given.items()
         for name in (variable, *nccl_variables().get(variable, {}).get("also", ()))
-        if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
+        if (theirs := exported.get(name)) is not None
+        and _meaning(variable, ours.value) != _meaning(variable, theirs.value)
     ]
     # Those of one side alone are reported elsewhere: when the config is loaded, and by the doctor.
     known = {str(problem) for side in (given, exported) for problem in contradictions(side)}
@@ -171,7 +166,6 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
-    """Lists what does not go together, and what no library can read."""
     rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
     return [problem for rule in rules for problem in rule(settings)]
 
@@ -202,9 +196,8 @@ def _check_readable(settings: BackendSettings) -> Iterator[Problem]:
 def _check_names(setting: BackendSetting) -> Iterator[Problem]:
     is_gloo, is_card = setting.variable == GLOO_INTERFACE, setting.variable == "NCCL_IB_HCA"
     form = _CARD if is_card else _INTERFACE
-    mark = re.match(r"[\^=]*", setting.value)
-    marks = mark.group() if mark else ""
-    parts = setting.value.removeprefix(marks).split(",")
+    listed = setting.value.lstrip("^=")
+    marks, parts = setting.value.removesuffix(listed), listed.split(",")
     wrong = next((part for part in parts if not form.fullmatch(part)), None)
     if wrong is None and marks in (("",) if is_gloo else ("", "=", "^", "^=")):
         return
@@ -214,9 +207,8 @@ def _check_names(setting: BackendSetting) -> Iterator[Problem]:
         kind = "a card, with a port if need be (mlx5_0:1)" if is_card else "an interface (eth0)"
         rule = f"it is a list of prefixes of {kind}; = in front of the list takes them as names, ^ excludes them"
         fix = f"write the marks once, in front, ^ before =: {_repaired(parts, marks)}"
-    yield Problem(
-        what=f"{setting} cannot be read{f': {wrong!r} is no name' if wrong is not None else ''}", rule=rule, fix=fix
-    )
+    why = f": {wrong!r} is no name" if wrong is not None else ""
+    yield Problem(what=f"{setting} cannot be read{why}", rule=rule, fix=fix)
 
 
 def _repaired(parts: list[str], marks: str) -> str:
@@ -249,9 +241,8 @@ def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
         return
     is_off, is_never = off.value == "1", level.value.upper() in ("LOC", "0")
     if is_off != is_never:
-        rule = "LOC means that GPUs never reach one another directly"
-        if is_off:
-            rule = "a level says how far GPUs may reach one another directly, and they may not at all"
+        of_level = "a level says how far GPUs may reach one another directly, and they may not at all"
+        rule = of_level if is_off else "LOC means that GPUs never reach one another directly"
         yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
 
 

@@ -1,4 +1,4 @@
-"""Rules that tie several keys of training together: warm-up, optimizer, precision, recovery, metrics and trackers."""
+"""Rules that tie several keys of training together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
 
 
 def short_run(config: Config, steps: int) -> Config:
-    """Returns the config of a run of so many steps that is there to be measured, with the warmup that fits into it.
+    """Returns the config of a run of so many steps that is there to be measured, with a warmup that fits into it.
 
     It does not evaluate before its end, saves nothing, and is not started again.
     """
@@ -54,17 +54,13 @@ def short_run(config: Config, steps: int) -> Config:
     known = known_length(short)
     if known is None:  # the run itself shortens it, as it knows how long its data is
         return short
-    schedule = short.optim.schedule
-    warmup, _ = shorter_warmup(schedule, *known)
-    return short.with_values("optim", schedule=schedule.model_copy(update={"warmup": warmup}))
+    warmup, _ = shorter_warmup(short.optim.schedule, *known)
+    return short.with_values("optim", schedule=short.optim.schedule.model_copy(update={"warmup": warmup}))
 
 
 def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:
-    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``.
-
-    A one-cycle schedule still has to come down after it.
-    """
-    must_come_down = schedule.kind == "one_cycle"
+    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``."""
+    must_come_down = schedule.kind == "one_cycle"  # after the warmup
     if schedule.warmup < length or (schedule.warmup == length and not must_come_down):
         return
     relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
@@ -128,12 +124,9 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
         "spike_window": spikes,
         "rate_factor": ("lower_rate" in answers, "it belongs to lower_rate", "recovery.on_nan = lower_rate"),
         "max_roll_backs": (goes_back, "it belongs to runs that go back", "recovery.on_nan = roll_back"),
-        "max_stalled_restarts": (
-            given.max_restarts > 0,
-            "it belongs to runs that are started again",
-            "recovery.max_restarts = 3",
-        ),
     }
+    again = (given.max_restarts > 0, "it belongs to runs that are started again", "recovery.max_restarts = 3")
+    readers["max_stalled_restarts"] = again
     for name, (is_read, rule, fix) in readers.items():
         if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
             yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
@@ -166,8 +159,7 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
                 rule=f"it is one of {', '.join(known)}; train.metrics adds others",
                 fix=did_you_mean(name, known, cutoff=0.5),
             )
-    taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
-    if taken:
+    if taken := sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys()):
         yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
 
 

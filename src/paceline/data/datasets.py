@@ -3,11 +3,9 @@
 A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has ``__getitems__(indices)``, a batch is
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
 
-Images may be bytes (uint8), a quarter of what floats are to read and to copy. A data set that says ``mean`` and ``std``
-in its shape has them normalised on the device: see ``train/loss.py``.
+Images may be bytes (uint8). A data set that says ``mean`` and ``std`` in its shape has them normalised on the device.
 
-Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
-drawn in bulk from one numpy generator.
+Every synthetic set can be learned, and is a pure function of its arguments, drawn in bulk from one numpy generator.
 """
 
 from __future__ import annotations
@@ -46,25 +44,21 @@ _ROWS = 1024  # sequences that are made at a time
 class MapDataset(Protocol):
     """What a data set must offer."""
 
-    def __len__(self) -> int:
-        """Returns the number of samples."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any:
-        """Returns one sample."""
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class EpochDataset(Dataset[Any], ABC):
-    """A data set whose samples may differ from epoch to epoch, as a pure function of its seed, the epoch and the index.
+    """A data set whose samples are a pure function of its seed, the epoch and the index.
 
-    Reading draws nothing from the generators of the process. Where ``reads_ahead``, it is so quick that a thread of the
-    rank does it, and no worker processes are needed.
+    Where ``reads_ahead``, reading is so quick that a thread of the rank does it, and no worker processes are needed.
     """
 
     reads_ahead: bool = False
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of samples of an epoch."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, indices: Indices, epoch: int) -> Batch:
@@ -94,13 +88,10 @@ class InMemoryDataset(EpochDataset):
 
 
 class TensorPairs(InMemoryDataset):
-    """Samples that are the rows of two tensors."""
-
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if len(inputs) != len(targets):
             raise DataError(f"{len(inputs)} inputs and {len(targets)} targets\n  every input has one target")
-        self.inputs = inputs
-        self.targets = targets
+        self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -121,8 +112,7 @@ class SampleSubset:
     """Some samples of another data set. Batches are read from that set directly (see ``fetch.py``)."""
 
     def __init__(self, dataset: MapDataset, indices: Indices) -> None:
-        self.dataset = dataset
-        self.indices = indices
+        self.dataset, self.indices = dataset, indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -147,7 +137,6 @@ def check_map_style(dataset: Any, name: str = "the data set") -> int:
 
 
 def check_enough(length: int, ranks: int) -> None:
-    """Raises ``DataError`` where some rank would never get a training sample."""
     if length < 1:
         raise DataError(
             "the training set is empty\n  a run needs at least one sample for each rank\n"
@@ -162,10 +151,7 @@ def check_enough(length: int, ranks: int) -> None:
 
 
 def split_indices(length: int, eval_fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Returns the samples for training and those for evaluation, each ascending; a pure function of its arguments.
-
-    Both parts get at least one sample; with ``eval_fraction`` 0 the second is empty.
-    """
+    """Returns the samples for training and for evaluation, each ascending and one at least; 0: all for training."""
     everything = np.arange(length, dtype=np.int64)
     if eval_fraction == 0:
         return everything, everything[:0]
@@ -227,10 +213,7 @@ def synthetic_images(*, samples: int, classes: int, channels: int, size: int, se
 
 
 def synthetic_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> TensorPairs:
-    """Makes token sequences of a noisy Markov chain; targets are the inputs one token later.
-
-    After each token come four others equally often; one time in ten comes any token instead.
-    """
+    """Makes sequences of a noisy Markov chain: one of four successors, or one time in ten any token."""
     generator = np.random.default_rng(seed)
     successors = generator.integers(vocab_size, size=vocab_size * _NUM_SUCCESSORS)
     first = generator.integers(vocab_size, size=samples)
@@ -265,7 +248,6 @@ def draw_waves(
 def _patterns(
     across: NDArray[np.int64], down: NDArray[np.int64], phases: NDArray[np.float64], *, size: int
 ) -> NDArray[np.float32]:
-    """Returns the pattern of each wave, of shape (channels, size, size)."""
     grid = np.arange(size) * (2 * np.pi / size)
     angles = across[:, None, None] * grid[None, None, :] + down[:, None, None] * grid[None, :, None]
     waves = np.cos(angles[:, None] + phases[:, :, None, None])

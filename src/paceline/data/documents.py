@@ -70,7 +70,6 @@ def find_sources(paths: list[Path]) -> list[Path]:
 
 
 def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
-    """Cuts files into pieces of about so many bytes, in order."""
     pieces = []
     for path in paths:
         if path.suffix == ".parquet":
@@ -87,10 +86,16 @@ def read_piece(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     """Yields the text of a piece in order. Hands ``skip`` what says which document cannot be read, and why."""
     path = Path(piece.path)
     if path.suffix == ".parquet":
-        return _read_parquet(piece, field, skip)
-    if path.suffix in _JSON_LINES:
-        return _read_json(piece, field, skip)
-    return _read_text(piece)
+        yield from _read_parquet(piece, field, skip)
+    elif path.suffix in _JSON_LINES:
+        for place, line in _lines(piece):
+            try:
+                if line.strip():
+                    yield Text(_text_of(line, field), True)
+            except (ValueError, RecursionError) as error:
+                skip(partial(_unusable, piece.path, place, reason_of(error)))
+    else:
+        yield from _read_text(piece)
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
@@ -105,16 +110,6 @@ def _read_text(piece: Piece) -> Iterator[Text]:
             place += len(block)
     if piece.last >= Path(piece.path).stat().st_size:
         yield Text("", True)
-
-
-def _read_json(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
-    for place, line in _lines(piece):
-        if not line.strip():
-            continue
-        try:
-            yield Text(_text_of(line, field), True)
-        except (ValueError, RecursionError) as error:
-            skip(partial(_unusable, piece.path, place, reason_of(error)))
 
 
 def _text_of(line: bytes, field: str) -> str:
@@ -157,7 +152,6 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _first_line(file: Any, piece: Piece) -> int:
-    """Goes to the first line that begins in a piece, and returns its first byte."""
     if not piece.first:
         return 0
     file.seek(piece.first - 1)

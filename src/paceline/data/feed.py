@@ -4,12 +4,10 @@
     copies         | copy 3  | copy 4  |         a stream of its own
     compute   | step 1       | step 2       | step 3
 
-A batch is handed out as soon as its copy is issued: what the step computes waits for the copy on the device, and the
-host waits for nothing. Where the copy ends before the step begins, feeding costs a step nothing.
+A batch is handed out as soon as its copy is issued: the step waits for the copy on the device, the host for nothing.
 
-Only data in memory is read by the thread. To read it draws no random numbers and runs no code of a user, so nobody can
-tell when it was read. Worker processes run ahead by themselves; and what a rank reads itself, it reads when it is
-asked for, because an augmentation draws from the rank's own generators, whose states are in checkpoints.
+Only data in memory is read by the thread: that draws no random numbers and runs no code of a user. What else a rank
+reads itself, it reads when it is asked for: an augmentation draws from the rank's generators, which checkpoints hold.
 
 [Note: lifetime] Batches are allocated on the stream of the copies, and read on that of the step: ``record_stream``
 keeps the memory of one that is dropped until the step has read it. The host stays at most ``2 x ahead`` batches in
@@ -18,10 +16,10 @@ front of the device, so that only so many are alive. Pinned memory is torch's, w
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -38,16 +36,10 @@ _GATHER_THREADS = 4  # to gather is bound by memory, and takes no cores from who
 
 
 class FeedSource:
-    """Reads batches from another source, and hands them out on a device, in the same order.
-
-    ``ahead`` is how many batches may be read before they are asked for, where ``reads_ahead``.
-    """
+    """Hands out batches of another source on a device; if ``reads_ahead``, up to ``ahead`` are read early."""
 
     def __init__(self, source: BatchSource, device: torch.device, *, reads_ahead: bool, ahead: int) -> None:
-        self._source = source
-        self._device = device
-        self._reads_ahead = reads_ahead
-        self._ahead = ahead
+        self._source, self._device, self._reads_ahead, self._ahead = source, device, reads_ahead, ahead
         self._streams: WeakSet[Generator[Batch, None, None]] = WeakSet()  # those that somebody still reads
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
@@ -68,22 +60,17 @@ class FeedSource:
         copies = _Copies(self._device, limit=2 * self._ahead)
         sent = map(copies.send, batches)
         if not self._reads_ahead:
-            for each in sent:
-                yield copies.hand_out(each)
+            yield from map(copies.hand_out, sent)
             return
-        ahead = read_ahead(sent, self._ahead, partial(_prepare_thread, self._device, torch.get_num_threads()))
-        try:
-            for each in ahead:
-                yield copies.hand_out(each)
-        finally:
-            ahead.close()
+        prepare = partial(_prepare_thread, self._device, torch.get_num_threads())
+        with contextlib.closing(read_ahead(sent, self._ahead, prepare)) as ahead:
+            yield from map(copies.hand_out, ahead)
 
 
 def read_ahead(items: Iterator[T], ahead: int, prepare: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
-    """Yields the items in order, while a thread reads up to ``ahead`` of those that come after.
+    """Yields the items in order, while a thread, which calls ``prepare`` first, reads up to ``ahead`` of the next.
 
-    An exception of the iterator is raised where its item would have come. The thread ends with the generator: when it
-    is exhausted, closed or dropped. It calls ``prepare`` first.
+    An exception is raised where its item would have come. The thread ends with the generator, however that ends.
     """
     ready: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # an item, what was raised, or the end
     room = threading.Semaphore(ahead)
@@ -121,46 +108,38 @@ def _prepare_thread(device: torch.device, threads: int) -> None:
         torch.set_num_threads(_GATHER_THREADS)  # of operators that this thread runs on the host
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A batch on the device, and the end of its copy."""
-
-    batch: Batch
-    copied: torch.cuda.Event
-
-
 class _Copies:
     """Copies batches to a CUDA device on a stream of its own. See [Note: lifetime]."""
 
     def __init__(self, device: torch.device, *, limit: int) -> None:
-        self._device = device
+        self._device, self._limit = device, limit
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._limit = limit
         self._handed_out: deque[torch.cuda.Event] = deque()
 
-    def send(self, batch: Batch) -> _Sent:
-        """Starts the copy of a batch. Any thread may call it."""
+    def send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        """Starts the copy of a batch; returns it with the end of the copy. Any thread may call it."""
         with torch.cuda.stream(self._stream):
             try:
                 placed = tree_map(self._copy, batch)
             except torch.OutOfMemoryError:
                 placed = batch  # the step copies it when its turn comes, and knows what to do without memory
-            return _Sent(placed, self._stream.record_event())
+            return placed, self._stream.record_event()
 
-    def hand_out(self, sent: _Sent) -> Batch:
+    def hand_out(self, sent: tuple[Batch, torch.cuda.Event]) -> Batch:
         """Returns the batch for what the caller's stream computes from here on."""
+        batch, copied = sent
         compute = torch.cuda.current_stream(self._device)
         # Before the step waits for the copy: this event says that the device is done with all earlier batches.
         passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         passed.record(compute)
         self._handed_out.append(passed)
-        compute.wait_event(sent.copied)
-        for leaf in tree_leaves(sent.batch):
+        compute.wait_event(copied)
+        for leaf in tree_leaves(batch):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                 leaf.record_stream(compute)
         if len(self._handed_out) > self._limit:
             self._handed_out.popleft().synchronize()
-        return sent.batch
+        return batch
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":

@@ -1,8 +1,7 @@
-"""How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
+"""How a batch is read: in this process, or ahead of time by worker processes, in the order of the requests.
 
-Without workers a batch is one direct call. With workers, a ``DataLoader`` gets the requests as its sampler. One
-iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end. An exception in a worker travels
-as a value: re-raised by the ``DataLoader`` it would lose its cause, and some exceptions cannot be rebuilt at all.
+With workers, a ``DataLoader`` gets the requests as its sampler. One iteration serves all epochs of a run. An exception
+in a worker travels as a value: re-raised by the ``DataLoader`` it would lose its cause, and some cannot be rebuilt.
 
 Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
@@ -18,13 +17,14 @@ import random
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.checked import CheckedSamples
+from paceline.data.checked import CheckedSamples, check_own
 from paceline.data.datasets import Batch, EpochDataset, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import BadSampleError, DataError, UsageError
@@ -35,10 +35,7 @@ _NUM_NAMED_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How batches are read: by how many processes, how far ahead, how those start, and into which memory.
-
-    With a ``device`` they are brought there before they are asked for; None: they stay where they were read.
-    """
+    """How batches are read. With a ``device`` they are brought there before they are asked for."""
 
     workers: int = 0
     prefetch: int = 2
@@ -67,8 +64,6 @@ class BatchRequest(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """Reads batches as they are requested."""
-
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order. A new stream ends the one before."""
 
@@ -77,25 +72,20 @@ class BatchSource(Protocol):
 
 
 class DirectSource:
-    """Reads batches in this process, when they are asked for; data in memory into pinned memory, if ``pinned``."""
+    """Reads batches in this process; data in memory into pinned memory, if ``pinned``."""
 
     def __init__(self, dataset: MapDataset, *, pinned: bool = False) -> None:
-        self._dataset = dataset
-        self._pinned = pinned
+        self._fetch = partial(fetch_batch, dataset, pinned=pinned)
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        dataset, pinned = self._dataset, self._pinned
-        return (fetch_batch(dataset, request.indices, request.epoch, pinned=pinned) for request in requests)
+        return (self._fetch(request.indices, request.epoch) for request in requests)
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class LoaderSource:
-    """Reads batches through a ``DataLoader``: in worker processes, into pinned memory, or both.
-
-    Workers start with the first stream and live until ``close``.
-    """
+    """Reads through a ``DataLoader``: in workers that live until ``close``, into pinned memory, or both."""
 
     def __init__(self, dataset: MapDataset, options: LoaderOptions, seed: int) -> None:
         self._sampler = _RequestSampler()
@@ -181,56 +171,44 @@ def is_in_memory(dataset: Any) -> bool:
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
-    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause.
-
-    ``pinned`` asks data in memory for a batch in pinned memory. Where that takes a second copy, it is left to others.
-    """
+    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause."""
     if isinstance(dataset, SampleSubset):
         return fetch_batch(dataset.dataset, dataset.indices[indices], epoch, pinned=pinned)
     if isinstance(dataset, CheckedSamples):
         batch = fetch_batch(dataset.dataset, indices, epoch, pinned=pinned)
         if epoch <= 0:  # the first of a run, and that of evaluations: later ones read the same samples again
-            dataset.check(batch, indices)
+            check_own(batch, dataset.rules, dataset.name, indices.tolist())
         return batch
     if isinstance(dataset, InMemoryDataset):
         return dataset.take(torch.from_numpy(indices), pinned=pinned)
-    if isinstance(dataset, EpochDataset):
-        try:
-            return dataset.read(indices, epoch)
-        except DataError:  # names file and place
-            raise
-        except Exception as error:
-            raise _unreadable(indices.tolist(), error) from error
     if type(dataset) is TensorDataset:
         index = torch.from_numpy(indices)
         return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
-    items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
-    return join_samples(items, numbers) if isinstance(items, list) else items
-
-
-def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:
-    samples = []
-    for number in numbers:
-        try:
-            samples.append(dataset[number])
-        except Exception as error:
-            raise _unreadable([number], error) from error
-    return samples
-
-
-def _read_together(dataset: Any, numbers: list[int]) -> Any:
+    reading, items = numbers, cast("Any", [])
     try:
-        items = dataset.__getitems__(numbers)
+        if isinstance(dataset, EpochDataset):
+            return dataset.read(indices, epoch)
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(numbers)
+        else:
+            for number in numbers:
+                reading = [number]
+                items.append(dataset[number])
     except Exception as error:
-        raise _unreadable(numbers, error) from error
+        if isinstance(dataset, EpochDataset) and isinstance(error, DataError):  # names file and place
+            raise
+        raise DataError(
+            f"{_name(reading)} of the data set cannot be read: {type(error).__name__}: {error}\n"
+            "  a data set returns a sample for every index from 0 to its length - 1"
+        ) from error
     if isinstance(items, list) and len(items) != len(numbers):
         raise DataError(
             f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n"
             "  a list is taken for one sample per index, anything else for the finished batch\n"
             "  return a list of samples, or the batch as a tuple or a dict"
         )
-    return items
+    return join_samples(items, numbers) if isinstance(items, list) else items
 
 
 def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
@@ -246,13 +224,6 @@ def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
-def _unreadable(numbers: list[int], error: Exception) -> DataError:
-    return DataError(
-        f"{_name(numbers)} of the data set cannot be read: {type(error).__name__}: {error}\n"
-        "  a data set returns a sample for every index from 0 to its length - 1"
-    )
-
-
 def _name(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"sample {numbers[0]}"
@@ -260,18 +231,13 @@ def _name(numbers: list[int]) -> str:
     return f"samples {named}" + (f", ... ({len(numbers)} in all)" if len(numbers) > _NUM_NAMED_SAMPLES else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnreadBatch:
-    """What a worker returns in place of a batch that it could not read."""
-
+class _UnreadBatch(NamedTuple):
     message: str
     cause: BaseException | None
     is_permanent: bool
 
 
 class _RequestSampler(Sampler[BatchRequest]):
-    """Gives a ``DataLoader`` the requests of the current stream."""
-
     def __init__(self) -> None:
         self.requests: Iterator[BatchRequest] = iter(())
 
@@ -301,8 +267,7 @@ class _SampleReader:
                 _check_sendable(batch)
                 self._has_sent = True
         except DataError as error:
-            is_permanent = isinstance(error, BadSampleError)
-            return _UnreadBatch(message=str(error), cause=_portable(error.__cause__), is_permanent=is_permanent)
+            return _UnreadBatch(str(error), _portable(error.__cause__), isinstance(error, BadSampleError))
         return batch
 
 

@@ -1,8 +1,8 @@
 """Images in folders, one folder for each class: ``path/cat/1.jpg``. Decoded when they are asked for, by workers.
 
-An image becomes bytes (channels, size, size), which the device normalises. To evaluate, and without augmentation, its
-shorter side is scaled to ``size`` and the middle cut out. ``crop_flip`` takes a random part of 8 to 100 % of the area,
-and mirrors every second one; what is drawn is a pure function of (seed, epoch, index), whatever reads it.
+An image becomes bytes (channels, size, size), which the device normalises: its shorter side is scaled to ``size`` and
+the middle cut out. ``crop_flip`` takes a random part of 8 to 100 % of the area, and mirrors every second one; what is
+drawn is a pure function of (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from paceline.config.data_sections import OnBad
 from paceline.data.datasets import EpochDataset, Pair
 from paceline.data.order import Indices, random_words
 from paceline.errors import BadSampleError, DataError
 
 Augment: TypeAlias = Literal["none", "flip", "crop_flip"]
-OnBad: TypeAlias = Literal["stop", "skip"]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, in bytes
 IGNORED = -100
@@ -32,7 +32,19 @@ class ImageFolder(EpochDataset):
     def __init__(
         self, folder: Path, size: int, *, augment: Augment = "none", on_bad: OnBad = "stop", seed: int = 0
     ) -> None:
-        self.classes, self.files, self.targets = find_images(folder)
+        self.classes = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+        self.files: list[Path] = []
+        targets: list[int] = []
+        for number, name in enumerate(self.classes):
+            found = sorted(each for each in (folder / name).rglob("*") if each.suffix.lower() in SUFFIXES)
+            self.files += found
+            targets += [number] * len(found)
+        if not self.files:
+            raise DataError(
+                f"data.path = {str(folder)!r} has no images\n  it has one folder of images for each class, "
+                f"such as cats/1.jpg and dogs/1.jpg; a relative path starts at {Path.cwd()}\n  check the path"
+            )
+        self.targets = np.array(targets, dtype=np.int64)
         self.size, self.augment, self.on_bad, self.seed = size, augment, on_bad, seed
 
     def __len__(self) -> int:
@@ -66,23 +78,6 @@ class ImageFolder(EpochDataset):
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         pixels = np.asarray(image).transpose(2, 0, 1)
         return pixels[:, :, ::-1] if self.augment != "none" and generator.random() < 0.5 else pixels
-
-
-def find_images(folder: Path) -> tuple[list[str], list[Path], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Returns the names of the classes, the files, and the class of each."""
-    classes = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    files: list[Path] = []
-    targets: list[int] = []
-    for number, name in enumerate(classes):
-        found = sorted(each for each in (folder / name).rglob("*") if each.suffix.lower() in SUFFIXES)
-        files += found
-        targets += [number] * len(found)
-    if not files:
-        raise DataError(
-            f"data.path = {str(folder)!r} has no images\n  it is a folder with one folder of images for each class, "
-            f"such as cats/1.jpg and dogs/1.jpg; a relative path starts at {Path.cwd()}\n  check the path"
-        )
-    return classes, files, np.array(targets, dtype=np.int64)
 
 
 def _middle_box(width: int, height: int) -> tuple[float, float, float, float]:

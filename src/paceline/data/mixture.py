@@ -111,31 +111,27 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
     """Returns the sizes of a mixture's samples; raises ``DataError`` where its sources cannot stand in one batch."""
     first, *_ = shapes
     largest: dict[str, Any] = {}
-    for field in fields(DataShape):
-        values = {name: getattr(shape, field.name) for name, shape in shapes.items()}
-        if field.name in ("classes", "vocab_size"):
-            largest[field.name] = None if None in values.values() else max(values.values())
+    for field in (each.name for each in fields(DataShape)):
+        values: dict[str, Any] = {name: getattr(shape, field) for name, shape in shapes.items()}
+        if field in ("classes", "vocab_size"):
+            largest[field] = None if None in values.values() else max(values.values())
             continue
-        if field.name == "class_names":
-            values = _as_longest(values)
-            largest[field.name] = values[first]
+        if field == "class_names":  # names with which the longest begin are taken for these: their numbers are the same
+            longest = max(values.values(), key=lambda each: len(each or ()))
+            values = {
+                key: longest if not each or each == longest[: len(each)] else each for key, each in values.items()
+            }
+            largest[field] = values[first]
         for name, value in values.items():
             if value != values[first]:
                 raise DataError(
-                    f"data.sources.{first} has {field.name} = {values[first]}, data.sources.{name} has {value}\n"
+                    f"data.sources.{first} has {field} = {values[first]}, data.sources.{name} has {value}\n"
                     "  samples of all sources stand in the same batches\n  give them the same sizes"
                 )
     return replace(shapes[first], **largest)
 
 
-def _as_longest(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns lists of classes; one with which the longest begins is taken for that: their numbers are the same."""
-    longest = max(names.values(), key=lambda each: len(each or ()))
-    return {key: longest if each is None or each == longest[: len(each)] else each for key, each in names.items()}
-
-
 def common_tokenizer(tokenizers: Mapping[str, Tokenizer | None]) -> Tokenizer | None:
-    """Returns the tokenizer of all sources that have one; raises ``DataError`` where they differ."""
     known = {name: each for name, each in tokenizers.items() if each is not None}
     if not known:
         return None

@@ -14,17 +14,15 @@ from paceline.config import Config
 from paceline.config import data_sections as sections
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
-from paceline.data.checked import CheckedSamples, check_classes
+from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
-from paceline.data.text import load_text
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, split_tokens
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, load_text, split_tokens
 from paceline.errors import DataError
 
 SyntheticConfig: TypeAlias = (
@@ -34,10 +32,7 @@ SyntheticConfig: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplits:
-    """What to train on, what to evaluate on (``None``: nothing), and the sizes that a model must know.
-
-    ``tokenizer`` says what tokens stand for, where that is known.
-    """
+    """What to train on, what to evaluate on (``None``: nothing), sizes that a model must know, what tokens mean."""
 
     train: MapDataset
     eval: MapDataset | None
@@ -46,7 +41,6 @@ class DataSplits:
 
 
 def data_of(config: Config) -> DataSplits:
-    """Makes the data of a run, as its model reads them."""
     model = config.model
     shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
     context = getattr(model, "context", None) if shape is None else shape.context or None
@@ -60,7 +54,12 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int, need
     """
     seed = seed if config.seed is None else config.seed
     if config.kind == "digits":
-        return _digits(config, seed)
+        raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
+        train, evaluation = raw, raw_eval
+        if config.standardize:
+            train = datasets.standardized(raw, raw)
+            evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
+        return DataSplits(train=train, eval=evaluation, shape=sections.known_shape(config))
     if config.kind == "text":
         return _text(config, context, seed, needs)
     if config.kind == "tokens":
@@ -98,15 +97,6 @@ def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
     rules = None if needs.has_own_loss else needs.rules(shape)
     kept = StreamSamples(source, config.eval_samples, is_kept=True, rules=rules) if config.eval_samples else None
     return DataSplits(train=StreamSamples(source, config.samples, rules=rules), eval=kept, shape=shape)
-
-
-def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
-    raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
-    train, evaluation = raw, raw_eval
-    if config.standardize:
-        train = datasets.standardized(raw, raw)
-        evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
-    return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
 
 
 def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -148,13 +138,12 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
 
 
 def _context(own: int | None, of_model: int | None) -> int:
-    length = of_model if own is None else own
-    if length is None:
+    if own is None and of_model is None:
         raise DataError(
             "data.context is not set, and neither is the model's\n"
             "  a text is cut into samples of that many tokens\n  set data.context, such as 128"
         )
-    return length
+    return own or of_model or 0
 
 
 def _windows(
@@ -179,7 +168,7 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     if sizes.get("dtype") == "uint8":
         shape = replace(shape, mean=(synthetic.PIXEL_MEAN,), std=(synthetic.PIXEL_DEVIATION,))
     if not isinstance(made, TensorPairs):
-        return _subsets(made, config.eval_fraction, seed, shape)
+        return _parts(made, made, config, seed, shape)
     train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
@@ -201,17 +190,8 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
     names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
     for each in (train, plain):
         each.targets = np.array(labels)[each.targets]
-    shape = DataShape(
-        kind="classes",
-        features=3 * size**2,
-        channels=3,
-        size=size,
-        classes=len(names),
-        class_names=names,
-        mean=made.mean,
-        std=made.std,
-    )
-    return _parts(train, plain, config, seed, shape)
+    shape = replace(sections.known_shape(config), features=3 * size**2, size=size, mean=made.mean, std=made.std)
+    return _parts(train, plain, config, seed, replace(shape, classes=len(names), class_names=names))
 
 
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -265,29 +245,14 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
 
 
-def _parts(
-    train: MapDataset,
-    plain: MapDataset,
-    config: sections.ImagesDataConfig | sections.RowsDataConfig,
-    seed: int,
-    shape: DataShape,
-) -> DataSplits:
-    """Returns both data sets; where they are of one path, its samples are cut in two."""
-    if config.eval_path is not None:
+def _parts(train: MapDataset, plain: MapDataset, config: Any, seed: int, shape: DataShape) -> DataSplits:
+    """Returns both data sets; where they are of one path, its samples are cut in two by their numbers."""
+    if getattr(config, "eval_path", None) is not None:
         return DataSplits(train=train, eval=plain, shape=shape)
-    return _subsets(train, config.eval_fraction, seed, shape, plain)
-
-
-def _subsets(
-    dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape, plain: MapDataset | None = None
-) -> DataSplits:
-    """Cuts a data set in two by the numbers of its samples; evaluates on those of ``plain``, if there is one."""
-    chosen, kept = datasets.split_indices(len(dataset), eval_fraction, seed)
+    chosen, kept = datasets.split_indices(len(train), config.eval_fraction, seed)
     if not len(kept):
-        return DataSplits(train=dataset, eval=None, shape=shape)
-    return DataSplits(
-        train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset if plain is None else plain, kept), shape=shape
-    )
+        return DataSplits(train=train, eval=None, shape=shape)
+    return DataSplits(train=SampleSubset(train, chosen), eval=SampleSubset(plain, kept), shape=shape)
 
 
 def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -306,7 +271,7 @@ def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -
         shape = _shape_of(train, what)
         if not isinstance(made, tuple):
             whole = _looked_at(train, shape, needs, f"the data set of {what}")
-            return _subsets(whole, config.eval_fraction, seed, shape)
+            return _parts(whole, whole, config, seed, shape)
         made = DataSplits(train=train, eval=evaluation, shape=shape)
     kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
     return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
@@ -318,7 +283,6 @@ def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: s
 
 
 def _check_made(dataset: Any, name: str) -> int:
-    """Returns the length of a data set from a factory; refuses what only looks like one."""
     if isinstance(dataset, torch.Tensor | np.ndarray):
         raise DataError(
             f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"

@@ -4,8 +4,7 @@
     targets   a class, or numbers; without: a language model's, the inputs one token later
 
 Text of a row is one sample: cut to ``context`` tokens, or padded, where the padding does not count. JSON lines are
-found by the places of their ends, and read when they are asked for. Arrow files of ``save_to_disk`` are mapped. Of
-parquet the columns that are asked for are in memory.
+found by the places of their ends, and read when they are asked for. Arrow files are mapped; parquet is in memory.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from paceline.config.data_sections import OnBad
 from paceline.data.checked import SampleRules, find_bad
 from paceline.data.datasets import EpochDataset, Pair
-from paceline.data.images import IGNORED, OnBad
+from paceline.data.images import IGNORED
 from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError
@@ -33,8 +33,7 @@ _BLOCK = 2**22
 class RowDataset(EpochDataset):
     """Samples of rows: inputs and targets by the names of their fields, or text of one field.
 
-    All rows have the form of the first that can be used. ``labels`` are the numbers that the model has for the classes
-    of the targets, where they are other ones.
+    All rows have the form of the first that can be used. ``labels``: the model's numbers of the targets' classes.
     """
 
     def __init__(
@@ -86,8 +85,11 @@ class RowDataset(EpochDataset):
             inputs, targets = _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
             if self.rules.has_features:
                 inputs = inputs.float()
-            if self.rules.has_classes:
-                targets = _classes(targets, self.targets)
+            if self.rules.has_classes and targets.is_floating_point():  # 1.0 is a class, 1.5 is none
+                if len(wrong := targets[targets != targets.round()]):
+                    rule = "a class is a whole number; other targets need a train.loss"
+                    raise ValueError(f"{self.targets!r} is {wrong[0]:g}, and {rule}")
+                targets = targets.long()
             if self._first is None:
                 return inputs, targets
             like = self._first[1]
@@ -97,7 +99,6 @@ class RowDataset(EpochDataset):
             return None
 
     def _formed(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns a value in the type of the first row's. Raises ValueError where it has another form."""
         assert self._first is not None
         if value.shape != like.shape:
             forms = [f"{tuple(each.shape)}" if each.ndim != 1 else f"{len(each)} numbers" for each in (value, like)]
@@ -161,7 +162,7 @@ class JsonLines:
         return len(self._starts) - 1
 
     def read(self, indices: Indices) -> list[dict[str, Any]]:
-        """Returns rows by the names of their fields. Raises ``DataError`` with file and place."""
+        """Returns rows by the names of their fields. Raises ValueError or OSError."""
         rows = []
         with open_regular(self.path) as file:
             for index in indices.tolist():
@@ -171,7 +172,6 @@ class JsonLines:
         return rows
 
     def place(self, index: int) -> str:
-        """Returns where a row is, for messages."""
         return f"{self.path}: line {index + 1}"
 
 
@@ -255,22 +255,11 @@ def _mapped(folder: Path, names: list[str]) -> Any:
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """Returns the names of the classes that ``dataset_info.json`` gives a column; None where it gives none."""
     try:
         feature = parse_json_object(read_regular(path / "dataset_info.json"))["features"][column]
         return [str(each) for each in feature["names"]] if feature.get("_type") == "ClassLabel" else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _classes(value: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns classes as integers: 1.0 is one. Raises ValueError for 1.5."""
-    if not value.is_floating_point():
-        return value
-    wrong = value[value != value.round()]
-    if len(wrong):
-        raise ValueError(f"{name!r} is {wrong[0]:g}, and a class is a whole number; other targets need a train.loss")
-    return value.long()
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:

@@ -3,13 +3,10 @@
     stream   | kept for evaluation | sample 0 | 1 | 2 | ...          of the run, epoch after epoch
     step                             rank 0's share, rank 1's share   as of any other data
 
-Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the samples of
-a step do not depend on the number of ranks, and the position of a run is one number, the samples consumed: to resume is
-to pass over that many. Where passing over is cheaper than making a sample, the iterator says so with ``skip(count)``,
-which returns how many it passed over: fewer at its end.
-
-Each rank finds the end of a stream by itself, when it gets there: they exchange nothing, so that none waits for
-another.
+Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the position of
+a run is one number, the samples consumed: to resume is to pass over that many. Where that is cheaper than making a
+sample, the iterator has ``skip(count)``, which returns how many it passed over: fewer at its end. Each rank finds the
+end of a stream by itself: they exchange nothing, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -44,7 +41,6 @@ class StreamSource:
         return f"the stream of data.factory = {self.factory!r}"
 
     def open(self) -> Any:
-        """Makes the stream anew, from its beginning on."""
         what = f"data.factory = {self.factory!r}"
         made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
@@ -82,15 +78,13 @@ class _Cursor:
     """A place in the passes over a stream. Numbers that rise are read on; a smaller one begins from the start."""
 
     def __init__(self, source: StreamSource, *, is_kept: bool) -> None:
-        self._source = source
+        self._source, self._is_kept = source, is_kept
         self._kept = 0 if is_kept else source.kept  # that each pass begins with, and that are not counted
-        self._is_kept = is_kept
         self._samples: Iterator[Any] | None = None
         self._first = self._place = 0
         self._begin(0)
 
     def read(self, number: int) -> Any:
-        """Returns a sample by its number, which goes on from pass to pass."""
         if number < self._first + self._place:
             self._begin(0)
         while True:

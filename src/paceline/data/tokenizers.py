@@ -1,11 +1,7 @@
 """What tokens stand for: bytes, characters, or the pieces of a ``tokenizer.json`` of Hugging Face.
 
-A folder keeps a tokenizer beside the tokens, or beside the model that was trained on them:
-
-    vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
-    tokenizer.json    read by the package ``tokenizers``, which only this kind needs
-
-``end_token`` stands between documents.
+vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
+tokenizer.json    read by the package ``tokenizers``, which only this kind needs
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ _MOST_BYTES = 2**28
 
 
 class Tokenizer(ABC):
-    """Turns text into tokens and back."""
-
     name: str  # in messages and manifests: bytes, char, or the name of its folder
     vocab_size: int  # every token is less
     end_token: int | None  # between documents; None where there is none
@@ -46,16 +40,14 @@ class Tokenizer(ABC):
         return tokens
 
     @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Returns the tokens of many texts at once, which is faster."""
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]: ...
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes into a folder what ``open_tokenizer`` reads."""
+    def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer(Tokenizer):
@@ -97,29 +89,28 @@ class CharTokenizer(Tokenizer):
         return "".join(self.characters[token] for token in tokens if token != self.end_token)
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        return [self._encode(text) for text in texts]
+        found: list[NDArray[np.uint32]] = []
+        for text in texts:
+            tokens = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
+            if tokens.max(initial=0) == len(self.characters) and len(tokens):
+                place = int(np.argmax(tokens == len(self.characters)))
+                raise DataError(
+                    f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the "
+                    "vocabulary\n  the vocabulary of char is that of the text that was trained on\n"
+                    "  leave the character out, or train with bytes, which have a token for everything"
+                )
+            found.append(tokens)
+        return found
 
     def save(self, folder: Path) -> None:
         _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
-
-    def _encode(self, text: str) -> NDArray[np.uint32]:
-        tokens: NDArray[np.uint32] = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
-        if tokens.max(initial=0) == len(self.characters) and len(tokens):
-            place = int(np.argmax(tokens == len(self.characters)))
-            raise DataError(
-                f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the vocabulary\n"
-                "  the vocabulary of char is that of the text that was trained on\n"
-                "  leave the character out, or train with bytes, which have a token for everything"
-            )
-        return tokens
 
 
 class FolderTokenizer(Tokenizer):
     """The ``tokenizer.json`` of a folder, as Hugging Face writes it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.name = folder.absolute().name
+        self.folder, self.name = folder, folder.absolute().name
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1
@@ -160,7 +151,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Reads the tokenizer of a folder. Raises ``DataError`` where there is none, or a damaged one."""
     if (folder / VOCABULARY).is_file():
         return _read_vocabulary(folder / VOCABULARY)
     if (folder / TOKENIZER).is_file():
@@ -227,7 +217,6 @@ def _load(path: Path) -> Any:
 
 
 def _named_end(folder: Path) -> str:
-    """Returns the end token that the folder's config names; empty where it names none."""
     for name in _BESIDE:
         try:
             token = parse_json_object(read_regular(folder / name)).get("eos_token")

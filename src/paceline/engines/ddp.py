@@ -20,22 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
-from paceline.engines.buckets.gradients import ReplicaBucket
+from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.flat.shard_gradients import reduce_norm
 from paceline.engines.groups import Groups, reduction
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import Masters, Precision, hand_over, norm_of
+from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
 from paceline.shards import load_own_state, own_optimizer_state
 
@@ -84,7 +84,6 @@ class DataParallel(ModuleEngine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; in training, prepares the replicas for the backward pass that follows."""
         if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
@@ -101,19 +100,18 @@ class DataParallel(ModuleEngine):
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
-        if self.experts:
-            self._collect_gradients()
-            return self._clip_with_experts(max_norm, norm_type)
-        if not math.isinf(max_norm):
-            self._collect_gradients()
+        if not self.experts and math.isinf(max_norm):
+            found = [p.grad for p in self._parameters if p.grad is not None]
+            left = () if self._masters is None else self._masters.norms_left(norm_type)
+            if not left:
+                return nn.utils.get_total_norm(found, norm_type)
+            norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
+            return cast("Tensor", torch.linalg.vector_norm(norms, norm_type))
+        self._collect_gradients()
+        if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        left = [] if self._masters is None else self._masters.gradients_left()
-        return norm_of(gradients, left, norm_type) if left else nn.utils.get_total_norm(gradients, norm_type)
-
-    def _clip_with_experts(self, max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         dense = nn.utils.get_total_norm([g for name, g in gradients.items() if name not in self.experts], norm_type)
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if name in self.experts], norm_type)
@@ -124,7 +122,7 @@ class DataParallel(ModuleEngine):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         self._collect_gradients()
         return super().gradients()
 
@@ -161,14 +159,13 @@ class DataParallel(ModuleEngine):
         if self.gradient_comm.size > 1:
             self._start_over()
 
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         if rank0_only and self.gradient_comm.rank != 0:
             return {}
         state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
-        """Tells the engine that the shards have new values: the module's parameters follow their masters."""
         if self._masters is not None:
             self._masters.may_have_changed = True
             self._masters.refresh()
@@ -177,21 +174,20 @@ class DataParallel(ModuleEngine):
         if self._masters is not None:
             self._masters.expect_update()
 
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, Tensor]) -> None:
         if self._masters is None:
             load_own_state(self.module, state)
         else:
             self._masters.load_state_dict(state)
 
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
         self._collect_gradients()
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision, with parameters that follow their masters."""
         if self._masters is not None:
             self._masters.refresh()
             if self.gradient_comm.size == 1:
@@ -200,7 +196,7 @@ class DataParallel(ModuleEngine):
 
     # Backward: gradients arrive, buckets leave.
 
-    def _enter_backward(self, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, gradient: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
         if self._is_syncing and not self._arrivals.is_open:
@@ -208,7 +204,7 @@ class DataParallel(ModuleEngine):
                 self._tuner.begin()
             self._arrivals.open(self._finish)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, index: int, parameter: Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
         gradient, arrivals = parameter.grad, self._arrivals
         if not self._is_syncing or gradient is None:
@@ -228,7 +224,7 @@ class DataParallel(ModuleEngine):
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
 
-    def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive_at_master(self, index: int, parameter: Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
         gradient, master, masters = parameter.grad, self._parameters[index], self._masters
         if gradient is None or masters is None:
@@ -240,7 +236,7 @@ class DataParallel(ModuleEngine):
         stays = masters.is_cast_fused and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
         if master is not self._held[index] and not stays:
             if master.grad is None and self.gradient_comm.size > 1:
-                bucket, place = self._arrivals.place_of(index)
+                bucket, place = self._arrivals.place_of[index]
                 parameter.grad, master.grad = None, bucket.cast(place, gradient)
             else:  # nothing to reduce: its own memory, freed with it
                 hand_over(parameter, master)
@@ -282,8 +278,15 @@ class DataParallel(ModuleEngine):
     def _finish(self) -> None:
         """Ends a synchronised backward: sends the rest, waits, and finds out who has a gradient."""
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
-        if self._tuner is not None and self._tuner.is_watching:
-            self._send_one_by_one(self._tuner)
+        if self._tuner is not None and self._tuner.is_watching:  # one by one, so that each can be timed
+            buckets = list(self._arrivals.take_leaving(is_end=True))
+            for bucket in buckets:
+                self._fill(bucket)
+            self._tuner.end_backward()
+            for bucket in buckets:
+                self._send(bucket)
+                bucket.wait()
+            self._tuner.end_watched(len(buckets))
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
@@ -296,22 +299,11 @@ class DataParallel(ModuleEngine):
         self._reset()
         self._end_pass()
 
-    def _send_one_by_one(self, tuner: BucketTuner) -> None:
-        """Sends each bucket when the one before it is there, for the tuner to take the time."""
-        buckets = list(self._arrivals.take_leaving(is_end=True))
-        for bucket in buckets:
-            self._fill(bucket)
-        tuner.end_backward()
-        for bucket in buckets:
-            self._send(bucket)
-            bucket.wait()
-        tuner.end_watched(len(buckets))
-
     def _fill_missing(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
         used = dict(zip(self._trainable, (self._arrivals.buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
-            bucket, place = self._arrivals.place_of(index)
+            bucket, place = self._arrivals.place_of[index]
             self._parameters[index].grad = bucket.gradient(place) if used[index] else None
         if self._compression is not None:
             self._compression.keep_residuals([self._arrivals.names[index] for index in missing if not used[index]])
@@ -336,10 +328,7 @@ class DataParallel(ModuleEngine):
             self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
             self._build()
 
-    # Buckets.
-
     def _watch(self) -> None:
-        """Hooks into the gradients of what is trainable now."""
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
         if self._masters is not None:
             self._masters.follow()
@@ -377,22 +366,19 @@ class DataParallel(ModuleEngine):
             shared = self._sharing[group[0]]
             scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
             parameters = [self._parameters[i] for i in group]
-            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale=scale, num_flags=num_flags))
+            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale, num_flags))
         if self._compression is not None:
-            names = self._arrivals.names
-            shapes = [
-                BucketShape(names=tuple(names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
-                for b in buckets
-            ]
+            names = [tuple(self._arrivals.names[i] for i in bucket.members) for bucket in buckets]
+            pairs = zip(names, buckets, strict=True)
+            shapes = [BucketShape(names=each, layout=b.layout, tail=b.num_flags) for each, b in pairs]
             for bucket, compressed in zip(buckets, self._compression.bind(shapes), strict=True):
                 bucket.compressed = compressed
         elif self._order:  # agreed on by all ranks: they can make something together
-            for bucket in buckets:
+            for bucket in [each for each in buckets if not each.adopts]:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
-                if not bucket.adopts:
-                    buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
-                    if buffer is not None:
-                        bucket.use(buffer)
+                buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                if buffer is not None:
+                    bucket.use(buffer)
         self._arrivals.arrange(buckets)
 
     def _reset(self) -> None:

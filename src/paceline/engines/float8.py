@@ -66,9 +66,6 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.bias, by_row=self.by_row)
 
 
-# Products.
-
-
 class _Float8Product(Function):
     """x (M, K) times the transpose of w (N, K). ``keeps``: whether a weight gradient will be asked for."""
 
@@ -126,10 +123,7 @@ def _by_columns(x: Tensor) -> Tensor:
 
 
 def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Returns a (rows in memory) times b (columns in memory), times their inverse scales.
-
-    On a CPU the product is *emulated*: the same numbers of 8 bits are multiplied in fp32.
-    """
+    """Returns a (rows in memory) times b (columns), times both inverse scales; on a CPU in fp32, of 8-bit numbers."""
     if a8.device.type == "cpu":
         return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
     is_by_row = a_inverse.ndim > 0
@@ -142,9 +136,6 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
     found: Tensor = torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=wide, use_fast_accum=fast)
     # A cast to its own dtype would return the product itself, for which torch 2.11 compiles gradients of zero.
     return found if found.dtype == dtype else found.to(dtype)
-
-
-# Casts.
 
 
 def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -184,9 +175,6 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # Nan as bits: compilers compare constants to find what is computed twice, and the float is not equal to itself.
     scale = torch.where(largest.isfinite(), _TWO_TO_127 - inverse, _NAN)
     return scale.view(torch.float32), inverse.view(torch.float32)
-
-
-# Which layers are swapped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from paceline.plan.groups import GROUP_NAMES, groups_of
 from paceline.plan.layout import Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ParameterGroups:
     """Who shares a parameter: averages its gradient, holds other slices of it, holds the same slice."""
 
@@ -52,22 +52,12 @@ class Groups:
     expert_replicate: Communicator
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
 
-    @property
-    def dense(self) -> ParameterGroups:
-        """The groups of parameters that all ranks that share the batch have alike."""
-        return ParameterGroups(
-            gradients=self.gradients, shard=self.shard, replicate=self.replicate, averaged_over=self.gradients.size
-        )
-
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
         if expert_dim(parameter) is None or self.expert.size == 1:
-            return self.dense
-        return ParameterGroups(
-            gradients=self.expert_gradients,
-            shard=self.expert_shard,
-            replicate=self.expert_replicate,
-            averaged_over=self.gradients.size,
-        )
+            gradients, shard, replicate = self.gradients, self.shard, self.replicate
+        else:
+            gradients, shard, replicate = self.expert_gradients, self.expert_shard, self.expert_replicate
+        return ParameterGroups(gradients, shard, replicate, averaged_over=self.gradients.size)
 
 
 def mark_expert(parameter: nn.Parameter, dim: int = 0) -> None:
@@ -98,8 +88,5 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
 
 
 def reduction(comm: Communicator) -> ReduceOp:
-    """Returns how gradients are reduced: NCCL averages as it adds; elsewhere the division is part of a copy.
-
-    Gloo would take a second pass over the sum.
-    """
+    """Returns how gradients are reduced: NCCL averages as it adds; for Gloo the division is part of a copy before."""
     return "sum" if comm.device_kind == "cpu" else "avg"

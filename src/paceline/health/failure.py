@@ -41,19 +41,7 @@ FailureKind = Literal[
 ]
 
 # Errors of the program and not of its surroundings: they come again.
-MISTAKES: Final = frozenset(
-    {
-        "AssertionError",
-        "AttributeError",
-        "ImportError",
-        "ModuleNotFoundError",
-        "NameError",
-        "NotImplementedError",
-        "SyntaxError",
-        "TypeError",
-        "UnboundLocalError",
-    }
-)
+_MISTAKES = (AssertionError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
@@ -73,18 +61,16 @@ _DISK = {
     errno.EFBIG: "files may not grow that large here (see ulimit -f)",
     errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
 }
-_NO_FILES = dict.fromkeys(
-    (errno.EMFILE, errno.ENFILE), "no more files can be opened: some are left open (see ulimit -n)"
-)
+_TOO_MANY = "no more files can be opened: some are left open (see ulimit -n)"
+_NO_FILES = {errno.EMFILE: _TOO_MANY, errno.ENFILE: _TOO_MANY}
 _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed. ``traceback`` is empty where the message says it all.
+    """How one rank failed; ``kind`` decides whether ranks are started again. ``traceback`` may be empty.
 
-    ``is_refusal``: what was asked for cannot be, which was found before training began. ``kind`` is what decides
-    whether ranks are started again.
+    ``is_refusal``: what was asked for cannot be, which was found before training began.
     """
 
     rank: int
@@ -140,10 +126,7 @@ def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bo
 
 
 def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -> Failure:
-    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``.
-
-    ``log`` is the end of the rank's log, which tells an abort because of another rank from one of its own.
-    """
+    """Describes a rank that left no error, by its exit code, its ``output``, and the end of its ``log``."""
     cause: Cause = "died"
     kind: FailureKind = "killed"
     if exit_code == HUNG:
@@ -168,10 +151,7 @@ def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -
 
 
 def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure:
-    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time.
-
-    ``report`` is the file that says what every rank was doing.
-    """
+    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time."""
     is_later = bool(verdict.ranks) and rank not in verdict.ranks
     return Failure(
         rank=rank,
@@ -218,7 +198,6 @@ def _has_user_code(error: BaseException) -> bool:
 
 
 def _trim(summary: traceback.TracebackException) -> None:
-    """Cuts the frames before the user's code from an error, and from those that it came from."""
     frames = list(summary.stack)
     first = next((place for place, frame in enumerate(frames) if _is_users(frame.filename)), -_LAST_FRAMES)
     summary.stack = traceback.StackSummary.from_list(frames[first:])
@@ -240,15 +219,14 @@ def _kind(error: BaseException) -> FailureKind:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    names = {type(each).__name__ for each in causes}
-    if "OutOfMemoryError" in names or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
+    is_torchs = any(type(each).__name__ == "OutOfMemoryError" for each in causes)  # torch is not imported here
+    if is_torchs or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    is_permanent = isinstance(error, BadSampleError) or names & MISTAKES
+    is_permanent = isinstance(error, BadSampleError) or any(isinstance(each, _MISTAKES) for each in causes)
     return "mistake" if is_permanent else "error"
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
+def _is_lost(error: BaseException) -> bool:  # by the user's code too, which may use torch.distributed
     return any(map(is_connection_lost, _chain(error)))
 
 
@@ -261,7 +239,6 @@ def _error_number(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those that it came from."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

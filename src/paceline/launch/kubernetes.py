@@ -72,14 +72,13 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
     values["init_containers"] = [fill("init_container", values)] if options.nodes > 1 else None
     values["pod"] = fill("pod", values)
     values["job_set_spec"] = fill("job_set_spec", values)
-    is_volcano = options.placement.gang == "volcano" and options.kind != "trainjob"
     wanted = {
         "config_map": True,
         "volume_claim": options.volume.claim is None,
         "worker_policy": True,
         "view_policy": options.shows_page,
         "service": options.kind in ("job", "statefulset"),  # the others make their own
-        "pod_group": is_volcano,
+        "pod_group": options.placement.gang == "volcano" and options.kind != "trainjob",
         "runtime": options.kind == "trainjob",
         options.kind: True,
         "view": options.shows_page,
@@ -90,9 +89,8 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
 
 def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
     """Returns the object that has the job's secret, which is in no file."""
-    labels = labels_of(options, "secret")
-    made: Manifest = fill("secret", {**_names(options), "secret_labels": labels, "secret": secret})
-    return made
+    values = {**_names(options), "secret_labels": labels_of(options, "secret"), "secret": secret}
+    return dict(fill("secret", values))
 
 
 def labels_of(options: KubernetesOptions, component: str) -> dict[str, str]:
@@ -125,10 +123,8 @@ def fill(name: str, values: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _objects() -> dict[str, Any]:
-    text = Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = load_shipped(text)
-    return found
+def _objects() -> Any:
+    return load_shipped(Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8"))
 
 
 def _names(options: KubernetesOptions) -> dict[str, Any]:

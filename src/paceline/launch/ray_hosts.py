@@ -15,7 +15,6 @@ as the cluster has room for, at each start. What the ends of hosts mean:
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 import sys
@@ -33,9 +32,16 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.exit_codes import DONE, FAILED, NO_PROGRESS, PREEMPTED, REFUSED
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import LostWorkerError, PlacedWorker, RayCluster
-from paceline.launch.ray_settings import RayOptions, read_options
-from paceline.launch.ray_target import PLACES, command_of, num_hosts
+from paceline.launch.ray_cluster import (
+    PLACES,
+    LostWorkerError,
+    PlacedWorker,
+    RayCluster,
+    RayOptions,
+    command_of,
+    num_hosts,
+    read_options,
+)
 from paceline.launch.remote import forget_mark, look_order, run_order, start_command
 from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
@@ -67,7 +73,7 @@ class HostEnd:
 
     def __str__(self) -> str:
         if self.code is None:
-            return f"host {self.host} was lost ({self.words})" if self.words else f"host {self.host} was lost"
+            return f"host {self.host} was lost" + (f" ({self.words})" if self.words else "")
         if self.code > _BY_SIGNAL:
             return f"the launcher on host {self.host} was killed by signal {self.code - _BY_SIGNAL}"
         return f"host {self.host} left with exit code {self.code}"
@@ -98,7 +104,6 @@ class Supervisor:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, which all hosts see."""
         return self.job.runs / self.job.run
 
     def run(self) -> int:
@@ -123,7 +128,9 @@ class Supervisor:
             most = self.job.most_requeues if found.kind == "preempted" else self.policy.max_restarts
             count = f"restart {decision.number} of {most}"
             echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
-            self._wait_until_free()
+            deadline = time.monotonic() + _FREE_S  # the launcher of a lost actor saves first
+            while is_in_use(self.folder) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
 
     def hear(self, number: int, _: object = None) -> None:
         """Takes a signal, which the loop hands on."""
@@ -133,25 +140,28 @@ class Supervisor:
     def _attempt(self) -> list[HostEnd] | int:
         """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
         hosts: list[_Host] = []
-        with contextlib.suppress(FileNotFoundError):
-            (Path(self.job.folder) / PLACES).unlink()
+        places = Path(self.job.folder) / PLACES
+        places.unlink(missing_ok=True)
         try:
             reserved = self._reserve()
             if isinstance(reserved, int):
                 return reserved
             group, number = reserved
-            hosts = self._start_workers(group)
-            answers = self._ask(hosts)
-            if problems := list(
-                compare(self._compared(hosts), answers, Path(self.job.config).read_text(encoding="utf-8"))
-            ):
+            command = ["bash", "-c", start_command(self.job)]
+            workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
+            named = zip(_names([worker.address for worker in workers]), workers, strict=True)
+            hosts = [_Host(name=name, worker=worker, is_first=worker is workers[0]) for name, worker in named]
+            answers, names = self._ask(hosts), tuple(host.name for host in hosts)
+            # An actor of one rank has one GPU.
+            asked = replace(self.job, hosts=names, nodes=len(names), least=len(names), gpus=self.options.gpus)
+            if problems := list(compare(asked, answers, Path(self.job.config).read_text(encoding="utf-8"))):
                 echo("paceline: " + "\n\n".join(map(str, problems)), err=True)
                 return REFUSED
             first = answers[hosts[0].name]
             assert isinstance(first, dict)
             self._run(hosts, number, int(first["port"]))
-            places = ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts)
-            (Path(self.job.folder) / PLACES).write_text(f"{places}\n", encoding="utf-8")
+            told = ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts)
+            places.write_text(f"{told}\n", encoding="utf-8")
             return self._follow(hosts)
         except LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
@@ -169,7 +179,7 @@ class Supervisor:
                 if group is not None:
                     self.cluster.release([])
                 number, group = wanted, self.cluster.reserve(self.options, wanted * self.options.actors_of_host)
-            if self.cluster.is_reserved(group, _ASK_S):
+            if group is not None and group.wait(timeout_seconds=_ASK_S):
                 return group, number
             if time.monotonic() > deadline:
                 echo(f"paceline: Ray had no room for {number} hosts within {self.options.wait_s:g} s", err=True)
@@ -179,15 +189,6 @@ class Supervisor:
                 echo(f"paceline: {words}", err=True)
                 said = words
         return _CANCELLED
-
-    def _start_workers(self, group: Any) -> list[_Host]:
-        command = ["bash", "-c", start_command(self.job)]
-        workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
-        names = _names([worker.address for worker in workers])
-        return [
-            _Host(name=name, worker=worker, is_first=index == 0)
-            for index, (name, worker) in enumerate(zip(names, workers, strict=True))
-        ]
 
     def _ask(self, hosts: Sequence[_Host]) -> dict[str, dict[str, Any] | str]:
         """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
@@ -202,13 +203,6 @@ class Supervisor:
         finally:
             forget_mark(self.job.runs)
         return found
-
-    def _compared(self, hosts: Sequence[_Host]) -> LaunchJob:
-        """Returns the job as machines are compared with it: an actor of one rank has one GPU."""
-        count = len(hosts)
-        return replace(
-            self.job, hosts=tuple(host.name for host in hosts), nodes=count, least=count, gpus=self.options.gpus
-        )
 
     def _run(self, hosts: Sequence[_Host], number: int, port: int) -> None:
         command = command_of(self.job, self.options, number, hosts[0].worker.address, str(port))
@@ -256,20 +250,11 @@ class Supervisor:
         except LostWorkerError as error:
             host.end = HostEnd(host=host.name, code=None, words=str(error))
 
-    def _wait_until_free(self) -> None:
-        """Waits for the launcher of a lost actor, which is asked to save when its actor is gone."""
-        deadline = time.monotonic() + _FREE_S
-        while is_in_use(self.folder) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-
 
 def ended_by(
     ends: Sequence[HostEnd], steps: TrainedSteps, *, options: RayOptions, is_cancelled: bool
 ) -> FailedAttempt | int:
-    """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again.
-
-    ``steps`` says how far it came.
-    """
+    """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again."""
     codes = {end.code for end in ends}
     for code in (REFUSED, DONE):
         if code in codes:
@@ -327,7 +312,6 @@ def _names(addresses: Sequence[str]) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Runs the launch of a folder until it has ended."""
     job = LaunchJob.read(folder)
     try:
         options = read_options(job)

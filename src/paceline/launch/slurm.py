@@ -18,8 +18,7 @@ from pathlib import Path
 from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED, PREEMPTED
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, read_time, refuse_options
-from paceline.launch.target import TargetMachines
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, read_time, refuse_options
 
 _ASK_S = 60.0
 _NOT_HERE = {
@@ -28,17 +27,7 @@ _NOT_HERE = {
 }
 _OWN = ("task", "save_s")  # settings that are not options of sbatch
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-)
+_ENDED = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED")
 _SILENT = ("Unable to contact slurm controller", "Unable to establish config", "Could not establish a configuration")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
 _CANCELLED = 143  # as ended by SIGTERM
@@ -80,20 +69,17 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the batch script."""
     _check_time(job)
     save_s, tasks = job.settings.get("save_s", "90"), max(1, job.gpus) if job.settings.get("task") == "gpu" else 1
     if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
         raise UsageError("--set save_s=SECONDS and --set task=node|gpu are what Slurm's script knows besides sbatch")
-    lines = [f"#SBATCH --{name}" for name in _options(job, tasks, save_s)]
     suffix = "-${SLURM_ARRAY_TASK_ID}" if job.tasks else ""
-    command = " ".join(_quoted(word) for word in job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))
     values = {
-        "options": "\n".join(lines),
+        "options": "\n".join(f"#SBATCH --{name}" for name in _options(job, tasks, save_s)),
         "launch": f"{LAUNCHED}={shlex.quote(job.name)}",
         "workdir": shlex.quote(job.workdir),
         "setup": "".join(f"{line}\n" for line in job.setup),
-        "command": command,
+        "command": " ".join(map(_quoted, job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))),
         "preempted": PREEMPTED,
         "by_signal": 128 + signal.SIGUSR1,
         "most": job.most_requeues,
@@ -104,7 +90,6 @@ def render(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> str:
-    """Submits the script. Raises LaunchError with what sbatch says."""
     script = Path(job.folder) / "script"
     script.write_text(render(job), encoding="utf-8")
     script.chmod(0o755)
@@ -117,13 +102,10 @@ def submit(job: LaunchJob) -> str:
 def state(job: LaunchJob) -> JobState:
     """Says where the job stands, by scontrol; a job that Slurm has forgotten has ended."""
     found = _slurm("scontrol", "show", "job", "--oneliner", job.id, is_needed=False)
-    if job.tasks:
-        return _array_state(found)
-    return _read_state(found, job.exit_code())
+    return _array_state(found) if job.tasks else _read_state(found, job.exit_code())
 
 
 def cancel(job: LaunchJob) -> None:
-    """Cancels the job: Slurm asks the run to leave, which saves, and ends it after its KillWait."""
     _slurm("scancel", job.id)
 
 
@@ -133,7 +115,7 @@ def _read_state(found: str, code: int | None) -> JobState:
         return JobState(kind="ended", words="ended; Slurm does not know it any more", code=code)
     name, why = kind[1], "" if reason is None or reason[1] == "None" else f" ({reason[1]})"
     nodes = re.search(r"\bNodeList=(\S+)", found)
-    if name in _ENDED:
+    if _ENDED.fullmatch(name):
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
             left = int(own[1]) if own else FAILED

@@ -1,8 +1,7 @@
 """The Triton kernel of ``head_loss``: loss, right answer and gradient of a row of logits, in one go.
 
-A program has a row. It reads it once for the maximum and the sum of exponentials, which are corrected as a larger
-maximum is found, and once more, out of the cache, for the gradient, which it writes over the logits. All sums are in
-float32. Import this where there is a GPU: triton is there then.
+A program has a row. It reads it once for the maximum and the sum of exponentials, and once more, out of the cache, for
+the gradient, which it writes over the logits. All sums are in float32. Import this where there is a GPU.
 """
 
 from typing import Any

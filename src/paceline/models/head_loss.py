@@ -2,8 +2,8 @@
 
     sum, correct = sum over rows of cross_entropy(hidden @ weight^T, targets), and how often the largest logit is right
 
-The logits of N tokens over a vocabulary of V are N V numbers, more than all else that a small model keeps. Here they
-are made for some rows at a time, in one buffer that the gradient of these rows then overwrites:
+The logits of N tokens over a vocabulary of V are N V numbers. Here they are made for some rows at a time, in one buffer
+that the gradient of these rows then overwrites:
 
     for each chunk of R rows     logits = hidden @ weight^T        a product of 2 R V W operations
                                  loss; logits become p - target    one pass over R V numbers (a Triton kernel on CUDA)
@@ -13,8 +13,8 @@ are made for some rows at a time, in one buffer that the gradient of these rows 
     memory      R V numbers, + d_hidden and d_weight, which are kept for backward; in place of 2 N V numbers or more
     time        that of the plain loss, less its passes over the logits; backward multiplies by a number and no more
 
-``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too, but returns the sum in bf16 and adds up
-the gradient of the weight in it, makes all logits with label smoothing, and counts no right answers.
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13) returns the sum in bf16 and adds up the gradient of the weight
+in it, makes all logits with label smoothing, and counts no right answers.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def head_loss(
     """Returns the summed cross entropy of ``hidden @ weight.T``; with ``counts`` the number of right answers too.
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
-    nothing; ``smoothing`` spreads that share of a target over the vocabulary, as torch's cross entropy does. ``rows``
-    are computed at once (None: as many as make a GiB of logits). Under autocast products are in its dtype.
-    Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
-    GPU, where looking would take time, such a target makes the sum NaN.
+    nothing; ``smoothing`` is torch's. ``rows`` are computed at once (None: as many as make a GiB of logits). Under
+    autocast products are in its dtype. Backward may run once. Raises UsageError for shapes that do not fit, and for
+    targets out of range on a CPU; on a GPU, where looking would take time, such a target makes the sum NaN.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
         raise UsageError(
@@ -170,7 +169,6 @@ def _fill(
 def _make_results(
     hidden: Tensor, weight: Tensor, targets: Tensor, for_hidden: bool, for_weight: bool, counts: bool
 ) -> _Found:
-    """Makes room for the loss and the right answers of each row, and for the gradients."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(hidden.shape[0], dtype=wide)
     hits = targets.new_empty(targets.shape[0] if counts else 0, dtype=torch.int64)

@@ -4,8 +4,7 @@ A model says so with a method
 
     def pipeline_layers(self) -> Sequence[PipelineLayer]
 
-whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
-the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
+whose layers, run one after another, compute what ``forward`` does. Between two layers any cut is allowed. A plain
 ``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``_causal_layers``).
 
 What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
@@ -27,10 +26,9 @@ from paceline.models.lora import output_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayer:
-    """One layer: a function of what the layer before returned, and the modules that it uses.
+    """One layer: a function of what the layer before returned, or of the model's inputs, and the modules it uses.
 
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` of the
-    first layer takes the model's inputs.
+    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it.
     """
 
     name: str
@@ -53,26 +51,22 @@ class Chain:
 
 
 def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
-    """Returns the layers of a model: what it says itself, or the children of a plain Sequential.
-
-    Raises UsageError with an explanation for a model that does neither, and for layers that do not make up the model.
-    """
+    """Returns the layers of a model: what it says itself, or the children of a plain Sequential. Raises UsageError."""
     say: object = getattr(model, "pipeline_layers", None)
     if callable(say) and not isinstance(say, nn.Module):
         layers = tuple(say())
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        found = _causal_layers(model)
-        if found is None:
+        layers = tuple(_causal_layers(model) or ())
+        if not layers:
             raise UsageError(_explain(model))
-        layers = tuple(found)
     _check(model, layers)
     return layers
 
 
 def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[PipelineLayer, ...]:
-    """Returns a layer for each child that has parameters, those without it (activations, dropout) joined to the last.
+    """Returns a layer for each child with parameters; those without (activations, dropout) join the last.
 
     Plain Sequentials inside are opened. ``prefix`` is the name of ``sequential`` in the model, with a dot at its end.
     """
@@ -86,9 +80,7 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
             rows[-1].append((name, module))
         else:
             waiting.append((name, module))
-    if waiting:
-        rows.append(waiting)
-    joined = [(row[0][0], tuple(module for _, module in row)) for row in rows]
+    joined = [(row[0][0], tuple(module for _, module in row)) for row in (*rows, waiting) if row]
     return tuple(
         PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
         for name, modules in joined
@@ -104,13 +96,11 @@ def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Says whether calling it is calling its children: no forward of its own, no hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
 
 
 def _explain(model: nn.Module) -> str:
-    """Says what a model lacks, with its own names as far as they can be guessed."""
     kind = type(model).__name__
     rows = [(n, m) for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name = max(rows, key=lambda row: sum(p.numel() for p in row[1].parameters()), default=("layers", None))[0]

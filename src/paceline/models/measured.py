@@ -1,8 +1,7 @@
 """What a forward pass leaves behind for backward, counted exactly: by storage, block by block.
 
 Works on real tensors and, for models whose forward does not look at values, on fake ones, for which nothing is
-allocated: so a model of any size is measured before a run. On meta tensors too, but those belong to no device: autocast
-and kernels are not those of the real run. Parameters and buffers are not counted: they are there anyway.
+allocated. On meta tensors too, but autocast and kernels are not those of a device. Parameters and buffers do not count.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.outside + sum(block.saved for block in self.blocks)
 
 
@@ -94,12 +92,10 @@ def measure_model(
         cast_bytes=max(0, 2 * few.outside - more.outside),
     )
     return ModelFacts(
-        name=type(model).__name__,
         blocks=tuple(found),
         root=root,
         buffer_bytes=_num_bytes(model.buffers()),
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
-        source="measured",
         work=replace(
             more.work,
             flops=(more.work.flops - few.work.flops) / 2,
@@ -124,7 +120,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Says that what is counted is not compiled: torch need not ask its compiler at each operator."""
         return False
 
     @contextlib.contextmanager
@@ -141,7 +136,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor that autograd saves, unless its storage is known."""
         key = _storage_key(tensor)
         if key in self._seen:
             return tensor

@@ -114,7 +114,6 @@ class Offload:
 
     @classmethod
     def of(cls, parts: Collection[str]) -> Offload:
-        """Makes an offload of its parts' names."""
         return cls(**dict.fromkeys(parts, True))
 
     @property
@@ -184,24 +183,10 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a run is spread.
+    """How a run is spread. ``meanings.json`` has a sentence on each field that a config may set.
 
-    mesh        ``strategy``: ddp, zero1, zero2, fsdp or hybrid; ``pipeline``, ``tensor``, ``data``: ranks of each axis;
-                ``shard_ranks``: hybrid's ranks of one copy; ``node_ranks``: of a host. 0: what follows from the rest
-    sharding    ``units``: names of modules that are gathered as one, () for the whole model as one; ``unit_mb``: or
-                modules together up to this size; ``prefetch``: units gathered ahead; ``reshard_after_forward``: free
-                them after forward, keep them, or keep a slice among so many ranks
-    gradients   ``bucket_mb``, ``first_bucket_mb``: reduced together, in MiB; ``tunes_buckets``: measure the best size;
-                ``overlap``: with backward; ``algorithm`` of collectives; ``compression``: fewer bytes
-    pipeline    ``schedule``: a name or one's own; ``chunks``: stages of a rank; ``stages``, ``stage_layers``: where the
-                model is cut
-    tensor      ``sequence_parallel``: tokens are split between layers; ``gathers_logits``: whole logits for the loss
-    rank        ``precision``; ``checkpoint_activations``: what backward computes again; ``offload`` to the host;
-                ``compile``; ``fused_loss``: of the output layer, without all logits; ``buffers``: those of rank 0 for
-                all, or each its own; ``sync_batchnorm`` over ranks
-    batch       ``microbatch``: samples at once; ``accumulate``: microbatches of a step
-
-    ``context`` and ``expert`` are axes that predictions know and the engines do not have yet.
+    A 0 of the mesh's fields stands for what follows from the rest. ``units`` = () makes one unit of the whole model.
+    ``context`` is an axis that predictions know and the engines do not have yet.
     """
 
     strategy: Strategy = "ddp"
@@ -231,7 +216,7 @@ class Layout:
     stages: Stages = "estimated"  # how the cuts are found, or the names of the layers that begin a stage
     stage_layers: tuple[int, ...] | None = None  # blocks of each stage; None: see stages
     sequence_parallel: bool = False
-    gathers_logits: bool = False
+    gathers_logits: bool = False  # whole logits for the loss
     # How each rank computes.
     precision: str = "fp32"
     checkpoint_activations: str = "none"
@@ -294,7 +279,6 @@ class Layout:
 
     @property
     def sharing(self) -> Sharing:
-        """Which states data ranks cut among themselves."""
         return SHARING[self.strategy]
 
     @property

@@ -37,7 +37,6 @@ class RunMachine:
 
     @property
     def budget_bytes(self) -> int:
-        """What a layout may take of a rank's device."""
         return round(self.device_bytes * (1 - MARGIN))
 
 
@@ -111,7 +110,6 @@ class Plan:
         return dataclasses.replace(self, layout=layout)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as plain data, with what follows from it."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {
             "layout": self.layout.to_json(),
@@ -122,7 +120,6 @@ class Plan:
         }
 
     def to_text(self) -> str:
-        """Returns the plan as it stands in ``plan.json``."""
         return json.dumps(self.to_json(), indent=2) + "\n"
 
     @classmethod

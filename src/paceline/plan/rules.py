@@ -14,10 +14,9 @@ from dataclasses import fields
 
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
-from paceline.plan.field_types import field_problems
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.rule_case import Rule, RuleCase, named_twice, nearest_divisor, no_effect
+from paceline.plan.rule_case import Rule, RuleCase, field_problems, named_twice, nearest_divisor, no_effect
 
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
@@ -30,9 +29,9 @@ def rules(
     model: ModelShape | None = None,
     keys: Mapping[str, str] | None = None,
     strategy: str | None = None,
-    only: Callable[[Rule], bool] = lambda _: True,
+    only: Callable[[tuple[str, ...]], bool] = lambda _: True,
 ) -> list[Problem]:
-    """Lists what is wrong with a layout; ``only`` chooses rules. ``strategy``: what messages call it.
+    """Lists what is wrong with a layout; ``only`` chooses rules by what they read. ``strategy``: what messages call it.
 
     ``ranks``: how many there are, ``node_ranks`` of them on a host (None: all; 0: not known yet); None: not known yet.
     """
@@ -44,7 +43,7 @@ def rules(
         keys=keys or {},
         strategy=strategy or layout.strategy,
     )
-    return [problem for rule in RULES if only(rule) for problem in rule.find(case)]
+    return [problem for rule, reads in RULES.items() if only(reads) for problem in rule(case)]
 
 
 def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelShape | None = None) -> Layout:
@@ -53,9 +52,6 @@ def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, mode
     if problems:
         raise UsageError("\n".join(map(str, problems)))
     return layout.for_ranks(ranks, node_ranks)
-
-
-# The mesh.
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
@@ -145,9 +141,6 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
     )
 
 
-# Sharding, and what is offloaded or compressed.
-
-
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     owners = {} if layout.is_fully_sharded else dict.fromkeys(OF_FULL_SHARDING, "fsdp and hybrid")
@@ -165,11 +158,8 @@ def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
     if units is None:
         return
     if layout.unit_mb is not None:
-        yield Problem(
-            what=f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given",
-            rule="a model is cut into units by name or by size",
-            fix="remove one of them",
-        )
+        what = f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given"
+        yield Problem(what=what, rule="a model is cut into units by name or by size", fix="remove one of them")
     twice = named_twice(units)
     is_slip = not units and case.keys  # in code, () asks for one unit: the root
     if is_slip or twice:
@@ -244,11 +234,9 @@ def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
 
 def _has_blocks(case: RuleCase) -> Iterator[Problem]:
     if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
-        yield Problem(
-            what=f"{case.said('checkpoint_activations')} with model.kind = mlp",
-            rule="it works on the repeated blocks of a model, and an mlp has none",
-            fix=f"remove {case.key('checkpoint_activations')}",
-        )
+        what, fix = f"{case.said('checkpoint_activations')} with model.kind = mlp", case.key("checkpoint_activations")
+        rule = "it works on the repeated blocks of a model, and an mlp has none"
+        yield Problem(what=what, rule=rule, fix=f"remove {fix}")
 
 
 def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
@@ -256,23 +244,14 @@ def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
         return
     what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
     if case.layout.tensor > 1:
-        yield Problem(
-            what=f"{what} with {case.said('tensor')}",
-            rule="ranks that share the output layer have a cross entropy of their own, which gathers no logits either",
-            fix=fix,
-        )
+        rule = "ranks that share the output layer have a cross entropy of their own, which gathers no logits either"
+        yield Problem(what=f"{what} with {case.said('tensor')}", rule=rule, fix=fix)
     if case.layout.pipeline > 1:
-        yield Problem(
-            what=f"{what} with {case.said('pipeline')}",
-            rule="the last stage of a pipeline returns logits, and the loss is computed of them",
-            fix=fix,
-        )
+        rule = "the last stage of a pipeline returns logits, and the loss is computed of them"
+        yield Problem(what=f"{what} with {case.said('pipeline')}", rule=rule, fix=fix)
     if case.model.kind in ("mlp", "resnet"):
-        yield Problem(
-            what=f"{what} with model.kind = {case.model.kind}",
-            rule="it is for output layers over a large vocabulary, and that of a classifier is small",
-            fix=fix,
-        )
+        rule = "it is for output layers over a large vocabulary, and that of a classifier is small"
+        yield Problem(what=f"{what} with model.kind = {case.model.kind}", rule=rule, fix=fix)
 
 
 def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
@@ -286,11 +265,8 @@ def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
 
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
     if case.layout.context > 1:
-        yield Problem(
-            what=f"context = {case.layout.context}",
-            rule="predictions know this axis of the mesh, and no engine runs it",
-            fix="set context = 1",
-        )
+        rule = "predictions know this axis of the mesh, and no engine runs it"
+        yield Problem(what=f"context = {case.layout.context}", rule=rule, fix="set context = 1")
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
@@ -305,36 +281,34 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     held = layout.for_ranks(case.ranks, case.node_ranks)
     for name, size in (("data", held.data), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            yield Problem(
-                what=f"expert = {expert} does not divide {name} = {size}",
-                rule="ranks that hold different experts are neighbours among those that share the batch and the shards",
-                fix=f"try expert = {nearest_divisor(size, expert)}",
-            )
+            what = f"expert = {expert} does not divide {name} = {size}"
+            rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
+            yield Problem(what=what, rule=rule, fix=f"try expert = {nearest_divisor(size, expert)}")
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
-    Rule(reads=("algorithm", "ranks"), find=_several_hosts),
-    Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
-    Rule(reads=("compression",), find=_compression_is_read),
-    Rule(reads=("compression", "precision"), find=_residuals_have_one_unit),
-    Rule(reads=("ranks",), find=_groups_divide),
-    Rule(reads=("ranks", "strategy"), find=_hybrid_has_groups),
-    Rule(reads=("ranks", "strategy"), find=_smaller_group_divides),
-    Rule(reads=("strategy",), find=_sharding_is_read),
-    Rule(reads=("units",), find=_units_are_asked_once),
-    Rule(reads=("strategy", "offload"), find=_offload_has_shards),
-    Rule(reads=("ranks",), find=_degrees_divide),
-    Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),
-    Rule(reads=("schedule",), find=split_rules.schedule_fits),
-    Rule(reads=("schedule", "strategy"), find=split_rules.weights_stay),
-    Rule(reads=("stages",), find=split_rules.stages_are_asked_once),
-    Rule(reads=("stages", "heads"), find=split_rules.stages_fit),
-    Rule(reads=("tensor", "heads", "context"), find=split_rules.tensor_fits),
-    Rule(reads=("pipeline", "compression", "offload"), find=split_rules.split_suits_the_rest),
-    Rule(reads=("heads", "checkpoint_activations"), find=_has_blocks),
-    Rule(reads=("fused_loss", "pipeline", "tensor", "heads"), find=_fused_loss_has_the_output_layer),
-    Rule(reads=("precision",), find=_has_linear_blocks),
-    Rule(reads=(), find=_engines_have_the_axes),
-    Rule(reads=("ranks", "strategy", "compression"), find=_experts_fit),
-)
+RULES: Mapping[Rule, tuple[str, ...]] = {  # and the fields that each reads
+    _buckets_ordered: ("first_bucket_mb", "bucket_mb"),
+    _several_hosts: ("algorithm", "ranks"),
+    _compression_has_replicas: ("compression", "strategy"),
+    _compression_is_read: ("compression",),
+    _residuals_have_one_unit: ("compression", "precision"),
+    _groups_divide: ("ranks",),
+    _hybrid_has_groups: ("ranks", "strategy"),
+    _smaller_group_divides: ("ranks", "strategy"),
+    _sharding_is_read: ("strategy",),
+    _units_are_asked_once: ("units",),
+    _offload_has_shards: ("strategy", "offload"),
+    _degrees_divide: ("ranks",),
+    split_rules.split_is_read: ("pipeline", "tensor"),
+    split_rules.schedule_fits: ("schedule",),
+    split_rules.weights_stay: ("schedule", "strategy"),
+    split_rules.stages_are_asked_once: ("stages",),
+    split_rules.stages_fit: ("stages", "heads"),
+    split_rules.tensor_fits: ("tensor", "heads", "context"),
+    split_rules.split_suits_the_rest: ("pipeline", "compression", "offload"),
+    _has_blocks: ("heads", "checkpoint_activations"),
+    _fused_loss_has_the_output_layer: ("fused_loss", "pipeline", "tensor", "heads"),
+    _has_linear_blocks: ("precision",),
+    _engines_have_the_axes: (),
+    _experts_fit: ("ranks", "strategy", "compression"),
+}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.comm.objects import clock_offset
 from paceline.engines.pipeline import Pipeline
 from paceline.profile.merge import ANCHOR, Operator, RankSpans, TraceSpan
-from paceline.run.variables import profile_request
+from paceline.run.processes import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer
@@ -48,9 +49,8 @@ class StepProfiler:
         """Starts after the warm-up, notes each step, and stops after the last one."""
         if self._folder is None:
             return
-        now = time.perf_counter()
         if self._profile is not None:
-            self._spans["steps"].append(TraceSpan(name=f"step {result.step}", start_s=self._step_since, end_s=now))
+            self._note("steps", f"step {result.step}", self._step_since)
         if result.step == WARM_UP and not result.is_last:
             self._start(trainer)
         elif result.is_last and self._profile is not None:
@@ -70,7 +70,7 @@ class StepProfiler:
             trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign]
         pipeline = getattr(trainer.parts.engine, "pipeline", None)
         if isinstance(pipeline, Pipeline):
-            pipeline.on_action = self._note_action
+            pipeline.on_action = self._end_action
         activities = [ProfilerActivity.CPU]
         if world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -80,13 +80,17 @@ class StepProfiler:
         with record_function(ANCHOR):
             self._anchor_s = time.perf_counter()
 
+    def _note(self, track: str, name: str, since_s: float) -> float:
+        """Adds what has lasted since then to a track; returns the time now."""
+        now = time.perf_counter()
+        self._spans[track].append(TraceSpan(name=name, start_s=since_s, end_s=now))
+        return now
+
     def _lap(self, lap: Callable[[str], None], phase: str) -> None:
         lap(phase)
-        now = time.perf_counter()
-        self._spans["phases"].append(TraceSpan(name=phase, start_s=self._since, end_s=now))
-        self._since = now
+        self._since = self._note("phases", phase, self._since)
         if phase == "data":
-            self._action_since = now
+            self._action_since = self._since
 
     def _begin_wait(self, begin_wait: Callable[[], Any]) -> Any:
         """Notes when the host stands still for an operation. On CUDA it does not, and kernels tell."""
@@ -98,14 +102,11 @@ class StepProfiler:
     def _end_wait(self, end_wait: Callable[[Any], None], start: Any) -> None:
         end_wait(start)
         if start is not None:
-            span = TraceSpan(name="wait", start_s=self._wait_since, end_s=time.perf_counter())
-            self._spans["waits"].append(span)
+            self._note("waits", "wait", self._wait_since)
 
-    def _note_action(self, action: Action) -> None:
+    def _end_action(self, action: Action) -> None:
         """Notes an action of a pipeline's schedule, from the end of the one before."""
-        now = time.perf_counter()
-        self._spans["actions"].append(TraceSpan(name=str(action), start_s=self._action_since, end_s=now))
-        self._action_since = now
+        self._action_since = self._note("actions", str(action), self._action_since)
 
     def _stop(self, trainer: Trainer, folder: Path) -> None:
         world = trainer.parts.engine.world
@@ -113,13 +114,10 @@ class StepProfiler:
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         self._profile.stop()
-        rank, operations = world.rank, [] if world.trace is None else world.trace.operations
-        collectives = [
-            TraceSpan(
-                name=each.kind, start_s=each.start_s, end_s=each.end_s, num_bytes=each.num_bytes, ranks=each.group
-            )
-            for each in operations
-        ]
+        rank, collectives = world.rank, []
+        for each in [] if world.trace is None else world.trace.operations:
+            more: dict[str, Any] = {"num_bytes": each.num_bytes, "ranks": each.group}
+            collectives.append(TraceSpan(name=each.kind, start_s=each.start_s, end_s=each.end_s, **more))
         found = RankSpans(
             rank=rank,
             device=world.device.type,
@@ -130,7 +128,7 @@ class StepProfiler:
             operators=tuple(_operators(self._profile)),
         )
         self._profile.export_chrome_trace(str(folder / f"rank-{rank}.torch.json"))
-        (folder / f"rank-{rank}.json").write_text(json.dumps(found.to_json()), encoding="utf-8")
+        (folder / f"rank-{rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
         self._profile = None
         world.barrier()  # the first to leave ends the others, who may still be writing
 
@@ -138,12 +136,7 @@ class StepProfiler:
 def _operators(found: profile) -> list[Operator]:
     """Returns the operators that took most time of their own, on the device and on the host."""
     rows = [
-        Operator(
-            name=each.key,
-            calls=each.count,
-            host_s=each.self_cpu_time_total / 1e6,
-            device_s=each.self_device_time_total / 1e6,
-        )
+        Operator(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
         for each in found.key_averages()
         if each.key not in (ANCHOR, "[memory]") and not each.key.startswith("ProfilerStep")
     ]

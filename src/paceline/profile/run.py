@@ -12,7 +12,7 @@ from paceline.config.train_checks import short_run
 from paceline.errors import UsageError
 from paceline.profile.hook import WARM_UP
 from paceline.profile.merge import RankProfile, RankSpans, place_rank
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 from paceline.run.train import train
 from paceline.untrusted import parse_json, read_regular
 

@@ -102,7 +102,6 @@ class HostSampler:
         self._cpu_s = _cpu_seconds()
 
     def look(self) -> HostRecord:
-        """Reads everything once."""
         memory = psutil.virtual_memory()
         values = {
             "system.memory.usage": float(memory.total - memory.available),

@@ -1,7 +1,7 @@
 """Sinks that hand the numbers of a run to trackers: Weights & Biases, MLflow, trackio, or one of the user's own.
 
 Each is opened with a ``TrackedRun`` and takes records like any other sink. A run that is resumed goes on under the
-identity that its folder remembers. Nothing here is called by a rank: ``run/tracking.py`` follows the files of records
+identity that its folder remembers. Nothing here is called by a rank: ``run/observe.py`` follows the files of records
 and feeds the sinks, each in a thread of its own.
 """
 
@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.records.records import EndRecord, Record
-from paceline.records.scalars import scalars
-from paceline.records.sinks import Sink
+from paceline.records.sinks import Sink, scalars
 from paceline.untrusted import parse_json_object, read_regular
 
 _IDENTITIES = ".trackers.json"
@@ -43,22 +42,21 @@ class TrackedRun:
 
     def identity(self, tracker: str) -> str | None:
         """Returns what a tracker called this run when it was started first; None for a new one."""
-        try:
-            found = parse_json_object(read_regular(self.folder / _IDENTITIES)).get(tracker)
-        except (OSError, ValueError):
-            return None
+        found = self._identities().get(tracker)
         return found if isinstance(found, str) else None
 
     def remember(self, tracker: str, identity: str) -> None:
         """Keeps what a tracker calls this run, for when it is resumed."""
-        try:
-            known = parse_json_object(read_regular(self.folder / _IDENTITIES))
-        except (OSError, ValueError):
-            known = {}
         path = self.folder / _IDENTITIES
         partial = path.with_suffix(f".{tracker}")  # trackers are opened side by side
-        partial.write_text(json.dumps({**known, tracker: identity}) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({**self._identities(), tracker: identity}) + "\n", encoding="utf-8")
         partial.replace(path)
+
+    def _identities(self) -> dict[str, Any]:
+        try:
+            return parse_json_object(read_regular(self.folder / _IDENTITIES))
+        except (OSError, ValueError):
+            return {}
 
 
 class _Tracker:
@@ -94,9 +92,8 @@ class WandbSink(_Tracker):
         asked = wandb.setup().settings  # of the environment and wandb's own files
         is_offline = asked.mode == "online" and not _has_login(asked)
         if is_offline:  # wandb would ask on the terminal
-            run.tell(
-                logging.WARNING, f"wandb has no login: offline; later: wandb sync {run.folder}/wandb/offline-run-*"
-            )
+            words = f"wandb has no login: offline; later: wandb sync {run.folder}/wandb/offline-run-*"
+            run.tell(logging.WARNING, words)
         self._run: Any = wandb.init(
             project=asked.project or _PROJECT,
             name=run.name,
@@ -204,11 +201,9 @@ def open_tracker(name: str, run: TrackedRun) -> Sink:
                 raise
             raise ModuleNotFoundError(f"{name} is not installed (pip install 'paceline[{name}]')", name=name) from None
     made = import_from_path(name, "monitor.trackers")(run)
-    missing = [verb for verb in ("write", "flush", "close") if not callable(getattr(made, verb, None))]
+    missing = ", ".join(verb for verb in ("write", "flush", "close") if not callable(getattr(made, verb, None)))
     if missing:
-        raise TypeError(
-            f"{name} made a {type(made).__name__} without {', '.join(missing)}: a sink has write, flush, close"
-        )
+        raise TypeError(f"{name} made a {type(made).__name__} without {missing}: a sink has write, flush, close")
     return made  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
 A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
-the ranks are asked where they stand; the verdict is told (``told_verdicts.py``); then the ranks are killed. The
+the ranks are asked where they stand; the verdict is told (``notes.py``); then the ranks are killed. The
 operations themselves are read every two seconds, or when a rank stands still.
 
     in the launcher   of ranks that ``paceline train`` has started, on each host
@@ -9,7 +9,7 @@ operations themselves are read every two seconds, or when a rank stands still.
 
 Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
 lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
-of a host stand still; loops of one's own compare their steps there too (``pair_hosts.py``). The first verdict is
+of a host stand still; loops of one's own compare their steps there too (``other_hosts.py``). The first verdict is
 everybody's, and each host ends its own ranks.
 """
 
@@ -27,28 +27,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
+from paceline.comm.control.store import TIMEOUT_S, SideChannel
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.comm.traced import LedgerCommunicator, ledger_clock
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
-from paceline.health.ledger_text import views_from_text, views_to_text
-from paceline.health.ledger_view import LedgerView
+from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
 from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
-from paceline.run.late_hosts import LateHosts
-from paceline.run.left_ranks import LeftRanks, left_key
-from paceline.run.nodes import host_name
-from paceline.run.pair_hosts import PairedHosts
-from paceline.run.rank_process import end_children, tell_agent
+from paceline.run.notes import end_ranks, tell_verdict
+from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
+from paceline.run.processes import end_children, tell_agent
 from paceline.run.records import append_event, note_clock
-from paceline.run.seen_ranks import STILL_S, SeenRanks
+from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
-from paceline.run.stacks import dump_stacks_into, stack_path
-from paceline.run.told_verdicts import end_ranks, tell_verdict
+from paceline.run.whereami import host_name
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
@@ -68,10 +64,7 @@ _NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How long ranks may stand still; see ``HangLimits``. ``every_s`` is how often they are looked at.
-
-    ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
-    """
+    """How long ranks may stand still, how often they are looked at and compared, and when one is told to be late."""
 
     limits: HangLimits
     every_s: float = 0.2
@@ -99,10 +92,7 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
 def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks keep a ledger and watch themselves, in a thread of each; all ranks call it.
-
-    Without a policy they only keep the ledger. ``host`` is this host's name.
-    """
+    """Lets ranks keep a ledger and, with a policy, watch themselves, in a thread of each; all ranks call it."""
     comm = keep_ledger(comm, folder)
     if policy is not None and comm.size > 1:
         start_watch(comm, folder, policy, host=host)
@@ -112,10 +102,7 @@ def watch_itself(
 def start_watch(
     comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
 ) -> Watch:
-    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
-
-    The verdict goes into the folder ``told``, if that is another one.
-    """
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it."""
     own = host or host_name()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
@@ -133,9 +120,9 @@ def start_watch(
 class Watch(SeenRanks):
     """Watches the ranks of this host, and exchanges verdicts with other hosts.
 
-    ``hosts`` are the ranks of every host by its name; ``host`` is this one's. ``ledger`` is that of the rank which
-    watches; None: a launcher does. ``named``: what this host is called, where ``hosts`` have numbers in place of names.
-    A verdict goes into the folder ``told``; None: into ``folder``.
+    ``hosts`` are the ranks of every host by its name, ``host`` this one's; ``named`` is what it is called, where they
+    have numbers. ``ledger`` is that of the rank which watches; None: a launcher does. Verdicts go into ``told``, or
+    ``folder``.
     """
 
     def __init__(
@@ -172,8 +159,6 @@ class Watch(SeenRanks):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
-    # Its life: a thread.
-
     def start(self) -> None:
         """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
@@ -195,7 +180,6 @@ class Watch(SeenRanks):
         self.stop()
 
     def end_thread(self) -> None:
-        """Stops to look at the ledgers."""
         self._is_over.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_STOPS_S)
@@ -232,8 +216,6 @@ class Watch(SeenRanks):
         has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
         return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
-    # What it sees.
-
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
         now = time.monotonic()
@@ -256,7 +238,11 @@ class Watch(SeenRanks):
                 found = None if found is None else replace(found, states=tuple(self.states()))
             return self._with_others(self.channel, found, now)
         except CommunicationError:
-            return self._cut_off() if found is not None or is_told else None
+            if found is None and not is_told:
+                return None
+            first = next(iter(self.hosts))  # which has the store
+            hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+            return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _look_here(self, now: float) -> HangVerdict | None:
         """Judges the ranks of this host. A verdict needs two looks that agree: a record may have been half written."""
@@ -269,7 +255,7 @@ class Watch(SeenRanks):
         views = self.views(now)
         if is_due:
             self._compared_s = now
-            looks = self._looks(views) if self._late_hosts is None else []
+            looks = self.rank_looks(views) if self._late_hosts is None else []
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
@@ -302,8 +288,6 @@ class Watch(SeenRanks):
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
 
-    # What it tells, and how it ends ranks.
-
     def tell(self, verdict: HangVerdict) -> None:
         """Writes a verdict where it is looked for, a rank also to standard error; in an own loop, the first counts."""
         where = self.folder if self.told is None else self.told
@@ -311,14 +295,15 @@ class Watch(SeenRanks):
             return
         where.mkdir(parents=True, exist_ok=True)
         tell_verdict(where, verdict, () if self.told is not None else self.processes())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
-            sys.stderr.flush()
+        self._print(f"{verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}")
 
     def _tell_late(self, found: Straggler) -> None:
         append_event(self.folder, self.hosts[self.host][0], "straggler", found.to_json())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {found}\n")
+        self._print(str(found))
+
+    def _print(self, text: str) -> None:
+        if self._ledger is not None:  # else the launcher tells it
+            sys.stderr.write(f"paceline: {text}\n")
             sys.stderr.flush()
 
     def _end(self, verdict: HangVerdict) -> None:
@@ -332,8 +317,6 @@ class Watch(SeenRanks):
             tell_agent(verdict.sentence, verdict.to_text(), time.time())
             end_children()
             os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock
-
-    # What it has to do with other hosts.
 
     def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
         """Tells other hosts that this one makes no progress, and judges when none does."""
@@ -402,12 +385,6 @@ class Watch(SeenRanks):
             text = channel.read(f"lives/{host}") if host != self.host else ""
             before, since_s = self._heard.get(host, (text, now))
             self._heard[host] = (text, now if text != before else since_s)
-
-    def _cut_off(self) -> HangVerdict:
-        """Says that the store, which is on the first host, does not answer this one."""
-        first = next(iter(self.hosts))
-        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
-        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _name(self, hosts: list[str]) -> str:
         ranks = {self._names.get(host, f"host {host}"): ", ".join(map(str, self.hosts[host])) for host in hosts}

@@ -18,25 +18,37 @@ sets variables for its processes is asked in this order; the first that has is b
 
 What is missing or contradictory is refused, all of it at once: a process that trained alone instead would train an
 unrelated run on each host. ``PACELINE_LAUNCHER=none`` says that this process is alone whatever the variables say.
+
+[Note: hosts] ``paceline train CONFIG --nnodes 1:4 --rdzv HOST:PORT`` is the same on every host. The launcher on HOST
+listens at HOST:PORT, and at no other address (``rendezvous.py``); it must stay. All have one secret, which the first
+leaves in the run's folder, or the environment has. When a host goes or comes, all ranks are started again, as many as
+there are now, from the newest checkpoint, and the global batch is cut among them. A host that is gone is missed at once
+if its launcher has ended, and after three seconds if nothing is heard of it; the others then wait ``LAST_CALL_S``.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.errors import ConfigError, Problem
-from paceline.run.nodes import Nodes
+import psutil
+
+from paceline.errors import ConfigError, Problem, UsageError
 
 SWITCH = "PACELINE_LAUNCHER"
 SOURCE = "the launcher's environment"  # of the problems that are found here
 _PORT = 29500  # torchrun's own, where a launcher leaves it open
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that systems hand out
 _INTERACTIVE_STEP = "4294967290"  # the shell of salloc
+_ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
+LAST_CALL_S = 3
+HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +75,8 @@ class Surroundings:
         if self.kind == "alone":
             return f"{self.launcher}: this process starts the ranks of a run on this machine"
         read = f" ({', '.join(self.because)})" if self.because else ""
-        return (
-            f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {self.address}:{self.port}{read}"
-        )
+        place = f"{self.address}:{self.port}{read}"
+        return f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {place}"
 
     def rank_variables(self) -> dict[str, str]:
         """Returns what torch's own launcher would set for this process; a host's only process is its only rank."""
@@ -79,15 +90,8 @@ class Surroundings:
 
     def nodes(self) -> Nodes:
         """Returns where the launchers of all hosts meet, and the ranks of this one."""
-        least = self.count if self.least is None else self.least
-        return Nodes(
-            least=least,
-            most=self.count,
-            host=self.address,
-            port=self.port,
-            ranks=self.host_ranks,
-            named_by=self.named_by,
-        )
+        least, host, port, by = self.least or self.count, self.address, self.port, self.named_by
+        return Nodes(least=least, most=self.count, host=host, port=port, ranks=self.host_ranks, named_by=by)
 
 
 def recognise(environment: Mapping[str, str]) -> Surroundings:
@@ -238,10 +242,9 @@ def _host_of_kubeflow(read: _VariableReader) -> Surroundings:
         address, _, digits = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         port = int(digits) if digits.isdecimal() else _PORT
         named_by = "PET_RDZV_ENDPOINT"
-    elif most == 1:
-        address, port = read.environment.get("PET_MASTER_ADDR", "127.0.0.1"), read.port("PET_MASTER_PORT", _PORT)
     else:
-        address = read.text("PET_MASTER_ADDR", "the host at which the others meet")
+        is_lone = most == 1 and not read.has("PET_MASTER_ADDR")
+        address = "127.0.0.1" if is_lone else read.text("PET_MASTER_ADDR", "the host at which the others meet")
         port = read.port("PET_MASTER_PORT", _PORT)
     because = tuple(name for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE") if read.has(name))
     found = Surroundings(launcher="Kubeflow TrainJob", kind="host", number=number, count=most, because=because)
@@ -333,12 +336,16 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
 def _counts(read: _VariableReader, name: str) -> tuple[int, int]:
     """Reads a number of hosts: ``4``, or the fewest and the most, ``2:4``."""
     given = read.text(name, "the number of hosts")
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given)
-    least = int(found[1]) if found else 0
-    most = int(found[2] or least) if found else 0
-    if given and not 1 <= least <= most:
+    counts = _parse_counts(given)
+    if given and counts is None:
         read.problem(f"{name} = {given}", "it is a number of hosts, or the fewest and the most: 2:4", "set a number")
-    return max(least, 1), max(most, 1)
+    return counts or (1, 1)
+
+
+def _parse_counts(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    return (least, most) if 1 <= least <= most else None
 
 
 def _is_loopback(address: str) -> bool:
@@ -351,3 +358,64 @@ def _is_loopback(address: str) -> bool:
 def _port_for(job: str) -> int:
     """Returns a port that all processes of a job find by themselves, and others of the host mostly do not."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU. See [Note: hosts]."""
+
+    least: int
+    most: int
+    host: str
+    port: int
+    ranks: int | None = None
+    named_by: str = "--rdzv"
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def own_address(self) -> str:
+        """Returns the address under which the others reach this machine. Raises UsageError without one."""
+        return address_towards(self.host, self.port, self.named_by)
+
+
+def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
+    """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
+    hosts = _parse_counts(counts)
+    if hosts is None:
+        raise UsageError(
+            f"--nnodes {counts}\n  it is a number of hosts, or the fewest and the most: 1:4\n  try --nnodes 1:2"
+        )
+    place = _ENDPOINT.fullmatch(endpoint)
+    if place is None or not 0 < int(place["port"]) < 2**16:
+        raise UsageError(
+            f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
+            "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
+        )
+    return Nodes(least=hosts[0], most=hosts[1], host=place["host"].strip("[]"), port=int(place["port"]), ranks=ranks)
+
+
+def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
+    """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})\n"
+            "  all launchers must reach that host\n  check its name"
+        ) from error
+
+
+def host_name() -> str:
+    """Returns what this host is called in messages."""
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the network interface that has an address; None if none has."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)

@@ -80,15 +80,14 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
     carries was made. Raises UsageError when the costs do not fit the schedule.
     """
     costs = equal_costs(schedule) if costs is None else costs
-    check_costs(schedule, costs)
-    orders = schedule.compute_orders()
-    placement = schedule.placement
-    times = walk(
+    _check_costs(schedule, costs)
+    orders, placement = schedule.compute_orders(), schedule.placement
+    times, _ = walk(
         orders,
         compute_needs(orders, schedule.stages),
         lambda action: costs.stages[action.stage].of(action.kind),
         lambda before, after: 0.0 if placement[before.stage] == placement[after.stage] else costs.communication,
-    ).times
+    )
     held = {"F": 1, "B": -1, "W": -1}
     peaks = [max(itertools.accumulate(held.get(each.kind, 0) for each in order), default=0) for order in orders]
     chunks = [max(1, placement.count(rank)) for rank in range(schedule.ranks)]
@@ -101,8 +100,7 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
     )
 
 
-def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
-    """Raises UsageError unless there is a cost for each stage, and none is negative."""
+def _check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
     if len(costs.stages) != schedule.stages:
         raise UsageError(
             f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"

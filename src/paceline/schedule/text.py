@@ -81,7 +81,15 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
         raise UsageError(
             f"{source} has no rows\n  a schedule has one line a rank, with cells such as F0.3, and commas between"
         )
-    rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
+    rows: list[list[Action | None]] = []
+    for rank, line in enumerate(body):
+        row: list[Action | None] = []
+        for slot, cell in enumerate(line.rstrip(", \t").split(",")):
+            try:
+                row.append(parse_action(cell) if cell.strip() else None)
+            except UsageError as error:
+                raise UsageError(f"{source}, rank {rank}, slot {slot}: {error}") from error
+        rows.append(row)
     slots = max(map(len, rows))
     if len(rows) * slots > _MOST_CELLS:
         raise UsageError(
@@ -103,18 +111,6 @@ def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
     except ValueError as error:
         raise UsageError(f"{source}: {what}={text} is not made of whole numbers\n  write {what}=0,1,2, say") from error
-
-
-def _read_row(line: str, rank: int, source: str) -> list[Action | None]:
-    row: list[Action | None] = []
-    for slot, cell in enumerate(line.split(",")):
-        try:
-            row.append(parse_action(cell) if cell.strip() else None)
-        except UsageError as error:
-            raise UsageError(f"{source}, rank {rank}, slot {slot}: {error}") from error
-    while row and row[-1] is None:
-        row.pop()
-    return row
 
 
 def _placement(rows: Sequence[Sequence[Action | None]], source: str) -> tuple[int, ...]:
@@ -143,8 +139,8 @@ def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, w
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
-    label = "F3 is the forward of microbatch 3"
-    labels = label if _is_plain(schedule) else f"F1.{label[1:]} in stage 1"
+    labels = "F3 is the forward of microbatch 3"
+    labels = labels if _is_plain(schedule) else f"F1.{labels[1:]} in stage 1"
     parts = "I and W are the two parts of a backward" if schedule.splits_backward else "B is a backward"
     table = ["         stages      idle     in flight at most"]
     for rank in range(schedule.ranks):
@@ -258,24 +254,20 @@ def _draw_bars(axes: Axes, schedule: Schedule, measure: ScheduleMeasure) -> None
     is_plain, has_labels = _is_plain(schedule), len(measure.times) <= _MOST_LABELS
     for rank, order in enumerate(schedule.compute_orders()):
         spans = [measure.times[action] for action in order]
+        here = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+        colours = []
+        for action in order:  # mixed of the first chunk's and the last one's, by how far along the stage is
+            share = here.index(action.stage) / max(1, len(here) - 1)
+            colours.append(tuple(a + (b - a) * share for a, b in zip(*_COLOURS[action.kind], strict=True)))
         axes.barh(
             y=[rank] * len(order),
             width=[end - start for start, end in spans],
             left=[start for start, _ in spans],
             height=0.86,
-            color=[_colour(action, schedule) for action in order],
+            color=colours,
             edgecolor="white",
             linewidth=0.6,
         )
         for action, (start, end) in zip(order, spans, strict=True) if has_labels else ():
             text = str(action.microbatch) if is_plain else f"{action.stage}.{action.microbatch}"
             axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7 if is_plain else 6)
-
-
-def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
-    """Mixes the colours of the first and the last chunk, by how far along its rank's chunks the stage is."""
-    here = [stage for stage, home in enumerate(schedule.placement) if home == schedule.placement[action.stage]]
-    share = here.index(action.stage) / max(1, len(here) - 1)
-    light, dark = _COLOURS[action.kind]
-    red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
-    return red, green, blue

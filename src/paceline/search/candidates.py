@@ -8,8 +8,7 @@
     schedule    1f1b; interleaved with 2 to 4 chunks a rank, where they divide the blocks and stages the microbatches;
                 zb-h1, and zb-v with twice as many microbatches as stages, where nothing is fully sharded or compiled
 
-A model that is known by what a sample of it costs is not split: its meshes are data alone. Buckets, offload
-and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
+Buckets, offload and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class TrainingTask:
     need: EngineMemory | None = None
 
     def workload(self, layout: Layout) -> Workload:
-        """Returns a step of it in a layout, as the engines here run it."""
         run = Running(
             seq_len=self.seq_len,
             compute=self.compute,

@@ -18,15 +18,14 @@ from paceline.config.checks import check_ranks
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import RECOMPUTES, Compute, Workload
+from paceline.plan.workload import RECOMPUTES, Compute, Workload, config_values
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
-from paceline.search.hugging_face import read_hugging_face
+from paceline.search.hugging_face import read_hugging_face, why_no_config
 
 COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
 COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
@@ -104,13 +103,23 @@ def request_for_hugging_face(
     source: Path | Mapping[str, Any], cluster: Cluster, overrides: Sequence[str] = (), precision: str | None = None
 ) -> PlanRequest:
     """Makes a request of a Hugging Face model, whose batch and tokens are assumed where ``overrides`` do not say."""
-    model = read_hugging_face(source)
+    shape, values = read_hugging_face(source)
     own = ["train.precision=fp32"] if cluster.device.is_cpu else []  # processors have no faster one
-    config = config_from_dict(model.values, overrides=[*own, *overrides])
-    shape = model.shape if model.no_config else None
+    config = config_from_dict(values, overrides=[*own, *overrides])
+    no_config, context = why_no_config(shape), known_shape(config.data).context or 0
+    texts = {
+        "train.global_batch": f"a step of {config.train.global_batch} sequences (train.global_batch)",
+        "data.context": f"sequences of {context} tokens (data.context)",
+        "train.precision": f"{config.train.precision} (train.precision)",
+    }
     said = {word.partition("=")[0] for word in overrides} | ({"train.precision"} if precision else set())
-    made = request_for(config, cluster, precision=precision, shape=shape, no_config=model.no_config)
-    return replace(made, assumed=model.assumed(config, said))
+    found = [text for key, text in texts.items() if key not in said]
+    assumed = [", ".join(found)] if found else []
+    if 0 < shape.window < context:
+        assumed.append(f"attention looks back {context} tokens, where the model's looks back {shape.window}")
+    own_shape = shape if no_config else None
+    made = request_for(config, cluster, precision=precision, shape=own_shape, no_config=no_config)
+    return replace(made, assumed=tuple(assumed))
 
 
 def task_of(

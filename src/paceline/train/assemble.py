@@ -16,10 +16,10 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLeve
 from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config, layout_of, peak_learning_rate, with_precision
+from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
+from paceline.config import Config, layout_of, with_precision
 from paceline.config.data_sections import may_ignore
+from paceline.config.layout import peak_learning_rate
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -186,7 +186,7 @@ def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval:
 
 def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
     """Returns the hooks that record what was chosen for this run, and what its first steps compile and tune."""
-    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice._asdict())]
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
     if layout.is_compiled:

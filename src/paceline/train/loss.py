@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
 from paceline.engines.compiled import Compiled
-from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
-from paceline.models.causal import is_causal, with_head_loss
+from paceline.models.hugging_face import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
 

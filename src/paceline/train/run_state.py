@@ -31,9 +31,9 @@ from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, 
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
-from paceline.data.consumed import ConsumedIds
 from paceline.data.datasets import DataShape
 from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.order import ConsumedIds
 from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, MisfitError

@@ -29,8 +29,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.models.gpt import GPT, KeyValues
+from paceline.models.hugging_face import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.models.registry import build_model
-from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region
 from paceline.train.loss import logits_of
 from paceline.untrusted import is_count

@@ -18,12 +18,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from paceline.verify.reference import Reference
-from paceline.verify.runs import StepValues
-from paceline.verify.settings import Settings
+from paceline.verify.case import Settings
+from paceline.verify.runs import Reference, StepValues
 
 TOLERANCE = 1e-10
 
@@ -79,21 +79,17 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
     bf16 puts on the other side of an edge is off by that much, so the bound for the same pieces is the same share of
     this u. Elsewhere it is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
     """
-    tolerance = settings.tolerance
+    tolerance, policy = settings.tolerance, settings.policy
     if settings.is_exact:
         return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
-    half = settings.policy.autocast_dtype or settings.policy.param_dtype
+    half = torch.float8_e4m3fn if policy.float8 is not None else policy.autocast_dtype or policy.param_dtype
     assert half is not None
-    if settings.policy.float8 is not None:
-        half = torch.float8_e4m3fn
-    name = str(half).removeprefix("torch.")
-    unit = torch.finfo(half).eps / 2
+    name, unit = str(half).removeprefix("torch."), torch.finfo(half).eps / 2
     if pieces == settings.accumulate * settings.ranks:
         reason = f"the same roundings to {name} on both sides, and one element in 256 on the other side of an edge"
         return Bound(tolerance=tolerance or unit / 16, reason=reason, floor=0.01)
     reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"
-    share = 4 if settings.policy.float8 is None else 1
-    return Bound(tolerance=tolerance or unit * share, reason=reason, floor=1.0)
+    return Bound(tolerance=tolerance or unit * (4 if policy.float8 is None else 1), reason=reason, floor=1.0)
 
 
 def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Bound | None:
@@ -108,18 +104,13 @@ def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Boun
     if not unit:
         return None
     floor = 0.01 if pieces.pieces == settings.accumulate * settings.data_ranks else 1.0
-
-    def measure(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
-        return relative(ours, expected, scale, floor)
-
-    found = compare(whole.steps[0], pieces.steps[0], measure)
+    found = compare(whole.steps[0], pieces.steps[0], partial(relative, floor=floor))
     noise = max(found.loss, found.gradients, found.norm)
     if noise > 2**10 * unit:
         return None
-    tolerance = max(noise, unit) * (1 / 16 if floor < 1 else 4)
     parts = f"parts of the model compute in {whole.coarse.dtype} ({', '.join(whole.coarse.names)})"
     reason = f"{parts}: one process differs from itself by {noise:.2g} where its batch is cut otherwise"
-    return Bound(tolerance=tolerance, reason=reason, floor=floor)
+    return Bound(tolerance=max(noise, unit) * (1 / 16 if floor < 1 else 4), reason=reason, floor=floor)
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
@@ -134,14 +125,19 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
     )
 
 
+def errors_by_step(reference: Reference, per_rank: Iterable[list[StepValues]], measure: Measure) -> list[Errors]:
+    """Returns the largest differences of all ranks in each step."""
+    expected = enumerate(reference.steps)
+    return [merge(compare(values[step], each, measure) for values in per_rank) for step, each in expected]
+
+
 def worst(errors: Mapping[str, float]) -> float:
     return max(errors.values(), default=0.0)
 
 
 def merge(errors: Iterable[Errors]) -> Errors:
-    found = list(errors)
-    names = [field.name for field in dataclasses.fields(Errors)]
-    return Errors(**{name: max((getattr(error, name) for error in found), default=0.0) for name in names})
+    found = [dataclasses.asdict(each) for each in (Errors(), *errors)]
+    return Errors(**{name: max(each[name] for each in found) for name in found[0]})
 
 
 def movement(expected: StepValues) -> dict[str, torch.Tensor]:
@@ -161,14 +157,11 @@ def relative(ours: Tensors, expected: Tensors, scale: Tensors, floor: float) -> 
     """
     sizes = {name: _norm(scale.get(name, tensor)) for name, tensor in expected.items()}
     least = floor * math.hypot(*sizes.values())
-    errors = {}
+    errors = absolute(ours, expected, scale)
     for name, tensor in expected.items():
-        found = ours.get(name)
-        error = difference(found, tensor)
-        if found is not None and tensor is not None and 0.0 < error < math.inf:
-            size = max(sizes[name], least)
-            error = _norm(found.double() - tensor.double()) / size if size else math.inf
-        errors[name] = error
+        found, size = ours.get(name), max(sizes[name], least)
+        if found is not None and tensor is not None and 0.0 < errors[name] < math.inf:
+            errors[name] = _norm(found.double() - tensor.double()) / size if size else math.inf
     return errors
 
 

@@ -1,9 +1,7 @@
 """Turns of the GPU benchmark's arms, each in a process of its own; and rows of what they measured.
 
-    round 1: A B C     round 2: B C A     ...          A row has medians over rounds, and the ratio within each round.
-
-Of ``paceline train`` the records are read afterwards. The second start of an arm finds what the first compiled in
-torch's cache on disk.
+A row has medians over rounds, and the ratio within each round. The second start of an arm finds what the first compiled
+in torch's cache on disk.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm
-from paceline.bench.gpu.workloads import GpuWorkload
-from paceline.bench.interleave import rotate
+from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm, GpuWorkload
+from paceline.bench.timing import rotate
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError

@@ -23,8 +23,16 @@ from paceline.checkpoint.formats import coverage_problems, piece_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
-from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
-from paceline.data.order import DataOrder, GlobalBatch
+from paceline.data.order import (
+    DataOrder,
+    GlobalBatch,
+    Segment,
+    batches_of,
+    extend_hash,
+    hash_text,
+    segments_of,
+    skipped_of,
+)
 from paceline.errors import CheckpointError, PacelineError
 from paceline.untrusted import is_count
 

@@ -10,15 +10,10 @@ For a tensor of B bytes on N ranks, H hosts of L ranks each (bytes that a rank s
 
 The rounds are data (``rounds.py``), one executor runs them (``lanes.py``), and ``auto`` takes what the formulas in
 ``cluster/costs.py`` say is fastest, or for an all-reduce a table that was measured, where there is one for its ranks.
-Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through. Every
-element is summed by one rank and then copied: the same bits on every rank.
+Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through.
 
 Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
 too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
-
-With a communicator of its own inside every host (for CPUs, shared memory) the hierarchical all-reduce is a
-reduce-scatter inside, a ring across, and an all-gather inside. The three follow one another, and operations are
-finished in the order of issue, so that no two ranks ever wait for each other on different levels.
 """
 
 from __future__ import annotations
@@ -28,17 +23,17 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from paceline.cluster import costs
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
     MeasuredTable,
     Placement,
     Wires,
-    fastest_all_reduce,
-    fastest_broadcast,
-    fastest_scatter,
+    chain,
+    double_tree,
+    rooted_tree,
 )
-from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
@@ -105,8 +100,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = Wires()
-        self._chunk_bytes = chunk_bytes
+        self._links, self._chunk_bytes = Wires(), chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
         self._placement = self.topology.placement
@@ -133,7 +127,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
             algorithm = self._table.fastest(tensor.nbytes)
         else:
-            algorithm = self._choose(fastest_all_reduce, tensor)
+            algorithm = self._choose(costs.fastest_all_reduce, tensor)
         if algorithm == "native":
             return None
         flat = _flat(tensor)
@@ -143,7 +137,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
 
     def _make_reduce_scatter(self, call: Call) -> Work | None:
         """Takes a copy of the tensor, to add up in."""
-        algorithm = self._choose(fastest_scatter, call.tensor)
+        algorithm = self._choose(costs.fastest_scatter, call.tensor)
         if not self._scatters(algorithm):
             return None
         flat = call.tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
@@ -153,7 +147,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, own))
 
     def _make_all_gather(self, call: Call) -> Work | None:
-        algorithm, tensor = self._choose(fastest_scatter, call.output), call.tensor
+        algorithm, tensor = self._choose(costs.fastest_scatter, call.output), call.tensor
         if not self._scatters(algorithm):
             return None
         flat = _flat(call.output)
@@ -165,7 +159,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, flat))
 
     def _make_broadcast(self, call: Call) -> Work | None:
-        algorithm = self._choose(fastest_broadcast, call.tensor)
+        algorithm = self._choose(costs.fastest_broadcast, call.tensor)
         if algorithm not in ("ring", "tree"):
             return None
         flat = _flat(call.tensor)
@@ -190,9 +184,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         )
 
     def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
-        if self.algorithm != "auto":
-            return self.algorithm
-        return fastest(tensor.nbytes, self._placement, self._links)
+        return fastest(tensor.nbytes, self._placement, self._links) if self.algorithm == "auto" else self.algorithm
 
     def _all_reduce_rounds(self, algorithm: Algorithm, span: ElementRange) -> list[list[Round]]:
         """Returns the rounds of a lane, or, for two trees, of two."""
@@ -203,9 +195,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
             both = (rounds.tree_reduce, rounds.tree_broadcast)
             return [[each for form in both for each in form(self.rank, tree, half)] for tree, half in halves]
         slices = cut(span, self.size)
-        if algorithm == "ring":
-            return [rounds.ring_reduce_scatter(self.rank, slices) + rounds.ring_all_gather(self.rank, slices)]
-        return [rounds.halving_reduce_scatter(self.rank, slices) + rounds.doubling_all_gather(self.rank, slices)]
+        return [_REDUCE_SCATTER[algorithm](self.rank, slices) + _ALL_GATHER[algorithm](self.rank, slices)]
 
     def _scatters(self, algorithm: Algorithm) -> bool:
         """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
@@ -281,9 +271,10 @@ def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300
 
 
 class TwoLevelCommunicator(AlgorithmCommunicator):
-    """Reduces inside hosts through ``local``, and across them by messages of ``inner``.
+    """Reduces inside hosts through ``local`` (for CPUs, shared memory), and across them by messages of ``inner``.
 
-    All other verbs, and the groups that are split off, are those of the hierarchical algorithm on messages alone.
+    An all-reduce is a reduce-scatter inside, a ring across, and an all-gather inside: one after another, so that no two
+    ranks wait for each other on different levels. All else is the hierarchical algorithm on messages alone.
     """
 
     def __init__(self, inner: Communicator, topology: Topology, local: Communicator) -> None:
@@ -298,24 +289,19 @@ class TwoLevelCommunicator(AlgorithmCommunicator):
 
     def _make_all_reduce(self, call: Call) -> Work:
         tensor, op = call.tensor, call.op
-        whole = self._whole(tensor)
+        adds: ReduceOp = "sum" if op == "avg" else op
+        whole = _flat(tensor)
+        if short := -whole.numel() % self._local.size:  # so many that every rank of a host has as large a piece
+            whole = torch.cat([whole, whole[-1:].expand(short)])  # the last again: also for the smallest and largest
         piece = torch.empty(whole.numel() // self._local.size, dtype=whole.dtype)
-        first = self._local.reduce_scatter(piece, whole, "sum" if op == "avg" else op)
-        return self._in_flight.issue([], lambda: self._go_on(tensor, whole, piece, op, first))
+        first = self._local.reduce_scatter(piece, whole, adds)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements one after another, so many that every rank of a host has as large a piece."""
-        flat = tensor.detach().contiguous().view(-1)
-        short = -flat.numel() % self._local.size
-        if not short:
-            return flat
-        return torch.cat([flat, flat[-1:].expand(short)])  # the last again: also for the smallest and the largest
+        def go_on() -> None:
+            first.wait()
+            self._across.all_reduce(piece, adds).wait()
+            if op == "avg":
+                piece.div_(self.size)
+            self._local.all_gather(whole, piece).wait()
+            _put_back(tensor, whole[: tensor.numel()])
 
-    def _go_on(self, tensor: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, op: ReduceOp, first: Work) -> None:
-        first.wait()
-        self._across.all_reduce(piece, "sum" if op == "avg" else op).wait()
-        if op == "avg":
-            piece.div_(self.size)
-        self._local.all_gather(whole, piece).wait()
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole[: tensor.numel()].view(tensor.shape))
+        return self._in_flight.issue([], go_on)

@@ -2,8 +2,7 @@
 
 An operation is cut into lanes: parts of the tensor that go through their rounds side by side, so that one is added up
 while the next is on its way. Issuing an operation posts its first round; ``wait`` carries out the rest, after whatever
-this rank issued before. That order is why operations in flight never wait in a circle: as all ranks issue in the same
-order, the oldest that is not done is the one that all of them work on.
+this rank issued before: as all ranks issue in the same order, operations in flight never wait in a circle.
 
 [Note: ahead] A message leaves when its receiver has said that it is ready, and on a busy link that word stands in line
 behind data. So what a lane receives is posted one round before it is needed. It cannot come too early: it is sent by

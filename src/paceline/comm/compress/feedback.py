@@ -7,19 +7,18 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-What N ranks have not sent yet is the *mean* of their residuals. A residual is saved as one tensor with a row for each
-replica, whole and free of ranks: as many replicas go on with their own rows, another number with the mean of all. Where
-gradients are sharded inside a group and averaged across groups (hybrid), a bucket and its residuals are slices, and the
-ranks that average are the replicas. Factors of PowerSGD are the same in all replicas, and differ by slice. They are
-where an iteration starts, and nothing is lost by a start from elsewhere: a rank takes the one of its slice, or of the
-last one that begins before it. A checkpoint holds N times the compressed gradients; nothing is sent for it.
+A residual is saved as one tensor with a row for each replica: as many replicas go on with their own rows, another
+number with the mean of all. Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket
+and its residuals are slices, and the ranks that average are the replicas. Factors of PowerSGD are the same in all
+replicas, and differ by slice. They are where an iteration starts, and nothing is lost by a start from elsewhere: a rank
+takes the one of its slice, or of the last one that begins before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,17 +33,14 @@ _FACTOR = "factor/"
 
 
 class TensorSource(Protocol):
-    """Saved tensors, by name."""
+    """Saved tensors: the shapes of those whose names begin so, by what follows; and one of them, or a flat region."""
 
-    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors whose names begin so, by what follows."""
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPiece:
+class TensorPiece(NamedTuple):
     """What a rank has of a tensor: ``size`` of its ``whole`` elements, from ``begin`` on, in the order of memory."""
 
     begin: int
@@ -133,13 +129,12 @@ class Compressor:
         begins: dict[str, list[int]] = {}
         for label in source.shapes(prefix + _FACTOR):
             name, _, place = label.rpartition("/")
-            begins.setdefault(name, []).append(int(place))
+            if self._holds(name):
+                begins.setdefault(name, []).append(int(place))
         factors = {}
         for name, known in begins.items():
-            if self._holds(name):
-                begin = self._piece(name).begin
-                nearest = max((each for each in known if each <= begin), default=min(known))
-                factors[name] = source.read(f"{prefix}{_FACTOR}{name}/{nearest}")
+            nearest = max((each for each in known if each <= self._piece(name).begin), default=min(known))
+            factors[name] = source.read(f"{prefix}{_FACTOR}{name}/{nearest}")
         self.roll_back()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
@@ -168,7 +163,7 @@ class Compressor:
 
     def _piece(self, name: str, numel: int = 0) -> TensorPiece:
         """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
-        return self._pieces.get(name) or TensorPiece(begin=0, size=numel, whole=numel)
+        return self._pieces.get(name) or TensorPiece(0, numel, numel)
 
     # One pass.
 
@@ -225,7 +220,7 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            self.pieces[name] = TensorPiece(begin - slot.offset, end - begin, slot.numel)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
@@ -257,8 +252,7 @@ class _BucketWork:
     def __init__(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
         self.whole: torch.Tensor | None = None
         self.whole_work: Work = DONE
-        self._bucket = bucket
-        self._buffer = buffer
+        self._bucket, self._buffer = bucket, buffer
         self._new_factors: dict[str, torch.Tensor] = {}
         self._vector: torch.Tensor | None = None
         self._rounds: ExchangeRounds | None = None  # what the policy still has to do
@@ -285,13 +279,7 @@ class _BucketWork:
         pieces = bucket.split(vector)
         if names := [name for name in pieces if name in residuals]:
             torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
-        context = ExchangeContext(
-            settings=owner.settings,
-            parts=bucket.parts,
-            step=owner.step,
-            factors=owner.factors,
-            new_factors=self._new_factors,
-        )
+        context = ExchangeContext(owner.settings, bucket.parts, owner.step, owner.factors, self._new_factors)
         self._vector = vector
         self._rounds = owner.policy.exchange(vector, context, comm)
         self._num_later = owner.policy.num_rounds - 1

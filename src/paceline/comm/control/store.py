@@ -1,15 +1,14 @@
-"""The control store as torch's process groups use it, and as launchers and watches do.
-
-Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
-"""
+"""The control store as torch's process groups use it, and as launchers and watches do: they send short texts."""
 
 from __future__ import annotations
 
 import base64
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +26,10 @@ _C10D: Any = dist  # whose stores torch does not declare
 
 
 class ControlClient:
-    """Requests of one process to the control server of its job. Safe to use from several threads."""
+    """Requests of one process to the control server of its job. Safe to use from several threads.
+
+    Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
+    """
 
     def __init__(self, address: Address, secret: Secret) -> None:
         self.address = address
@@ -38,8 +40,7 @@ class ControlClient:
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
         """Returns the answer of the server, which may take ``within_s`` seconds and a little more.
 
-        Raises TimeoutError when what was waited for did not come, and CommunicationError when the server is gone or
-        refuses.
+        Raises TimeoutError when that is over, and CommunicationError when the server is gone or refuses.
         """
         link = self._take()
         try:
@@ -128,8 +129,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         self._client.ask("append", self._prefix + key, _text(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found = self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired))
-        return base64.b64decode(found)
+        return base64.b64decode(self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""
@@ -173,3 +173,89 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
 
 def _text(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
+
+
+TIMEOUT_S = 10.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02  # between two questions for the same text
+
+
+class SideChannel:
+    """Short texts that hosts leave for one another, under names, beside the collectives: also while those are stuck.
+
+    It is a connection of its own to the store at which the ranks met, which serves it whatever the ranks' Python does.
+    A thread asks, since a connection to a host that cannot be reached any more may block for minutes: an operation
+    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits for a text any more once
+    there is one under ``farewell``.
+    """
+
+    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
+        """``store`` is a connection that nobody else uses; ``name`` keeps runs apart."""
+        self._store = store
+        self._prefix = f"paceline-health/{name}/"
+        store.set_timeout(timedelta(seconds=TIMEOUT_S))
+        self._patience_s, self._farewell = patience_s, farewell
+        self._questions: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
+        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
+        self._is_answered, self._is_closed, self._is_gone = True, False, False
+        self._lock = threading.Lock()  # the watch asks, and the rank itself when it leaves
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. One that is inside torch when the interpreter ends would end the process with SIGABRT."""
+        self._is_closed = True
+        self._questions.put(None)
+        self._thread.join(timeout=self._patience_s)
+
+    def publish(self, key: str, text: str) -> None:
+        """Leaves a text, in the place of an older one."""
+        self._ask(lambda: self._store.set(self._prefix + key, text) or "")
+
+    def read(self, key: str) -> str:
+        """Returns what was left there last; empty if nothing was. Does not wait."""
+        name = self._prefix + key
+        return self._ask(lambda: str(self._store.get(name).decode()) if self._store.check([name]) else "")
+
+    def wait_for(self, key: str) -> str:
+        """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds."""
+        deadline, pause_s = time.monotonic() + TIMEOUT_S, _SHORTEST_PAUSE_S  # asks again and again: so a thread can end
+        while not (text := self.read(key)):
+            if time.monotonic() > deadline or (self._farewell and self.read(self._farewell)):
+                raise CommunicationError(f"nobody left {key}")
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+        return text
+
+    def _ask(self, question: Callable[[], str]) -> str:
+        with self._lock:
+            if self._is_closed or self._is_gone:
+                raise CommunicationError("the store is gone")
+            if not self._is_answered:
+                self._take(0.0)  # the answer to an earlier question
+            self._questions.put(question)
+            answer = self._take(self._patience_s)
+        if isinstance(answer, CommunicationError):
+            # Torch never connects again; it would write a line of its own to standard error with every question.
+            self._is_gone = isinstance(answer.__cause__, dist.DistNetworkError)
+            raise answer
+        return answer
+
+    def _take(self, patience_s: float) -> str | CommunicationError:
+        try:
+            answer = self._answers.get(timeout=patience_s)
+        except Empty:
+            self._is_answered = False
+            raise CommunicationError("the store does not answer") from None
+        self._is_answered = True
+        return answer
+
+    def _serve(self) -> None:
+        while (question := self._questions.get()) is not None:
+            try:
+                answer: str | CommunicationError = question()
+            except (RuntimeError, TimeoutError) as error:
+                answer = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
+                answer.__cause__ = error
+            except CommunicationError as error:
+                answer = error
+            self._answers.put(answer)

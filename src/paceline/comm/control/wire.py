@@ -83,9 +83,7 @@ class Seal:
 
     def close(self, text: bytes) -> bytes:
         """Returns a message with its head."""
-        if len(text) > LONGEST_MESSAGE:
-            raise RefusedError(f"a control message of {len(text)} bytes: {LONGEST_MESSAGE} is the limit")
-        return HEAD.pack(len(text), self._mark(text)) + text
+        return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
         """Returns the text of a message if its mark is right. Raises RefusedError if it is not."""
@@ -110,9 +108,13 @@ def derive(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[byt
 def read_length(head: bytes) -> tuple[int, bytes]:
     """Returns the length of a message and its mark. Raises RefusedError for one that is too long."""
     length, mark = HEAD.unpack(head)
+    return _check_length(length), mark
+
+
+def _check_length(length: int) -> int:
     if length > LONGEST_MESSAGE:
         raise RefusedError(f"a control message of {length} bytes: {LONGEST_MESSAGE} is the limit")
-    return length, mark
+    return length
 
 
 def to_text(message: list[Any]) -> bytes:
@@ -223,15 +225,6 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def listen_privately(folder: Path) -> tuple[socket.socket, Address]:
-    """Listens where this host's processes of this user get: in ``folder``, of mode 0700; else on the loopback."""
-    path = folder / "control"
-    if len(os.fsencode(path)) <= LONGEST_UNIX_PATH:
-        return listen(Address(str(path))), Address(str(path))
-    listener = listen(Address("127.0.0.1"))
-    return listener, Address("127.0.0.1", listener.getsockname()[1])
 
 
 def write_secret(path: Path) -> None:

@@ -20,29 +20,17 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
-from paceline.comm.ledger.file import (
-    DONE_WORD,
-    ISSUED,
-    NUM_RECORDS,
-    PHASE,
-    PUT_RECORD,
-    RECORD_BYTES,
-    RECORD_WORDS,
-    RECORDS_AT,
-    STEP,
-    WAITING,
-)
+from paceline.comm.ledger.file import ISSUED, NUM_RECORDS, PHASE, RECORD_BYTES, RECORDS_AT, STEP, WAITING
 from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
-_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 _NEAR = 32  # records among which the last collective of all ranks is looked for
 
@@ -54,17 +42,10 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 """The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
-class Waitable(Protocol):
-    """An operation in flight: ``Work`` of ``comm/base.py``, which knows this file."""
-
-    def wait(self) -> None:
-        """Returns when its result may be used."""
-
-
 class NotedWork(Protocol):
-    """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
+    """An operation whose end is written down. Whoever asked for the record adds ``inner``, a ``Work``."""
 
-    inner: Waitable
+    inner: Any
     number: int
 
     def wait(self) -> None:
@@ -121,7 +102,7 @@ class Ledger:
 
     def enter(self, phase: str) -> None:
         """Notes what the rank does from here on."""
-        self.cells[PHASE] = _PHASE_NUMBERS[phase]
+        self.cells[PHASE] = PHASES.index(phase)
         self.cells[layout.LAPS] += 1
 
     def count_step(self) -> None:
@@ -153,19 +134,9 @@ class Ledger:
         """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[layout.UPDATED] + 1, update.counters
         rest = (0,) * (layout.MOST_COUNTERS - len(counters))
-        layout.UPDATE.pack_into(
-            self.buffer,
-            layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,
-            number,
-            update.collectives,
-            update.updates,
-            update.idle,
-            update.place,
-            *counters,
-            *rest,
-            *counters.values(),
-            *rest,
-        )
+        words = (number, update.collectives, update.updates, update.idle, update.place)
+        at = layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size
+        layout.UPDATE.pack_into(self.buffer, at, *words, *counters, *rest, *counters.values(), *rest)
         self.cells[layout.UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
@@ -225,11 +196,12 @@ class Ledger:
 def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     """Makes the class of a ledger's works. It has no constructor, which would cost as much as all the rest of one."""
     cells, times, now = ledger.cells, ledger.times, ledger.now
+    first, words = layout.DONE_WORD, layout.RECORD_WORDS
 
     class LedgerWork:
         __slots__ = ("inner", "number")
 
-        inner: Waitable
+        inner: Any
         number: int
 
         def wait(self) -> None:
@@ -244,7 +216,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
                 cells[WAITING] = 0
             self.number = 0
             if cells[ISSUED] - number < _REACH:  # else its place is another's by now
-                times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = now()
+                times[first + number % NUM_RECORDS * words] = now()
 
     return LedgerWork
 
@@ -257,7 +229,7 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
     collective, and ``to`` is another group than the writer's.
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
-    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
+    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, layout.PUT_RECORD
     frame_at, find_place = sys._getframe, ledger.find_place
     user_of = ledger.sites.user_instruction if ledger.is_own_loop else None
     count = first

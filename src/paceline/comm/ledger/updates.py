@@ -1,9 +1,8 @@
 """The updates of optimizers in a loop of the user's own: which of them count, and what is noted of each.
 
 A loop that leaves out a step calls nothing of ours in it. What is left of the step is its number, in a variable such as
-``step`` of ``for step in range(100)``: a whole number that goes up with every update. A look takes the whole numbers
-among the variables of the user's functions that are being called, and the attributes of ``self``; once they are known,
-only those that count. It costs some microseconds an update.
+``step`` of ``for step in range(100)``: a whole number that goes up with every update. It is looked for among the
+variables of the user's functions that are being called, and the attributes of ``self``; once found, only it is read.
 """
 
 from __future__ import annotations
@@ -112,10 +111,10 @@ class TrainedParameters:
 class UpdateNotes:
     """Counts the updates of one rank, and makes what is noted of some of them.
 
-    Noting costs a hundred microseconds or more, where a step has left nothing of it in the caches. So a rank notes its
-    first updates, then those that are the first after a multiple of a number of collectives, which is between four and
-    eight times that of a step; and whenever the last note is ``seldom_s`` seconds old. Ranks that have issued the same
-    collectives note the same updates, but for the last rule, and in slow loops by that one too.
+    Noting costs a hundred microseconds or more. So a rank notes its first updates, then those that are the first after
+    a multiple of a number of collectives, which is between four and eight times that of a step; and whenever the last
+    note is ``seldom_s`` seconds old. Ranks that have issued the same collectives note the same updates, but for the
+    last rule, and in slow loops by that one too.
     """
 
     def __init__(self, *, seldom_s: float, now: Callable[[], float] = time.perf_counter) -> None:
@@ -123,36 +122,26 @@ class UpdateNotes:
         self._seldom_s, self._now = seldom_s, now
         self._collectives = self._updates = self._idle = 0
         self._noted_s = -math.inf
-        self._is_noted = True
+        self.is_noted = True  # nothing is left to note: the last update was noted, or had no collective before it
 
     def count(self, collectives: int) -> bool:
         """Counts an update after so many collectives of all ranks; returns whether it is to be noted."""
         new, before = collectives - self._collectives, self._collectives
         self._collectives = collectives
         self._updates += 1
-        self._is_noted = new <= 0
-        if self._is_noted:
+        self.is_noted = new <= 0
+        if self.is_noted:
             self._idle += 1
             return False
         if self._updates <= _NUM_FIRST or (before ^ collectives) >> new.bit_length() + _MORE_BITS:
             return True
         return self._now() - self._noted_s >= self._seldom_s
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether nothing is left to note: the last update was noted, or had no collective before it."""
-        return self._is_noted
-
     def note(self, place: int, frame: FrameType | None) -> Update:
         """Returns what is noted of the last update, made by the code at ``frame``; None: that code is left."""
-        self._noted_s, self._is_noted = self._now(), True
-        return Update(
-            collectives=self._collectives,
-            updates=self._updates,
-            idle=self._idle,
-            counters=self._counters.read(frame),
-            place=place,
-        )
+        self._noted_s, self.is_noted = self._now(), True
+        counted = {"collectives": self._collectives, "updates": self._updates, "idle": self._idle}
+        return Update(**counted, place=place, counters=self._counters.read(frame))
 
     def name_of(self, counter: int | None) -> str:
         """Returns the name of a counter; an empty one for what is none."""

@@ -7,14 +7,12 @@ Every rank has an area of a few slots, which it alone writes and all read. A rou
     all_gather      a rank puts in its piece and takes out the others'
     broadcast       the source puts in, the others take out
 
-For a tensor of B bytes on N ranks, an all-reduce copies B (N-1)/N in and as much out, and reads B once for the sums;
-the chunks stay in the cache. Sums are taken in rank order, in float32 where the tensor is narrower: the bits are the
-same on every rank, and those of virtual ranks. A small tensor goes in whole and every rank reduces all of it, which
-saves one of two meetings.
+For a tensor of B bytes on N ranks, an all-reduce copies B (N-1)/N in and as much out, and reads B once for the sums.
+Sums are taken in rank order, in float32 where the tensor is narrower: the bits are the same on every rank, and those of
+virtual ranks. A small tensor goes in whole and every rank reduces all of it, which saves one of two meetings.
 
 A rank says in counters which round's data it has put in (``ARRIVED``), and no longer needs (``_DONE``); the compiled
-code has one more, of what it has reduced. Each counter has one writer. A slot is free for round t when every rank is
-done with round t - SLOTS.
+code has one more, of what it has reduced. A slot is free for round t when every rank is done with round t - SLOTS.
 """
 
 from __future__ import annotations
@@ -123,12 +121,8 @@ def describe(stamp: int) -> str:
     if kind == "barrier":
         return "barrier()"
     name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
-    how = ""
-    if kind in ("all_reduce", "reduce_scatter"):
-        how = f"{OPS[detail]}, "
-    elif kind == "broadcast":
-        how = f"source={detail}, "
-    return f"{kind}({how}{numel} elements of {name})"
+    how = {"all_gather": "", "broadcast": f"source={detail}, "}.get(kind)
+    return f"{kind}({f'{OPS[detail]}, ' if how is None else how}{numel} elements of {name})"
 
 
 class Collectives:
@@ -138,7 +132,7 @@ class Collectives:
         self.board = board
 
     def barrier(self) -> Steps:
-        return self._in_rounds(1, stamp_of("barrier"), lambda _number, _ticket: None, lambda _number, _ticket: None)
+        return self._in_rounds(1, stamp_of("barrier"), lambda *_: None, lambda *_: None)
 
     def start(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         """Carries out a collective on flat tensors; those that are only moved are bytes."""

@@ -1,12 +1,9 @@
 """One baton among N threads: one rank runs at a time, with random states of its own.
 
-torch's generator belongs to the process, so N ranks that ran at once would draw from one another's numbers. Here a
-rank holds the baton while it computes and passes it on, in rank order, when it must wait. With the baton go the
-random states of torch, numpy and Python: each rank behaves as if it had a process to itself, and two runs give the
-same bits.
-
-It also makes waiting transparent: when no rank can go on, that is known at once and reported as a verdict; a rank
-that keeps the baton beyond the time limit is reported with the line it stands at.
+A rank holds the baton while it computes and passes it on, in rank order, when it must wait. With the baton go the
+random states of torch, numpy and Python, which belong to the process: each rank behaves as if it had one to itself, and
+two runs give the same bits. When no rank can go on, that is known at once and reported as a verdict; a rank that keeps
+the baton beyond the time limit is reported with the line it stands at.
 """
 
 from __future__ import annotations
@@ -220,7 +217,13 @@ class Baton:
             if self._error is None:
                 self._states[rank].restore(self.device)
                 self._last_sign = time.monotonic()
-                results[rank] = self._call(work)
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                # [Note: one autograd thread] All backward work of a CUDA device shares one autograd thread, so a rank
+                # that blocks inside a backward hook would block every rank. With multithreading off (a setting of this
+                # thread), backward runs on the rank's own thread, which may block.
+                with torch.autograd.set_multithreading_enabled(self.device.type != "cuda"):
+                    results[rank] = work()
                 self._finished.add(rank)
                 self._pass_on(rank)
         except Abandoned:
@@ -228,20 +231,9 @@ class Baton:
         except CommunicationError as error:  # a verdict already names the ranks
             self._end(error)
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            failure = RankFailedError(rank, error, text)
+            failure = RankFailedError(rank, error, "".join(traceback.format_exception(error)))
             failure.__cause__ = error
             self._end(failure)
-
-    def _call(self, work: Callable[[], Any]) -> Any:
-        if self.device.type != "cuda":
-            return work()
-        torch.cuda.set_device(self.device)
-        # [Note: one autograd thread] All backward work of a CUDA device shares one autograd thread, so a rank that
-        # blocks inside a backward hook would block every rank. With multithreading off (a setting of this thread),
-        # backward runs on the rank's own thread, which may block.
-        with torch.autograd.set_multithreading_enabled(False):
-            return work()
 
     def _pass_on(self, rank: int) -> None:
         self._states[rank] = RandomStates.capture(self.device)
@@ -315,6 +307,4 @@ def call_site(frame: Any) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
         frame = frame.f_back
     frame = frame or innermost
-    if frame is None:
-        return "an unknown line"
-    return name_site(frame)
+    return "an unknown line" if frame is None else name_site(frame)

@@ -2,12 +2,7 @@
 
 The ranks run one at a time (see ``baton.py``). A collective is carried out by the rank that arrives last, and sums are
 taken in rank order, in float32 where the tensors are narrower: results are bit-for-bit the same on every run. Ranks
-that call different operations get an error that names them and what each called; ranks that wait for what will not
-come get a verdict, never a silent hang.
-
-    results = run_virtual(work, ranks=4)      # work(comm) on each rank; what they returned, by rank
-
-With ``timing`` every rank has a clock of its own (see ``clock.py``), ``comm.clock``.
+that call different operations, or wait for what will not come, get an error that says so, never a silent hang.
 """
 
 from __future__ import annotations
@@ -19,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm.base import NARROW, Call, Communicator, ReduceOp, Work, check_split, reduce_pair
 from paceline.comm.virtual.baton import Baton, call_site
@@ -60,12 +56,15 @@ def run_virtual(
     def live(rank: int) -> T:
         comm = VirtualCommunicator(world.join(world.everybody.ranks, rank), rank)
         comm.trained = pairing.trained[rank]
-        pairing.enter(rank)
+        pairing.thread.rank = rank
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
             return work(comm)
 
-    with pairing.following() if ranks > 1 else contextlib.nullcontext():
-        return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
+    hook = register_optimizer_step_post_hook(pairing.end_update)
+    try:
+        return baton.run([partial(live, rank) for rank in range(ranks)])
+    finally:
+        hook.remove()
 
 
 class VirtualCommunicator(Communicator):
@@ -86,7 +85,7 @@ class VirtualCommunicator(Communicator):
             is_send = kind == "send"
             other = f"{'to' if is_send else 'from'} {self.ranks[peer]}"
             detail = f"rank {self.ranks[self.rank]} {other}, {_shape(call.tensor)}, tag={tag}"
-            message = Contribution(VirtualCall(kind, detail, _caller()), (call.tensor,))
+            message = Contribution(VirtualCall(kind, detail, call_site(sys._getframe())), (call.tensor,))
             key = (self.rank, peer, tag) if is_send else (peer, self.rank, tag)
             return self._group.post(message, key, is_send=is_send)
         tensors = (call.tensor,) if call.output is call.tensor else (call.output, call.tensor)
@@ -95,11 +94,11 @@ class VirtualCommunicator(Communicator):
         else:
             first = {"all_gather": "", "broadcast": f"source={peer}"}.get(kind, call.op)
             detail = ", ".join(part for part in (first, *map(_shape, tensors)) if part)
-        asked = VirtualCall(kind, detail, _caller())
+        asked = VirtualCall(kind, detail, call_site(sys._getframe()))
         return self._group.meet(self.rank, Contribution(asked, tensors, call.splits), partial(self._carry_out, call))
 
     def barrier(self) -> None:
-        call = VirtualCall("barrier", "", _caller())
+        call = VirtualCall("barrier", "", call_site(sys._getframe()))
         self._group.meet(self.rank, Contribution(call, ()), lambda _: None).wait()
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
@@ -127,14 +126,15 @@ class VirtualCommunicator(Communicator):
                 if rank != call.peer:
                     output.copy_(given[call.peer])
         else:
-            self._exchange(contributions)
+            self._exchange(outputs, given, [each.splits for each in contributions if each.splits is not None])
 
-    def _exchange(self, contributions: list[Contribution]) -> None:
+    def _exchange(
+        self, outputs: list[torch.Tensor], given: list[torch.Tensor], splits: list[tuple[list[int], list[int]]]
+    ) -> None:
         """Hands pieces over; what each pair exchanges must agree on both sides."""
-        pieces = [torch.split(a.tensors[-1].clone(), a.splits[1]) for a in contributions if a.splits is not None]
-        for me, each in enumerate(contributions):
-            assert each.splits is not None
-            for peer, target in enumerate(torch.split(each.tensors[0].data, each.splits[0])):
+        pieces = [torch.split(tensor.clone(), ours) for tensor, (_, ours) in zip(given, splits, strict=True)]
+        for me, output in enumerate(outputs):
+            for peer, target in enumerate(torch.split(output, splits[me][0])):
                 piece = pieces[peer][me]
                 if piece.shape != target.shape:
                     self._group.world.baton.fail(
@@ -163,7 +163,3 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{_dtype(tensor)} {list(tensor.shape)}"
-
-
-def _caller() -> str:
-    return call_site(sys._getframe(1))

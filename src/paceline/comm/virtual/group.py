@@ -1,10 +1,9 @@
 """What virtual ranks share: groups, the collectives that members meet in, and the messages between two of them.
 
 Operations of a group are matched by the order in which each member issued them, messages by their two ranks and tag.
-The last to arrive carries a collective out, so that every tensor is there; on CUDA each side's stream is ordered after
-the others' by events. Ranks with clocks pay for an operation from the latest arrival on, or from when the group is
-free. A rank that asks for something else than the others ends the run with what each of them called; so does one that
-is in another step than its neighbour at an update of what they train (see ``health/pairing.py``).
+The last to arrive carries a collective out; on CUDA each side's stream is ordered after the others' by events. A rank
+that asks for something else than the others ends the run with what each of them called; so does one that is in another
+step than its neighbour at an update of what they train (see ``health/pairing.py``).
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import contextlib
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm.base import Work
 from paceline.comm.ledger.call_sites import user_line
@@ -44,26 +42,17 @@ class VirtualCall:
         return f"{self.kind}({self.detail}) at {self.where}"
 
 
-class StreamPoint:
-    """A point in a CUDA stream. Ranks may issue from streams of their own, and one of them carries the work out."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.current_stream().record_event()
-
-    def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 @dataclass(slots=True)
 class Contribution:
-    """What one rank brings to an operation: its tensors, and when they are ready, on its stream and on its clock."""
+    """What one rank brings to an operation: its tensors, and when they are ready, on its stream and on its clock.
+
+    Ranks may issue from streams of their own, and one of them carries the work out.
+    """
 
     call: VirtualCall
     tensors: tuple[torch.Tensor, ...]
     splits: tuple[list[int], list[int]] | None = None
-    ready: StreamPoint | None = None
+    ready: torch.cuda.Event | None = None
     at_s: float = 0.0
 
 
@@ -73,7 +62,7 @@ class _Operation:
 
     contributions: dict[int, Contribution] = field(default_factory=dict)
     is_done: bool = False
-    done: StreamPoint | None = None
+    done: torch.cuda.Event | None = None
     end_s: float = 0.0
 
 
@@ -124,9 +113,12 @@ class VirtualWorld:
         clock = self.clock(world_rank)
         return contextlib.nullcontext() if clock is None else clock.paused()
 
+    def stream_point(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream().record_event() if self.baton.device.type == "cuda" else None
+
 
 class VirtualGroup:
-    """A group's operations in flight, matched by the order in which each member issued them."""
+    """A group's operations in flight."""
 
     def __init__(self, world: VirtualWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -147,19 +139,18 @@ class VirtualGroup:
             self.last_calls[rank] = contribution.call
             collective = self._collectives.setdefault(number, _Operation())
             collective.contributions[rank] = contribution
-            first = next(iter(collective.contributions.values())).call
-            if contribution.call != first:
+            if contribution.call != next(iter(collective.contributions.values())).call:
                 self.world.baton.fail(CollectiveMismatchError(self._describe_mismatch(number, collective)))
             if len(collective.contributions) == len(self.ranks):
                 del self._collectives[number]
                 arrived = [collective.contributions[r] for r in range(len(self.ranks))]
                 self._end(collective, lambda: carry_out(arrived), self.ranks, contribution.call.kind)
-            wait = BatonWait(
+            return _VirtualWork(
                 lambda: collective.is_done,
                 lambda: self._describe(number, collective),
                 lambda: self._entry(contribution.call, number),
+                *(self.world, world_rank, collective, contribution.call.kind),
             )
-            return _VirtualWork(self.world, world_rank, wait, collective, contribution.call.kind)
 
     def post(self, message: Contribution, key: tuple[int, int, int], *, is_send: bool) -> Work:
         """Matches a send with the oldest receive of the same two ranks and tag, or the other way round."""
@@ -174,20 +165,19 @@ class VirtualGroup:
                 self._end(operation, lambda: self._deliver(operation), (source, to), "send")
             else:
                 self._messages.setdefault((*key, is_send), deque()).append(operation)
-            wait = BatonWait(
+            return _VirtualWork(
                 lambda: operation.is_done,
                 lambda: f"rank {peer} to match {message.call}",
                 lambda: self._entry(message.call, 0, peer=peer, tag=tag),
+                *(self.world, rank, operation, message.call.kind),
             )
-            return _VirtualWork(self.world, rank, wait, operation, message.call.kind)
 
     def _arrive(self, rank: int, contribution: Contribution) -> None:
         clock = self.world.clock(rank)
         if clock is not None:
             contribution.at_s = clock.now_s
         self.world.baton.sign_of_life()
-        if self.world.baton.device.type == "cuda":
-            contribution.ready = StreamPoint()
+        contribution.ready = self.world.stream_point()
 
     def _end(self, operation: _Operation, carry_out: Callable[[], None], ranks: tuple[int, ...], kind: str) -> None:
         """Carries out an operation that all have come to, and prices it.
@@ -198,7 +188,7 @@ class VirtualGroup:
         contributions = operation.contributions.values()
         for each in contributions:
             if each.ready is not None:
-                each.ready.order()
+                torch.cuda.current_stream().wait_event(each.ready)
         with torch.no_grad():
             carry_out()
         timing = self.world.timing
@@ -208,8 +198,7 @@ class VirtualGroup:
             # Of output and input the larger is the whole; ranks exchange different amounts in an all-to-all at most.
             num_bytes = max((tensor.nbytes for each in contributions for tensor in each.tensors), default=0)
             operation.end_s = self._free_s[lane] = timing.carry_out(kind, num_bytes, ranks, start_s)
-        operation.is_done = True
-        operation.done = StreamPoint() if self.world.baton.device.type == "cuda" else None
+        operation.is_done, operation.done = True, self.world.stream_point()
         operation.contributions = {}  # lets go of the tensors
 
     def _deliver(self, operation: _Operation) -> None:
@@ -227,37 +216,37 @@ class VirtualGroup:
 
     def _describe(self, number: int, collective: _Operation) -> str:
         call = next(iter(collective.contributions.values())).call
-        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in collective.contributions]
-        return f"{_ranks(missing)} in operation {number} of group {list(self.ranks)}: {call}"
+        return f"{_ranks(self._missing(collective))} in operation {number} of group {list(self.ranks)}: {call}"
+
+    def _missing(self, collective: _Operation) -> list[int]:
+        return [rank for place, rank in enumerate(self.ranks) if place not in collective.contributions]
 
     def _describe_mismatch(self, number: int, collective: _Operation) -> str:
         by_call: dict[VirtualCall, list[int]] = {}
         for rank, contribution in sorted(collective.contributions.items()):
             by_call.setdefault(contribution.call, []).append(self.ranks[rank])
         lines = [f"  {_ranks(ranks)} called {call}" for call, ranks in by_call.items()]
-        missing = [self.ranks[r] for r in range(len(self.ranks)) if r not in collective.contributions]
-        if missing:
+        if missing := self._missing(collective):
             lines.append(f"  {_ranks(missing)} had not arrived")
         head = f"ranks of group {list(self.ranks)} called different operations (operation {number} of the group)"
         rule = "  every rank of a group issues the same operations in the same order, with the same shapes and dtypes"
         return "\n".join([head, *lines, rule])
 
 
-@dataclass(slots=True)
-class _VirtualWork:
+@dataclass(frozen=True, slots=True)
+class _VirtualWork(BatonWait):
     """An operation of a virtual rank; waiting for it passes the baton on."""
 
     world: VirtualWorld
     rank: int
-    until: BatonWait
     operation: _Operation
     kind: str
 
     def wait(self) -> None:
         with self.world.paused(self.rank):
-            self.world.baton.wait(self.rank, self.until)
+            self.world.baton.wait(self.rank, self)
             if self.operation.done is not None:
-                self.operation.done.order()
+                torch.cuda.current_stream().wait_event(self.operation.done)
             clock = self.world.clock(self.rank)
             if clock is not None:
                 clock.wait_until(self.operation.end_s, self.kind)
@@ -279,31 +268,29 @@ class VirtualPairing:
         self._notes = [UpdateNotes(seldom_s=0.0) for _ in group.ranks]
         self._made: list[dict[int, tuple[Update, LedgerEntry]]] = [{} for _ in group.ranks]  # by collectives
         self._pairs = [PairedRanks() for _ in group.ranks[1:]]  # each rank with the one after it
-        self._thread = threading.local()
+        self.thread = threading.local()  # its ``rank``
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        hook = register_optimizer_step_post_hook(self._end_update)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def enter(self, rank: int) -> None:
-        self._thread.rank = rank
-
-    def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        rank = getattr(self._thread, "rank", None)
-        if rank is not None and self.trained[rank].are_updated_by(optimizer):
+    def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Compares an update with the neighbours' of this thread's rank. A hook of every optimizer."""
+        rank = getattr(self.thread, "rank", None)
+        if rank is not None and self._pairs and self.trained[rank].are_updated_by(optimizer):
             with self._group.world.paused(rank):
-                self._compare(rank, sys._getframe(1))
+                if self._notes[rank].count(self._group.issued[rank]):
+                    self._compare(rank, sys._getframe(1))
 
     def _compare(self, rank: int, frame: FrameType) -> None:
-        if not self._notes[rank].count(self._group.issued[rank]):
-            return
-        own = self._notes[rank].note(0, frame)
-        made = self._made[rank]
-        made[own.collectives] = own, self._collective(rank, frame)
+        own, called, made = self._notes[rank].note(0, frame), self._group.last_calls[rank], self._made[rank]
+        assert called is not None
+        made[own.collectives] = (
+            own,
+            LedgerEntry(
+                number=0,
+                group=GroupName(self._group.ranks),
+                sequence=self._group.issued[rank] - 1,
+                call=LedgerCall(kind=called.kind, op=called.detail),
+                site=f"{called.where}, before the update at {user_line(frame) or 'an unknown line'}",
+            ),
+        )
         if len(made) > _MOST_KEPT:
             del made[next(iter(made))]
         for low, high in ((rank - 1, rank), (rank, rank + 1)):
@@ -317,14 +304,3 @@ class VirtualPairing:
                 name = self._notes[rank].name_of(found.counter)
                 verdict = pairing_verdict(found, (low, high), (both[0][1], both[1][1]), name)
                 raise CollectiveMismatchError(verdict.sentence)
-
-    def _collective(self, rank: int, frame: FrameType) -> LedgerEntry:
-        called = self._group.last_calls[rank]
-        assert called is not None
-        return LedgerEntry(
-            number=0,
-            group=GroupName(self._group.ranks),
-            sequence=self._group.issued[rank] - 1,
-            call=LedgerCall(kind=called.kind, op=called.detail),
-            site=f"{called.where}, before the update at {user_line(frame) or 'an unknown line'}",
-        )

@@ -19,7 +19,7 @@ Pure functions over plain values: no torch, nothing to mock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.costs import Wire
@@ -58,9 +58,11 @@ class ParameterSize:
     kind: str
 
 
-def bucket_parameters(
-    sizes: Sequence[ParameterSize], arrival: Sequence[int], policy: BucketPolicy
-) -> list[tuple[int, ...]]:
+Sizes = Sequence[ParameterSize]
+Order = Sequence[int]  # of parameters
+
+
+def bucket_parameters(sizes: Sizes, arrival: Order, policy: BucketPolicy) -> list[tuple[int, ...]]:
     """Groups parameters (by index) into buckets, in the order in which the buckets will be complete.
 
     A bucket is closed when it has reached its limit; a parameter that alone reaches the limit of a full bucket travels
@@ -93,13 +95,8 @@ def bucket_parameters(
     return sorted(ordered[:-1] + _with_short_tail(ordered[-1], sizes, policy), key=completed) if ordered else []
 
 
-def _with_short_tail(
-    bucket: tuple[int, ...], sizes: Sequence[ParameterSize], policy: BucketPolicy
-) -> list[tuple[int, ...]]:
-    """Cuts a large last bucket in two: the step waits at least for what leaves last, so that should be little.
-
-    What is cut off its front must be worth a collective of its own.
-    """
+def _with_short_tail(bucket: tuple[int, ...], sizes: Sizes, policy: BucketPolicy) -> list[tuple[int, ...]]:
+    """Cuts a large last bucket in two worth a collective each: the step waits at least for what leaves last."""
     limit = min(policy.first_bucket_bytes, policy.bucket_bytes)
     total = sum(sizes[index].num_bytes for index in bucket)
     if total <= _LARGE_TAIL * limit:
@@ -128,10 +125,7 @@ class ArrivalTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketChoice:
-    """The buckets that were chosen, and why: what a step loses with them, and with the default, by the formula.
-
-    Without a look at a backward pass there are no such figures.
-    """
+    """The buckets that were chosen, and what a step loses with them and with the default, where one was timed."""
 
     policy: BucketPolicy
     num_buckets: int
@@ -158,20 +152,15 @@ class BucketChoice:
 
 
 def choose_buckets(
-    sizes: Sequence[ParameterSize],
-    arrival: Sequence[int],
-    arrivals: ArrivalTimes,
-    link: Wire,
-    *,
-    default: BucketPolicy,
-    free: float = 1.0,
+    sizes: Sizes, arrival: Order, arrivals: ArrivalTimes, link: Wire, *, default: BucketPolicy, free: float = 1.0
 ) -> BucketChoice:
-    """Returns the buckets with which a step loses least; ``default``, unless another policy is clearly better.
-
-    ``arrival`` lists the parameters in the order in which buckets fill.
-    """
+    """Returns the buckets with which a step loses least, filled as ``arrival`` says; ``default`` if it is alike."""
     total = sum(sizes[index].num_bytes for index in arrival)
-    found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *_candidates(total)]}
+    steps = range(int(math.log2(_LARGEST_BYTES // _SMALLEST_BYTES)) + 1)
+    limits = [limit for step in steps if (limit := _SMALLEST_BYTES << step) < 2 * total] or [_SMALLEST_BYTES]
+    pairs = [(limit, first) for limit in limits for first in limits if first <= limit]
+    policies = [BucketPolicy(bucket_bytes=limit, first_bucket_bytes=first) for limit, first in pairs]
+    found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *policies]}
     lost = {}
     for policy, buckets in found.items():
         exposed, hidden = exposed_and_hidden(buckets, sizes, arrivals, link)
@@ -192,33 +181,25 @@ def choose_buckets(
     )
 
 
-def exposed_and_hidden(
-    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: ArrivalTimes, link: Wire
-) -> tuple[float, float]:
+def exposed_and_hidden(buckets: Sequence[Order], sizes: Sizes, times: ArrivalTimes, link: Wire) -> tuple[float, float]:
     """Returns the seconds of communication after backward and during it, with these buckets in this order."""
     end_s = total_s = 0.0
     for bucket in buckets:
-        ready_s = max(arrivals.moments_s[index] for index in bucket)
+        ready_s = max(times.moments_s[index] for index in bucket)
         took_s = link.seconds(sum(sizes[index].num_bytes for index in bucket))
         end_s, total_s = max(end_s, ready_s) + took_s, total_s + took_s
-    exposed_s = max(0.0, end_s - arrivals.backward_s)
+    exposed_s = max(0.0, end_s - times.backward_s)
     return exposed_s, max(0.0, total_s - exposed_s)
 
 
-def free_share(
-    buckets: Sequence[Sequence[int]],
-    sizes: Sequence[ParameterSize],
-    arrivals: ArrivalTimes,
-    link: Wire,
-    measured_s: float,
-) -> float:
+def free_share(buckets: Sequence[Order], sizes: Sizes, arrivals: ArrivalTimes, link: Wire, measured_s: float) -> float:
     """Returns which share of hidden communication was free in a backward pass that took so long with these buckets."""
     exposed_s, hidden_s = exposed_and_hidden(buckets, sizes, arrivals, link)
     slowed_s = measured_s - arrivals.backward_s - exposed_s
     return 1.0 - min(max(slowed_s / hidden_s, 0.0), 1.0) if hidden_s > 0 else 1.0
 
 
-def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link: Wire) -> BucketChoice:
+def choose_for_link(sizes: Sizes, arrival: Order, link: Wire) -> BucketChoice:
     """Returns buckets for a link of which alone something is known: latency is a tenth of a bucket's time."""
     low, high = _LINK_BYTES
     wanted = link.alpha_s * link.bandwidth * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
@@ -228,10 +209,7 @@ def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link
 
 
 def fit_link(few: tuple[int, float], many: tuple[int, float], num_bytes: int) -> Wire | None:
-    """Returns the link that takes so long for ``num_bytes`` in few buckets, and in many: pairs of number and seconds.
-
-    T = k alpha + P / W: two numbers of buckets give both unknowns. None where the numbers are the same.
-    """
+    """Solves T = k alpha + P / W from two pairs of k buckets and seconds; None where both have as many buckets."""
     (num_few, few_s), (num_many, many_s) = few, many
     if num_many <= num_few or not num_bytes or not (math.isfinite(few_s) and math.isfinite(many_s)):
         return None
@@ -245,13 +223,3 @@ def trial_policies(num_bytes: int, default: BucketPolicy) -> tuple[BucketPolicy,
     """Returns the two policies that a link is measured with: the default's few buckets, and many small ones."""
     small = min(num_bytes // 32, default.bucket_bytes // 8)
     return default, BucketPolicy(bucket_bytes=small, first_bucket_bytes=small)
-
-
-def _candidates(num_bytes: int) -> Iterator[BucketPolicy]:
-    steps = range(int(math.log2(_LARGEST_BYTES // _SMALLEST_BYTES)) + 1)
-    limits = [_SMALLEST_BYTES << step for step in steps]
-    useful = [limit for limit in limits if limit < 2 * num_bytes] or limits[:1]
-    for bucket_bytes in useful:
-        for first in useful:
-            if first <= bucket_bytes:
-                yield BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=first)

@@ -1,13 +1,10 @@
 """What a run measures to find the size of its buckets, and how its ranks agree on it.
 
-First some passes of data parallelism only watch: gradients are sent when backward has ended, bucket by bucket, each
-when the one before it is there. Passes take turns with few large buckets and many small ones, so that the seconds of k
-buckets, k alpha + P / W, give latency and bandwidth as these buckets really have them. Then some passes overlap, with
-the many small buckets: what they take longer than the formula says is what communication takes from compute.
-
-No pass has a collective more than it would have anyway. At the end all ranks exchange what they saw, once, and each
-takes the same decision from the same numbers. A rank that was late makes the others wait: the time of a reduction is
-that of the rank that waited least.
+First some passes of data parallelism only watch: buckets are sent one by one when backward has ended. Passes take
+turns with few large buckets and many small ones: the seconds of k buckets, k alpha + P / W, give latency and bandwidth.
+Then some passes overlap, with the many small buckets: what they take longer than the formula says is what communication
+takes from compute. No pass has a collective more. At the end ranks exchange what they saw, once, and each takes the
+same decision. The time of a reduction is that of the rank that waited least.
 
 Where buckets cannot change any more when training begins (ZeRO), the link is tried before, with messages of two sizes.
 """
@@ -16,8 +13,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -115,13 +113,13 @@ class BucketTuner:
         self._comm.all_gather(everyone, mine).wait()
         columns = list(zip(*everyone.view(self._comm.size, -1).tolist(), strict=True))
         reduced_s = [min(column) for column in columns[: _NUM_WATCHED - 1]]
-        backward_s, whole_s, *moments_s = (_mean(column) for column in columns[_NUM_WATCHED - 1 :])
+        backward_s, whole_s, *moments_s = (_known(statistics.fmean, each) for each in columns[_NUM_WATCHED - 1 :])
         link = self._fit(reduced_s, sum(sizes[index].num_bytes for index in arrival))
-        if link is None or backward_s is None or whole_s is None:
+        if link is None or math.isnan(backward_s) or math.isnan(whole_s):
             return None
         moments = [backward_s] * len(sizes)
         for index, moment_s in zip(arrival, moments_s, strict=True):
-            if moment_s is not None and self._overlap:
+            if not math.isnan(moment_s) and self._overlap:
                 moments[index] = min(moment_s, backward_s)
         arrivals = ArrivalTimes(moments_s=tuple(moments), backward_s=backward_s)
         overlapped = bucket_parameters(sizes, arrival, self._trials[1])
@@ -129,16 +127,13 @@ class BucketTuner:
         return choose_buckets(sizes, arrival, arrivals, link, default=self._default, free=free)
 
     def _row(self, arrival: Sequence[int]) -> list[float]:
-        """Returns what this rank saw, nan for what it did not.
-
-        Seconds of each reduction; of backward alone; of backward with reduction; and until each gradient was there.
-        """
+        """Returns seconds, nan if not seen: of each reduction, backward, both overlapped, until each gradient."""
         watched, overlapped = self._passes[1:_NUM_WATCHED], self._passes[_NUM_WATCHED + 1 :]
+        median = partial(_known, statistics.median)
         row = [_seconds(each.end, each.reduced) for each in watched]
-        row.append(_median([_seconds(each.begin, each.end) for each in watched]))
-        row.append(_median([_seconds(each.begin, each.reduced) for each in overlapped]))
-        row += [_median([_seconds(each.begin, each.arrived.get(index)) for each in watched]) for index in arrival]
-        return row
+        row.append(median(_seconds(each.begin, each.end) for each in watched))
+        row.append(median(_seconds(each.begin, each.reduced) for each in overlapped))
+        return row + [median(_seconds(each.begin, each.arrived.get(i)) for each in watched) for i in arrival]
 
     def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Wire | None:
         watched = list(zip(self._passes[1:_NUM_WATCHED], reduced_s, strict=True))
@@ -174,11 +169,6 @@ def _seconds(start: _Time | None, end: _Time | None) -> float:
     return math.nan if start is None or end is None else seconds_between(start, end)
 
 
-def _median(values: Sequence[float]) -> float:
+def _known(middle: Callable[[list[float]], float], values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else None
+    return middle(known) if known else math.nan

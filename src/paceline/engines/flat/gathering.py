@@ -5,9 +5,8 @@
     end         waits for the rest
 
 While groups are under way, a module's table of parameters is replaced by one that waits when it is asked. So a weight
-that a parent reads, or that two modules share, cannot be read too early. Who keeps a parameter elsewhere (a recurrent
-layer has a list of its weights) is looked for once; what is found there is waited for at the beginning. A compiled
-function asks no tables: it is waited for everything in it before it runs.
+that a parent reads, or that two modules share, cannot be read too early. What is kept elsewhere (a recurrent layer has
+a list of its weights) is waited for at the beginning, and all that a compiled function reads before it runs.
 
 Whether to gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised
 backward (an update of another kind may follow), and when the masters' version has changed, which fused optimizers do
@@ -18,11 +17,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -36,8 +36,7 @@ Table = dict[str, nn.Parameter | None]
 class AskingTable(Table):
     """A module's table of parameters that asks ``current`` for the one that holds now, at each read.
 
-    ``module.weight`` looks into ``module._parameters``. While a parameter is not there yet, its module has such a table
-    in that place: so a weight that anybody reads is noticed, whatever path they take.
+    ``module.weight`` looks into ``module._parameters``. This table in its place notices whoever reads a weight.
     """
 
     def __init__(self, table: Table, current: Callable[[], Table]) -> None:
@@ -82,7 +81,6 @@ class Gathering:
     _hook: ClassVar[Any] = None
 
     def __init__(self, module: nn.Module, groups: Sequence[FlatGroup]) -> None:
-        """Watches the modules for calls and reads, and optimizers for steps."""
         self.may_have_changed = False
         self.owner: object = None  # what lives as long as the module
         self.pieces = {id(piece) for group in groups for piece in group.pieces}
@@ -90,7 +88,6 @@ class Gathering:
         self._seen_version = self.version
         self._is_inside = False
         self._works: list[Work] = []
-        self._num_ready = len(self._groups)
         self._held_elsewhere = {id(parameter) for _, parameter in held_elsewhere(module)}
         self._eager: list[nn.Module] = []
         self._compiled: list[nn.Module] = []
@@ -105,17 +102,19 @@ class Gathering:
         """Sets the order in which groups are gathered. Nothing may be under way."""
         self._groups = list(groups)
         place_of = {id(p): place for place, group in enumerate(self._groups) for p in group.parameters}
+
+        def last(numbers: Iterable[int]) -> int:
+            return max((place_of.get(number, -1) for number in numbers), default=-1)
+
         self._num_ready = len(self._groups)
-        self._last_early = max((place_of.get(i, -1) for i in self._held_elsewhere), default=-1)
+        self._last_early = last(self._held_elsewhere)
         # By group: the tables of the modules that need nothing behind it.
         self._tables: list[list[tuple[dict[str, Any], Table]]] = [[] for _ in self._groups]
         self._awaited: list[tuple[dict[str, Any], AskingTable]] = []
-        self._place_of_compiled: dict[nn.Module, int] = {}
-        for module in self._compiled:
-            self._place_of_compiled[module] = max((place_of.get(id(p), -1) for p in module.parameters()), default=-1)
+        self._place_of_compiled = {module: last(map(id, module.parameters())) for module in self._compiled}
         for module in self._eager:
             table = module._parameters
-            place = max((place_of.get(id(p), -1) for p in table.values()), default=-1)
+            place = last(map(id, table.values()))
             if place >= 0:
                 self._tables[place].append((module.__dict__, table))
                 wait = functools.partial(self._wait_for_table, table, place)
@@ -170,8 +169,6 @@ class Gathering:
         """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
         return Gathering, (nn.Module(), ())
 
-    # Modules.
-
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """Finds the modules that read parameters, and those that do so in compiled code."""
         if module in seen:
@@ -201,8 +198,7 @@ class Gathering:
         self._enter()
 
 
-def _tell_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Runs after every step of every optimizer."""
+def _tell_of_step(optimizer: Optimizer, *_: Any) -> None:
     for gathering in list(Gathering.alive):
         if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
             gathering.may_have_changed = True

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 
@@ -29,11 +30,8 @@ _PLAIN = (bool, int, float, str, type(None))  # what is told apart by how it is 
 _found: dict[tuple[object, ...], str | None] = {}  # what speaks against a class with certain settings
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for an optimizer that cannot work on flat slices of parameters.
-
-    Accepted are one that cannot be tried out here, and one that says with ``gathers_matrices`` that it joins slices.
-    """
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises UsageError for an optimizer that is known to treat slices otherwise, and does not join them itself."""
     if getattr(optimizer, "gathers_matrices", False):
         return
     key = _what_counts(optimizer)
@@ -48,7 +46,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _what_counts(optimizer: torch.optim.Optimizer) -> tuple[object, ...] | None:
+def _what_counts(optimizer: Optimizer) -> tuple[object, ...] | None:
     """Returns all that a trial depends on; None where settings are more than plain values."""
     first = optimizer.param_groups[0]["params"][0]
     settings = [_adapted(optimizer.defaults), *_distinct_settings(optimizer)]
@@ -60,7 +58,7 @@ def _what_counts(optimizer: torch.optim.Optimizer) -> tuple[object, ...] | None:
     return type(optimizer), type(optimizer).step, first.device, first.dtype, written
 
 
-def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
+def _reason_against(optimizer: Optimizer) -> str | None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step() needs a closure, and looks at all parameters together"
@@ -80,12 +78,10 @@ def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _compare(
-    optimizer: torch.optim.Optimizer, values: torch.Tensor, gradients: Sequence[torch.Tensor], whole: torch.Tensor
-) -> str | None:
+def _compare(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], whole: Tensor) -> str | None:
     """Returns what speaks against slices: each has an optimizer of its own here, as if it were on a rank of its own."""
 
-    def run_slice(begin: int, end: int) -> torch.Tensor:
+    def run_slice(begin: int, end: int) -> Tensor:
         return _run(optimizer, values.view(-1)[begin:end], [each.view(-1)[begin:end] for each in gradients])
 
     try:
@@ -108,7 +104,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _run(optimizer: torch.optim.Optimizer, values: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Returns what an optimizer of the same class makes of ``values``, for each of the parameter groups' settings."""
     settings = _distinct_settings(optimizer)
     tensors = [nn.Parameter(values.clone()) for _ in settings]
@@ -123,7 +119,7 @@ def _run(optimizer: torch.optim.Optimizer, values: torch.Tensor, gradients: Sequ
     return torch.stack([tensor.detach() for tensor in tensors])
 
 
-def _distinct_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _distinct_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the settings of the parameter groups, without repetition: some give every layer a group."""
     found = {}
     for group in optimizer.param_groups:
@@ -138,8 +134,7 @@ def _adapted(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: changes.get(key, value) for key, value in settings.items()}
 
 
-def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Makes a matrix and gradients whose slices differ in norm."""
+def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _NUM_STEPS, *_SHAPE, generator=generator, dtype=torch.float64)
     rows = torch.linspace(1.0, 5.0, _SHAPE[0], dtype=torch.float64)[:, None]

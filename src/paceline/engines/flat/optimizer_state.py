@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
@@ -43,13 +44,12 @@ _Kinds = dict[int, dict[str, tuple[torch.dtype | None, list[int]]]]
 
 
 def gather_optimizer_state(
-    optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup], *, comm: Communicator, rank0_only: bool = False
+    optimizer: Optimizer, groups: Sequence[FlatGroup], *, comm: Communicator, rank0_only: bool = False
 ) -> dict[str, Any]:
     """Returns what ``optimizer.state_dict()`` of one process would be: whole tensors, copied to the CPU.
 
-    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters. All ranks call it. Costs one
-    exchange of what there is, then one all-gather for each group and kind of state. Raises UsageError on all ranks for
-    state that is neither a piece nor whole, or that is missing on some rank.
+    All ranks call it. Costs one exchange of what there is, then one all-gather for each group and kind of state. Raises
+    UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = own_optimizer_state(optimizer)
     states: _States = packed["state"]
@@ -57,12 +57,10 @@ def gather_optimizer_state(
     kinds = _agree(comm, _rows(parameters, groups, states))
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
-    for index, by_key in kinds.items():
-        for key, (dtype, holders) in by_key.items():
-            if dtype is None:  # a rank's own where all have one, else that of the first that does
-                value = on_cpu(states[index][key]) if comm.rank in holders else None
-                is_everywhere = len(holders) == comm.size
-                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, holders[0])
+    for index, key, holders in [(i, k, h) for i, found in kinds.items() for k, (d, h) in found.items() if d is None]:
+        # A rank's own where all have one, else that of the first that does.
+        value = on_cpu(states[index][key]) if comm.rank in holders else None
+        whole[index][key] = value if len(holders) == comm.size else broadcast_object(comm, value, holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
         for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
@@ -72,25 +70,23 @@ def gather_optimizer_state(
         return {}
     others = {key: value for key, value in states.items() if key not in parameters}
     result: dict[str, Any] = on_cpu({**packed, "state": others})
-    result["state"] = {**whole, **result["state"]}
-    return result
+    return {**result, "state": {**whole, **result["state"]}}
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup], state: Mapping[str, Any]
-) -> None:
-    """Loads a state of whole tensors, each rank its pieces: from any number of ranks, sharded or not.
-
-    Raises ValueError before anything is changed. The optimizer keeps nothing of ``state`` itself, so ranks that share a
-    process may load the same one.
-    """
+def load_optimizer_state(optimizer: Optimizer, groups: Sequence[FlatGroup], state: Mapping[str, Any]) -> None:
+    """Loads copies of whole tensors, each rank its pieces. Raises ValueError before anything is changed."""
     places = piece_places(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
     mine = dict(state)
     if len(saved) == len(parameters):  # else torch says what is wrong
         sharded = {i: places[id(p)] for i, p in zip(saved, parameters, strict=True) if id(p) in places}
-        scalars = _scalar_names(state["state"], sharded)
+        scalars = {_WHOLE_BY_NAME}  # states with one value for a parameter: of one element, shapes do not tell
+        for index, (group, place) in sharded.items():
+            shape = group.layout.slots[place].shape
+            for key, value in state["state"].get(index, {}).items():
+                if not isinstance(value, Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
+                    scalars.add(key)
         mine["state"] = {
             index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
             for index, values in state["state"].items()
@@ -98,10 +94,7 @@ def load_optimizer_state(
     load_own_optimizer_state(optimizer, mine)
 
 
-# What there is.
-
-
-def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+def numbered_parameters(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
     """Returns the optimizer's parameters by the numbers that its state dict gives them."""
     return {
         index: parameter
@@ -117,9 +110,9 @@ def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], s
         values, is_piece, refused = states.get(index), id(parameter) in names, None
         dtypes: dict[str, torch.dtype | None] = dict.fromkeys(values or {})
         for key, value in (values or {}).items() if is_piece else ():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 dtypes[key] = value.dtype if value.shape == parameter.shape else None
-            elif any(isinstance(leaf, torch.Tensor) and leaf.shape == parameter.shape for leaf in tree_leaves(value)):
+            elif any(isinstance(leaf, Tensor) and leaf.shape == parameter.shape for leaf in tree_leaves(value)):
                 refused = f"{key} (a {type(value).__name__} of tensors)"
         rows[index] = _StateRow(
             name=names.get(id(parameter), f"parameter {index}"),
@@ -160,17 +153,14 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
 
 def _gather_group(
     group: FlatGroup, members: Sequence[int], states: _States, kinds: _Kinds
-) -> Iterator[tuple[int, str, torch.Tensor]]:
+) -> Iterator[tuple[int, str, Tensor]]:
     """Gathers one group's states, one kind at a time; ``members`` are its numbers, -1 for what is not updated."""
     by_place = [kinds.get(index, {}) for index in members]
     found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:
         held = [key in by_key and by_key[key][0] == dtype for by_key in by_place]
-        nothing = group.master.new_zeros(())
-        pieces = [
-            states.get(index, {}).get(key, nothing) if is_held else nothing
-            for index, is_held in zip(members, held, strict=True)
-        ]
+        nothing, pairs = group.master.new_zeros(()), zip(members, held, strict=True)
+        pieces = [states.get(index, {}).get(key, nothing) if is_held else nothing for index, is_held in pairs]
         tensors = group.gather_whole([piece.to(dtype) for piece in pieces])
         yield from ((index, key, tensors[i]) for i, index in enumerate(members) if held[i])
         del tensors
@@ -178,21 +168,7 @@ def _gather_group(
 
 def on_cpu(tree: Any) -> Any:
     """Returns a tree with copies of its tensors on the CPU."""
-    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
-# Loading.
-
-
-def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]]) -> set[str]:
-    """Returns the names of states with one value for a parameter: of those of one element, shapes do not tell."""
-    names = {_WHOLE_BY_NAME}
-    for index, (group, place) in sharded.items():
-        shape = group.layout.slots[place].shape
-        for key, value in states.get(index, {}).items():
-            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
-                names.add(key)
-    return names
+    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[str]) -> dict[str, Any]:
@@ -200,7 +176,7 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
     shape = group.layout.slots[place].shape
     mine = {}
     for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or (key in scalars and value.numel() == 1):
+        if not isinstance(value, Tensor) or (key in scalars and value.numel() == 1):
             mine[key] = tree_map(_copied, value)
         elif tuple(value.shape) != shape:
             raise ValueError(
@@ -214,7 +190,7 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 T = TypeVar("T")
@@ -223,6 +199,7 @@ T = TypeVar("T")
 # One process has all of them, a rank of a pipeline those of its stages. Groups with the same settings are one group.
 
 PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
+Names = Mapping[int, str]  # by the id of the parameter
 ParamGroups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
 
 
@@ -264,14 +241,12 @@ def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[in
 
 
 def _num_bytes(value: object) -> int:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0
 
 
-def global_groups(
-    pipe: Communicator, optimizer: torch.optim.Optimizer, names: Mapping[int, str], order: Sequence[str]
-) -> ParamGroups:
+def global_groups(pipe: Communicator, optimizer: Optimizer, names: Names, order: Sequence[str]) -> ParamGroups:
     """Returns the groups of the optimizer of one process, from those of all ranks of a pipeline."""
     mine = [
         ({key: value for key, value in group.items() if key != "params"}, [names[id(p)] for p in group["params"]])
@@ -286,9 +261,7 @@ def global_groups(
     return [(settings, sorted(members, key=lambda name: place[name])) for settings, members in merged.values()]
 
 
-def named_states(
-    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
-) -> dict[str, dict[str, Any]]:
+def named_states(optimizer: Optimizer, packed: Mapping[str, Any], names: Names) -> dict[str, dict[str, Any]]:
     """Returns the states of a state dict by the names of the parameters."""
     states = packed["state"]
     parameters = numbered_parameters(optimizer, packed)
@@ -305,17 +278,14 @@ def numbered_states(groups: ParamGroups, states: Mapping[str, Mapping[str, Any]]
 
 
 def load_by_name(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     flat: Sequence[FlatGroup],
     groups: ParamGroups,
     state: Mapping[str, Any],
-    names: Mapping[int, str],
+    names: Names,
     part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
-
-    Raises ValueError, before anything is changed, for another number of parameters or groups.
-    """
+    """Loads this rank's ``part`` of one process's state. Raises ValueError, before any change, if it does not fit."""
     saved = state["param_groups"]
     sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
     if sizes != expected:

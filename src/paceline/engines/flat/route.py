@@ -10,6 +10,7 @@ gives zeros to a reduction). So a rank may skip units, and none ever waits for a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ class Leg(NamedTuple):
 
     @property
     def is_gather(self) -> bool:
-        """Whether it is a gather, which may be issued ahead of use."""
         return self.kind == "gather"
 
 
@@ -66,38 +66,24 @@ def issue_plan(legs: Sequence[Leg], prefetch: int) -> list[list[Leg]]:
     return plan
 
 
+@dataclass(slots=True, eq=False)
 class Route:
-    """One pass's legs, and how far this rank has come.
+    """One pass's legs, and how far this rank has come."""
 
-    ``names`` are those of the units. ``issue`` starts a leg's collective; ``release`` is called for a gather that this
-    rank has passed by without use.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        order: Sequence[Leg],
-        names: Sequence[str],
-        issue: Callable[[Leg], None],
-        release: Callable[[Leg], None],
-        prefetch: int,
-    ) -> None:
-        self._comm = comm
-        self._order = tuple(order)
-        self._names = names
-        self._number_of = {leg: place for place, leg in enumerate(order)}  # what ranks call a leg
-        self._issue = issue
-        self._release = release
-        self._prefetch = prefetch
-        self._learned: list[Leg] = []
-        self._position = 0
-        self.legs: list[Leg] | None = None
-        self.repeated: set[Leg] = set()  # what the first pass did more than once
-        self.read: set[Leg] = set()  # units that some rank has read beside their calls; the same set on all ranks
-        self._place_of: dict[Leg, int] = {}
-        self._is_ahead = False
-        self._first: list[Leg] = []
-        self._plan: list[list[Leg]] = []
+    comm: Communicator
+    order: Sequence[Leg]
+    names: Sequence[str]  # of the units
+    issue: Callable[[Leg], None]  # starts a leg's collective
+    release: Callable[[Leg], None]  # is called for a gather that this rank has passed by without use
+    prefetch: int
+    legs: list[Leg] | None = None
+    repeated: set[Leg] = field(default_factory=set)  # what the first pass did more than once
+    read: set[Leg] = field(default_factory=set)  # units that some rank read beside their calls; the same on all ranks
+    _learned: list[Leg] = field(default_factory=list)
+    _position: int = 0
+    _place_of: dict[Leg, int] = field(default_factory=dict)
+    _is_ahead: bool = False
+    _plan: list[list[Leg]] = field(default_factory=lambda: [[]])  # what is issued at first, and at each leg
 
     @property
     def is_learning(self) -> bool:
@@ -113,14 +99,11 @@ class Route:
         """Issues the first gathers, ahead of use. Once in a pass, at the same place on all ranks: before any leg."""
         if not self._is_ahead:
             self._is_ahead = True
-            for leg in self._first:
-                self._issue(leg)
+            for leg in self._plan[0]:
+                self.issue(leg)
 
     def reach(self, leg: Leg, *, is_read: bool = False) -> None:
-        """Issues ``leg``, and before it those that this rank has passed by.
-
-        ``is_read``: for a read of a parameter, not for a call of the unit. In a first pass all ranks learn of it.
-        """
+        """Issues ``leg``, and those passed by before it. ``is_read``: of a parameter, beside calls, which all learn."""
         if self.legs is None:
             while self._agree(leg, is_read=is_read) != leg:
                 pass
@@ -129,7 +112,7 @@ class Route:
         place = self._place_of[leg]
         if place < self._position:
             raise UsageError(
-                f"rank {self._comm.rank} needs unit {self._names[leg.unit]} again, after the ranks had passed it\n"
+                f"rank {self.comm.rank} needs unit {self.names[leg.unit]} again, after the ranks had passed it\n"
                 "  the first pass has settled the order in which all ranks gather and reduce their units\n"
                 "  call every unit as often and in the same order as in the first step, keep units gathered\n"
                 "  (reshard_after_forward=False), or make one unit of those whose order changes"
@@ -151,15 +134,15 @@ class Route:
         if self.legs is None:
             while self._agree(None) is not None:
                 pass
-            for leg in self._order:  # reductions that nobody asked for: of units without inputs that want gradients
+            for leg in self.order:  # reductions that nobody asked for: of units without inputs that want gradients
                 if not leg.is_gather and leg not in self._learned:
                     self._learned.append(leg)
-                    self._issue(leg)
+                    self.issue(leg)
             self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
-            self._order = tuple(leg for leg in self._order if not drop(leg))
-            self.legs = complete([leg for leg in self._learned if not drop(leg)], self._order)
+            self.order = tuple(leg for leg in self.order if not drop(leg))
+            self.legs = complete([leg for leg in self._learned if not drop(leg)], self.order)
             self._place_of = {leg: place for place, leg in enumerate(self.legs)}
-            self._first, *self._plan = issue_plan(self.legs, self._prefetch)
+            self._plan = issue_plan(self.legs, self.prefetch)
             self._position = len(self.legs)
             return
         self.look_ahead()
@@ -169,26 +152,26 @@ class Route:
     def _go_on(self, *, is_used: bool) -> None:
         leg = (self.legs or ())[self._position]
         self._position += 1
-        for each in self._plan[self._position - 1]:
-            self._issue(each)
+        for each in self._plan[self._position]:
+            self.issue(each)
         if leg.is_gather and not is_used:
-            self._release(leg)
+            self.release(leg)
 
     def _agree(self, want: Leg | None, *, is_read: bool = False) -> Leg | None:
         """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it. Syncs."""
-        device = control_device(self._comm)
-        number = _END if want is None else 2 * self._number_of[want] + is_read
+        device = control_device(self.comm)
+        number = _END if want is None else 2 * self.order.index(want) + is_read
         mine = torch.tensor([number], dtype=torch.int64, device=device)
-        wants = torch.empty(self._comm.size, dtype=torch.int64, device=device)
-        self._comm.all_gather(wants, mine).wait()
+        wants = torch.empty(self.comm.size, dtype=torch.int64, device=device)
+        self.comm.all_gather(wants, mine).wait()
         asked: list[int] = [number for number in wants.tolist() if number != _END]
         if not asked:
             return None
-        leg = self._order[min(asked) // 2]
-        if 2 * self._number_of[leg] + 1 in asked:
+        leg = self.order[min(asked) // 2]
+        if 2 * self.order.index(leg) + 1 in asked:
             self.read.add(leg)
         self._learned.append(leg)
-        self._issue(leg)
+        self.issue(leg)
         if leg != want and leg.is_gather:
-            self._release(leg)
+            self.release(leg)
         return leg

@@ -10,67 +10,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
-from paceline.engines.flat.shard_layout import ShardLayout
-from paceline.engines.flat.side_stream import SideStream, host_empty
-from paceline.engines.groups import ParameterGroups, reduction
+from paceline.engines.flat.shard_layout import ShardLayout, SideStream, host_empty
+from paceline.engines.groups import reduction
 
 _DOTTED = (torch.float32, torch.float64)  # sums of squares in other dtypes would overflow, or lose too much
 
 
+@dataclass(slots=True, eq=False)
 class ShardGradients:
     """Gradients of parameters that are reduced together, and those of this rank's pieces."""
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        shared: ParameterGroups,
-        parameters: Sequence[nn.Parameter],
-        pieces: Sequence[nn.Parameter],
-        reduce_dtype: torch.dtype | None,
-        *,
-        host_copies: SideStream | None = None,
-        stashes: bool = False,
-    ) -> None:
-        """``host_copies``: the slice lives on the host, where these bring it. ``stashes``: sums of microbatches do."""
-        self.layout = layout
-        self.shared = shared
-        self.comm = shared.shard
-        self.parameters = parameters
-        self.pieces = pieces
-        self.dtype = pieces[0].dtype
-        self.reduce_dtype = reduce_dtype or self.dtype
-        self.slice: torch.Tensor | None = None  # the pieces' gradients are views into it
-        self.stashed: torch.Tensor | None = None  # of earlier microbatches, on the host
-        self.side_stream = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
-        self.compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
-        self._host_copies = host_copies
-        self._stashes = stashes and host_copies is None and self.comm.device.type != "cpu"
-        self._views: list[torch.Tensor] = []
-        self._has_arrived = False  # since it was last asked for
-        self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the slice
+    layout: ShardLayout
+    comm: Communicator
+    pieces: Sequence[nn.Parameter]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    side_stream: SideStream  # beside nothing, until an engine says otherwise
+    host_copies: SideStream | None  # the slice lives on the host, where these bring it
+    stashes: bool  # sums of earlier microbatches are on the host
+    slice: Tensor | None = None  # the pieces' gradients are views into it
+    stashed: Tensor | None = None
+    compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
+    _views: list[Tensor] = field(default_factory=list)
+    _has_arrived: bool = False  # since it was last asked for
+    _norms: tuple[int, Sequence[Tensor], Work] | None = None  # of which version of the slice
 
     @property
-    def _is_cleared(self) -> bool:
+    def is_cleared(self) -> bool:
         return all(piece.grad is None for piece in self.pieces)
 
-    # Whole gradients.
-
-    def new_buffer(self) -> torch.Tensor:
+    def new_buffer(self) -> Tensor:
         """Makes the flat buffer that gradients are copied into; nobody reads its padding."""
         return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
 
-    def take(self) -> list[torch.Tensor | None]:
-        taken = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return taken
-
-    def copy_in(self, buffer: torch.Tensor, taken: list[torch.Tensor | None], scale: float) -> None:
+    def copy_in(self, buffer: Tensor, taken: list[Tensor | None], scale: float) -> None:
         """Copies gradients times ``scale`` into a buffer, zeros for those that are missing.
 
         On a CPU each is freed when it is in; elsewhere the caller keeps ``taken`` until the device has read it.
@@ -93,14 +73,14 @@ class ShardGradients:
             if scale != 1.0:
                 torch._foreach_mul_(views, scale)
 
-    def new_slice(self) -> torch.Tensor:
+    def new_slice(self) -> Tensor:
         """Returns where a reduce-scatter puts this rank's slice: the one there is, if no piece has a gradient in it."""
-        is_plain = self.reduce_dtype == self.dtype and self._host_copies is None
-        if self.slice is not None and is_plain and self._is_cleared:
+        is_plain = self.reduce_dtype == self.dtype and self.host_copies is None
+        if self.slice is not None and is_plain and self.is_cleared:
             return self.slice
         return torch.empty(self.layout.shard_length, dtype=self.reduce_dtype, device=self.comm.device)
 
-    def reduce_scatter(self, buffer: torch.Tensor, output: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+    def reduce_scatter(self, buffer: Tensor, output: Tensor | None = None) -> tuple[Tensor, Work]:
         """Averages the gradients of all ranks; returns this rank's slice, in ``output`` or ``buffer``, and the work."""
         mine = buffer[self.layout.start : self.layout.stop] if output is None else output
         if self.comm.size == 1:
@@ -109,16 +89,13 @@ class ShardGradients:
             return mine, DONE
         return mine, self.comm.reduce_scatter(mine, buffer, reduction(self.comm))
 
-    # This rank's slice.
-
-    def add(self, mine: torch.Tensor, *, is_last: bool = True) -> None:
+    def add(self, mine: Tensor, *, is_last: bool = True) -> None:
         """Makes a reduced slice the pieces' gradient, or adds it to the one they have.
 
-        On the host it may still be on its way. Where gradients alone are offloaded, those of all microbatches but the
-        last are summed on the host.
+        It may still be on its way to the host, where offloaded gradients of all microbatches but the last add up.
         """
         self._has_arrived = True
-        if self._stashes:
+        if self.stashes:
             if not is_last:
                 if self.stashed is None:
                     self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
@@ -128,42 +105,36 @@ class ShardGradients:
             if self.stashed is not None:
                 mine = mine + self.stashed.to(mine.device, non_blocking=True)
                 self.stashed = None
-        if self._is_cleared:
-            self._set(mine)
-        else:
+        if not self.is_cleared:
             self._add(mine)
+        elif self.host_copies is None:
+            if mine is not self.slice:
+                self._keep(mine.to(self.dtype))
+        else:
+            if self.slice is None:
+                self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
+            self.host_copies.copy(cast("Tensor", self.slice), mine.to(self.dtype))
         for piece, view in zip(self.pieces, self._views, strict=True):
             piece.grad = view
 
     def take_arrived(self) -> bool:
         """Says whether gradients came since the last call, so that an optimizer may have stepped."""
-        arrived, self._has_arrived = self._has_arrived, not self._is_cleared
+        arrived, self._has_arrived = self._has_arrived, not self.is_cleared
         return arrived
 
     def finish(self) -> None:
         """Waits for the slice to be on the host, if that is where it goes."""
-        if self._host_copies is not None:
-            self._host_copies.finish()
+        if self.host_copies is not None:
+            self.host_copies.finish()
 
     def drop(self) -> None:
         """Frees the slice once the pieces have no gradient. A CPU keeps the memory: to get it anew costs more."""
-        if self.comm.device_kind != "cpu" and self._host_copies is None and self._is_cleared:
+        if self.comm.device_kind != "cpu" and self.host_copies is None and self.is_cleared:
             self.slice, self._views = None, []
 
-    def _set(self, mine: torch.Tensor) -> None:
-        if mine is self.slice:
-            return
-        if self._host_copies is None:
-            self._keep(mine.to(self.dtype))
-            return
-        if self.slice is None:
-            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
-        assert self.slice is not None
-        self._host_copies.copy(self.slice, mine.to(self.dtype))
-
-    def _add(self, mine: torch.Tensor) -> None:
+    def _add(self, mine: Tensor) -> None:
         if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
-            on_host = None if self._host_copies is None else host_empty(mine.numel(), self.dtype, self.comm.device)
+            on_host = None if self.host_copies is None else host_empty(mine.numel(), self.dtype, self.comm.device)
             self._keep(torch.zeros_like(mine, dtype=self.dtype) if on_host is None else on_host.zero_())
         assert self.slice is not None
         self.finish()
@@ -179,37 +150,30 @@ class ShardGradients:
                 view.copy_(piece.grad)
         self.slice += mine.to(self.slice.device, self.slice.dtype)
 
-    def _keep(self, gradient: torch.Tensor) -> None:
+    def _keep(self, gradient: Tensor) -> None:
         self.slice, self._views = gradient, self.layout.pieces(gradient)
-
-    # Norms.
 
     @torch.no_grad()
     def measure(self) -> None:
         """Takes the norms of the pieces' gradients, beside what the device computes; on a CPU one norm of all."""
         mine, views = self.slice, self._views
-        if mine is None or self._host_copies is not None:
+        if mine is None or self.host_copies is not None:
             return
-        norms: list[torch.Tensor] = []
-        if self.comm.device_kind == "cpu":
-            spans = self.layout.spans
-            begin, end = min(first for first, _ in spans), max(last for _, last in spans)
-            has_gaps = sum(last - first for first, last in spans) != end - begin  # whose numbers are no one's
-            if has_gaps or mine.dtype not in _DOTTED:
-                norms = list(torch._foreach_norm(views))
-            else:
-                norms = [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()]
-            self._norms = (mine._version, norms, DONE)
-            return
+        norms: list[Tensor] = []
+        spans = self.layout.spans
+        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+        has_gaps = sum(last - first for first, last in spans) != end - begin  # whose numbers are no one's
+        is_one = self.comm.device_kind == "cpu" and not has_gaps and mine.dtype in _DOTTED
 
         def take() -> Work:
-            norms.extend(torch._foreach_norm(views))
+            norms.extend(
+                [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()] if is_one else torch._foreach_norm(views)
+            )
             return DONE
 
-        work = self.side_stream.issue(take)
-        self._norms = (mine._version, norms, work)
+        self._norms = (mine._version, norms, self.side_stream.issue(take))
 
-    def take_norms(self) -> Sequence[torch.Tensor] | None:
+    def take_norms(self) -> Sequence[Tensor] | None:
         """Returns the norms that ``measure`` took, once, if the gradients are still the same ones."""
         taken, self._norms = self._norms, None
         if taken is None or not self.is_of_version(taken[0]):
@@ -237,9 +201,9 @@ def clip_pieces(
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    norms: Sequence[torch.Tensor] | None = None,
-    squares: torch.Tensor | None = None,
-) -> torch.Tensor:
+    norms: Sequence[Tensor] | None = None,
+    squares: Tensor | None = None,
+) -> Tensor:
     """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
 
     One all-reduce. The coefficient stays on the device: nothing waits for it. ``norms`` are those of the pieces, and
@@ -261,19 +225,19 @@ def clip_pieces(
     return norm
 
 
-def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+def scale_to(max_norm: float, norm: Tensor, gradients: list[Tensor]) -> None:
     """Scales gradients of this global norm so that it is at most ``max_norm``, which may be infinite."""
     if not math.isinf(max_norm) and gradients:
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
 
 
-def add_powers(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+def add_powers(norms: Tensor, norm_type: float) -> Tensor:
     """Returns the sum of powers of norms, or the largest of them for the infinite norm."""
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
-def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> torch.Tensor:
+def reduce_norm(local: Tensor, comm: Communicator, norm_type: float) -> Tensor:
     """Returns the global norm, from each rank's sum of powers of the norms of its gradients, or the largest norm."""
     total, is_max = local.reshape(1), math.isinf(norm_type)
     if is_max:  # the larger of a number and nan is the number, to some backends
@@ -283,11 +247,11 @@ def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> to
     return total[0] if is_max else total[0] ** (1.0 / norm_type)
 
 
-def measured_norms(gradients: Iterable[ShardGradients]) -> list[torch.Tensor] | None:
+def measured_norms(gradients: Iterable[ShardGradients]) -> list[Tensor] | None:
     """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
-    norms: list[torch.Tensor] = []
+    norms: list[Tensor] = []
     for each in gradients:
-        if any(piece.grad is not None for piece in each.pieces):
+        if not each.is_cleared:
             measured = each.take_norms()
             if measured is None:
                 return None

@@ -29,7 +29,7 @@ import math
 from dataclasses import replace
 
 from paceline.cluster.devices import Catalog, Cluster
-from paceline.cluster.nccl import Collective, collective_seconds, group_of
+from paceline.cluster.wires import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Recompute, Workload, stage_layers
@@ -37,7 +37,7 @@ from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.formulas.step import Prediction, StepParts, in_training, predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
 from paceline.units import MIB
 
@@ -57,7 +57,6 @@ _AGAIN_OF_STEP: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attent
 
 
 def price(workload: Workload, cluster: Cluster) -> Prediction:
-    """Predicts a step as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
     return with_tuning(price_untuned(workload, cluster), workload, cluster)
 
 
@@ -108,6 +107,7 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
         step=step,
         memory=memory,
         fits=memory.device_bytes <= cluster.device.memory_bytes,
+        peak_flops=cluster.device.peak(workload.run.compute),
         outside=(*found.outside, *(reason for reason, is_so in never_published.items() if is_so)),
     )
 
@@ -121,12 +121,9 @@ def engine_footprint(workload: Workload) -> MemoryEstimate:
     found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
     offload, layout = _offload_of(workload), workload.layout
     if workload.model.is_sampled:
-        found = replace(
-            found,
-            parameters=found.parameters / (layout.shards if layout.sharing.parameters else 1),
-            gradients=found.gradients / (layout.shards if layout.sharing.gradients else 1),
-            optimizer=found.optimizer / layout.shards,
-        )
+        shared = {"optimizer", *(("gradients",) if layout.sharing.gradients else ())}
+        shared |= {"parameters"} if layout.sharing.parameters else set()
+        found = replace(found, **{name: getattr(found, name) / layout.shards for name in shared})
     if not layout.reshard_after_forward:
         found = replace(found, temporary=found.temporary + 2 * part_params(workload))
     if not offload.is_any:
@@ -294,7 +291,6 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
 
 
 def bus_bytes_per_s(cluster: Cluster) -> float:
-    """Returns what a device's bus to its host carries one way."""
     inside = cluster.node.inside
     link = inside if inside.kind == "pcie" else Catalog().link(_BUSES.get(cluster.device.generation, _OTHER_BUS))
     return link.reached

@@ -22,19 +22,13 @@ Known error: within 1 % of what autograd saves, on a CPU (tests/predict/test_est
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.config import (
-    Config,
-    GPTModelConfig,
-    MLPModelConfig,
-    ResNetModelConfig,
-    SyntheticImagesDataConfig,
-    gpt_shape,
-)
-from paceline.config.data_sections import known_shape
+from paceline.config import Config
+from paceline.config.data_sections import SyntheticImagesDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape
 from paceline.plan.layout import WITH_MASTERS
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
@@ -45,8 +39,7 @@ _INDEX_BYTES = 8
 _OPERATIONS_PER_NUMBER = 64.0  # of 4 bytes that is written, as in ``engines/stages/costs.py``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class Widths(NamedTuple):
     """Bytes of an element: of the stream between blocks, and of what matrix products read."""
 
     stream: int
@@ -75,9 +68,8 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
         is_one_graph=is_compiled
         and (model.compile == "whole" or (model.compile != "blocks" and config.parallel.ranks == 1)),
     )
-    if isinstance(model, GPTModelConfig):
-        known = known_gpt(config)
-        return None if known is None else describe_gpt(*known, widths)
+    if (known := known_gpt(config)) is not None:
+        return describe_gpt(*known, widths)
     if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
         channels = model.in_channels or config.data.channels
         return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
@@ -97,11 +89,7 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
     return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
 
 
-# GPT
-
-
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a GPT on samples of so many tokens."""
     block = _gpt_block(shape, tokens, widths)
     first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
     tied = shape.vocab_size * shape.width if shape.tied else 0
@@ -115,7 +103,6 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
         temporary_bytes=block.temporary_bytes,
     )
     return ModelFacts(
-        name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
         root=root,
         buffer_bytes=shape.layers * block.buffer_bytes,
@@ -168,7 +155,6 @@ def _gpt_embedding(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts
 
 
 def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    """The last norm, the output layer, and the loss."""
     vocab_size, head = shape.vocab_size, shape.vocab_size * shape.width
     logit_bytes = max(widths.stream, 4)  # the loss wants digits
     inputs, outputs = _norm_bytes(shape, widths, readers=1)
@@ -237,11 +223,7 @@ def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths)
     return features * (1 if widths.device == "cuda" else itemsize) if dropout else 0.0
 
 
-# Residual networks
-
-
 def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a residual network on square images."""
     is_basic, width = model.depth == 18, model.width
     is_small = model.stem == "small"
     kernel, size = (3, image) if is_small else (7, _half(image))
@@ -274,8 +256,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
                 layers.append(Convolution(inner, out, 1, size))
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
             block = _residual_block(layers, shortcut, channels * before**2, widths)
-            block = block if has_statistics else replace(block, buffer_bytes=0)
-            blocks.append(block)
+            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
             convolutions += [*layers, *shortcut]
             channels = out
     last = BlockFacts(
@@ -288,7 +269,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
     )
     root = BlockFacts.together((first, last))
     return ModelFacts(
-        name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
         root=root,
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
@@ -306,8 +286,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
 
 
 class Convolution(NamedTuple):
-    """A convolution, and the norm after it."""
-
     inputs: int
     channels: int
     kernel: int
@@ -319,12 +297,10 @@ class Convolution(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Numbers that come out for one image."""
         return self.channels * self.size**2
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions for one image."""
         return 2 * self.weights * self.size**2
 
 
@@ -356,16 +332,11 @@ def _half(size: int) -> int:
     return -(-size // 2)
 
 
-# Perceptrons
-
-
 def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
     root = BlockFacts.together(layers)
     return ModelFacts(
-        name="mlp",
         blocks=(),
         root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,

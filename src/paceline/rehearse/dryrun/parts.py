@@ -43,8 +43,8 @@ from paceline.models.hugging_face import text_settings
 from paceline.models.known_values import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
-from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
+from paceline.rehearse.dryrun.recorder import NoValues
 from paceline.shards import Region
 from paceline.train.assemble import build_compressor, build_policy, normalises_inside
 from paceline.train.loss import Loss, build_loss, fuses_loss
@@ -94,7 +94,9 @@ def build_parts(
     config: Config, layout: Layout, model: nn.Module, data: DataSplits, comm: DryCommunicator, memory: HeldMemory
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
-    dtype = _image_dtype(config, layout)
+    precision, dtype = precision_named(layout.precision), getattr(torch, config.train.dtype)
+    if normalises_inside(config, layout):  # images of bytes become what the first layer of the graph reads
+        dtype = precision.autocast_dtype or precision.param_dtype or dtype
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
     layout = replace(layout, compile="none", compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
@@ -102,12 +104,12 @@ def build_parts(
     compressor = build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
     engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
-    sample = tree_map(
-        lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, default_collate([data.train[0]])
-    )
-    microbatch = tree_map(
-        lambda value: value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value, sample
-    )
+
+    def without_values(value: Any) -> Any:
+        value = value.to(META) if isinstance(value, torch.Tensor) else value
+        return value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value
+
+    microbatch = tree_map(without_values, default_collate([data.train[0]]))
     samples = layout.microbatch * layout.accumulate * layout.data
     step = StepBatch(
         position=0,
@@ -131,16 +133,7 @@ def build_parts(
     )
 
 
-def _image_dtype(config: Config, layout: Layout) -> torch.dtype:
-    """Returns what images of bytes become: in a model that is one graph, what its first layer reads."""
-    precision = precision_named(layout.precision)
-    half = precision.autocast_dtype or precision.param_dtype
-    built: torch.dtype = getattr(torch, config.train.dtype)
-    return half if half is not None and normalises_inside(config, layout) else built
-
-
 def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
-    """Returns what the engine talks through: by the algorithm that the config asks for."""
     asked = config.comm.algorithm
     if asked == "native" or comm.size == 1:
         return comm

@@ -24,13 +24,18 @@ from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.notebook import Shown, curve
-from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.recording import ClockMeter, KeptRecords, StepBounds, run_record
-from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
+from paceline.rehearse.simulate.recording import (
+    ClockMeter,
+    KeptRecords,
+    SimulationSummary,
+    StepBounds,
+    run_record,
+    summarize_clocks,
+)
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
@@ -44,9 +49,8 @@ class Conditions:
     """Where a simulated run takes place.
 
     ``cluster`` is whose wires the ranks talk over; None: processes of one host. ``compute`` is measured here, or
-    modelled for the cluster's device (without a cluster: for one core), which gives the same times on every machine.
-    ``slow`` multiplies the compute of ranks, ``slow_links`` the cost of operations that ranks take part in. ``backend``
-    is what the ranks would talk through there: a config's ``comm.backend``, before ``prepare`` makes it virtual.
+    modelled for the cluster's device (else for one core), the same on every machine. ``slow`` multiplies the compute of
+    ranks, ``slow_links`` the cost of their operations. ``backend``: the config's, before ``prepare`` makes it virtual.
     """
 
     cluster: Cluster | None = None
@@ -61,7 +65,6 @@ class Conditions:
 
     @property
     def gpu(self) -> str:
-        """The GPU that ranks are taken to have; empty where they have none."""
         return "" if self.cluster is None or self.cluster.device.is_cpu else self.cluster.device.name
 
     def wire_cost(self, ranks: int, node_ranks: int | None) -> WireCost:
@@ -221,12 +224,15 @@ def _run_rank(
     view: Sink | None,
     watch: Callable[[int, Trainer], None] | None,
 ) -> tuple[KeptRecords, list[StepBounds]]:
-    """Trains one rank's share; returns what it recorded, and when its steps began and ended."""
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None
     hooks = [Every(config.train.eval_every, EvaluateHook())]
     trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks)
-    trace, memory = trainer.parts.engine.world.trace, _memory(config, where, trainer.parts.plan)
+    trace, plan = trainer.parts.engine.world.trace, trainer.parts.plan
+    memory = plan.memory
+    if where.gpu:  # what a rank needs on the GPU that it is taken to have
+        need = EngineMemory.of(config, "cuda")
+        memory = need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None
     assert trace is not None
     meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
     trainer.parts = replace(trainer.parts, meter=meter)
@@ -255,11 +261,3 @@ def _run_rank(
         with clock.paused():
             watch(comm.rank, trainer)
     return kept, meter.steps
-
-
-def _memory(config: Config, where: Conditions, plan: Plan) -> MemoryEstimate | None:
-    """Returns the estimate of a rank: on the GPU that it is taken to have, where that is another device."""
-    if not where.gpu:
-        return plan.memory
-    need = EngineMemory.of(config, "cuda")
-    return need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None

@@ -28,7 +28,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
-from paceline.config import MuonConfig
+from paceline.config.schema import MuonConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.shard_layout import full_shape

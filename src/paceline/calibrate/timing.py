@@ -1,4 +1,10 @@
-"""Measures what a training step costs the host beside its kernels, on transformers whose kernels have nothing to do.
+"""How a thing is timed, when a machine is too noisy to be believed, and what a step costs the host beside its kernels.
+
+A sample is many runs in a row, long enough for the clock (a millisecond at least). The median counts; the spread is the
+distance between the quartiles over the median. Two things give a noisy machine away: samples that spread, and, on a
+CPU, a thread that was not running while the clock was.
+
+The host is measured on transformers whose kernels have nothing to do:
 
     step      S(n) = step + n operation        of two models with n operations each: two equations, two unknowns
     loop      a trainer's step with the next batch, times, records and hooks  -  the same step without them
@@ -14,25 +20,115 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.calibrate.sampling import summarize
 from paceline.cluster.kernels import Operation
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
-from paceline.records.log_sink import LogSink
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.errors import UsageError
+from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
 from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, Trainer
+
+_FEWEST = 3
+MOST_SPREAD = 0.15
+LEAST_SHARE = 0.90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """Times steps: seconds of one run. ``meet`` brings ranks together first, ``finish`` waits for a device.
+
+    Takes ``samples``, or fewer, three at least, of a step that would take longer than ``most_s`` together. A sample
+    is as many runs as take ``shortest_s``: a GPU's clocks fall under load, which a short one does not see. ``spreads``
+    keeps how far the samples of what has a name spread.
+    """
+
+    samples: int = 9
+    most_s: float = 2.0
+    shortest_s: float = 1e-3
+    meet: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+    spreads: dict[str, float] = field(default_factory=dict)
+
+    def time(self, step: Callable[[], object], name: str = "") -> float:
+        """Times a step that a rank runs by itself; the ranks meet once, since one may take fewer samples."""
+        step()
+        self.finish()
+        self.meet()
+        once = max(self._once(step, 1), 1e-7)
+        repeats = max(1, round(self.shortest_s / once))
+        samples = min(self.samples, max(_FEWEST, int(self.most_s / (once * repeats))))
+        return self._median(name, [self._once(step, repeats) / repeats for _ in range(samples)])
+
+    def time_together(self, step: Callable[[], object], repeats: int, name: str = "") -> float:
+        """Times a step that all ranks run together, as often on each; they meet before each sample."""
+        step()
+        self.finish()
+        found = []
+        for _ in range(self.samples):
+            self.meet()
+            found.append(self._once(step, repeats) / repeats)
+        return self._median(name, found)
+
+    def time_host(self, step: Callable[[], object], name: str = "") -> float:
+        """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
+        watch = Stopwatch(samples=4 * self.samples, meet=self.finish, spreads=self.spreads)
+        return watch.time_together(step, 1, name)
+
+    def _once(self, step: Callable[[], object], repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        self.finish()
+        return time.perf_counter() - start
+
+    def _median(self, name: str, samples: list[float]) -> float:
+        seconds, spread = summarize(samples)
+        if name:
+            self.spreads[name] = spread
+        return seconds
+
+
+def summarize(samples: list[float]) -> tuple[float, float]:
+    """Returns the median, and how far apart the quartiles are, over it."""
+    middle = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [middle] * 3
+    return middle, (high - low) / middle
+
+
+def processor_share(step: Callable[[], object], seconds: float = 0.3) -> float:
+    """Returns the share of the time in which this busy thread really ran. 1: no other process took its core."""
+    start, busy = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start < seconds:
+        step()
+    return min(1.0, (time.thread_time() - busy) / (time.perf_counter() - start))
+
+
+def check_quiet(spreads: Mapping[str, float], share: float) -> None:
+    """Raises UsageError where a calibration is plainly off: half of all spread too far, or the processor was shared."""
+    middle = statistics.median(spreads.values()) if spreads else 0.0
+    if middle <= MOST_SPREAD and share >= LEAST_SHARE:
+        return
+    worst = sorted(spreads, key=lambda name: -spreads[name])[:3]
+    shown = ", ".join(f"{name} {100 * spreads[name]:.0f} %" for name in worst)
+    spread = f"samples spread by {100 * middle:.0f} % (the widest: {shown}), and " if spreads else ""
+    raise UsageError(
+        f"this machine is too noisy to be measured: {spread}a thread had the processor {100 * share:.0f} % of the time"
+        f"\n  at most {100 * MOST_SPREAD:.0f} % of spread, and {100 * LEAST_SHARE:.0f} % of a processor, are needed"
+        "\n  end what else runs here and try again, or take it as it is with --noisy"
+    )
+
 
 _LAYERS = (1, 3)
 _MOST_STEPS = 1_000_000  # of which a few hundred are run
@@ -91,10 +187,7 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 @contextlib.contextmanager
 def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
-    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed.
-
-    Rank 0 samples the host, as it does where the launcher is not ours.
-    """
+    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder, logger = Path(name), logging.Logger(f"rank-{comm.rank}", logging.INFO)
         handler = logging.FileHandler(folder / "rank.log")

@@ -1,4 +1,4 @@
-"""Fair timing on a noisy machine: all arms take turns in one process, and only ratios are quoted.
+"""Fair timing on a noisy machine: all arms take turns in one process, and only ratios are quoted; and its JSON record.
 
 Absolute times drift with the weather of the machine; the ratio of two arms that ran seconds apart, many times, does
 not. Arms rotate, so that no arm is always first, and each turn's ratio to its peer is taken within the round.
@@ -6,13 +6,21 @@ not. Arms rotate, so that no arm is always first, and each turn's ratio to its p
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import gmtime, strftime
 from typing import Any
 
 import torch
+
+from paceline import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +116,48 @@ def ratios_to(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float
     ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
     quarter = len(ratios) // 4
     return {"ratio": statistics.median(ratios), "ratio_low": ratios[quarter], "ratio_high": ratios[-1 - quarter]}
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Names the processor, its cores, and the GPU if there is one."""
+    found: dict[str, Any] = {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)  # nosec B607  # git of the PATH, as in a shell
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRecord:
+    """A benchmark's result, with the machine and the versions it was measured on: what is needed to repeat it."""
+
+    name: str
+    command: str
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    hardware: dict[str, Any] = field(default_factory=describe_hardware)
+    versions: dict[str, str] = field(
+        default_factory=lambda: {
+            "paceline": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+    )
+    commit: str = field(default_factory=_commit)
+    time: str = field(default_factory=lambda: strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()))
+
+    def write(self, path: Path) -> None:
+        """Writes the record as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Returns the record as JSON text."""
+        return json.dumps(asdict(self), indent=2)
