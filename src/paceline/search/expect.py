@@ -35,7 +35,7 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, framework_bytes, is_known, rank_estimates
 from paceline.search.expectation import Expectation
 from paceline.search.request import COMPUTE, planned_values, request_for, task_of, workload_as_written
-from paceline.search.result import PlanResult, plan_for
+from paceline.search.result import plan_for
 from paceline.search.search import Change, rank_one
 from paceline.units import format_bytes
 
@@ -297,11 +297,26 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             f"which changes fit is not known: {error.headline}",
             "parallel.strategy=auto takes the first way that fits, where one does",
         ]
-    fitting = [each for each in _changes(found) if each.ranked and _is_enough(config, each.ranked, cluster, verdict)]
+    winner, changes = found.winner, list(found.changes)
+    if winner is not None and not changes:  # the config is not priced as it is written: its first plan
+        settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
+        written = {key: attrgetter(key)(found.request.config) for key in settings}
+        changes = [Change(keys={key: to for key, to in settings.items() if written[key] != to}, ranked=winner)]
+
+    def is_enough(ranked: Prediction) -> bool:
+        """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
+        try:
+            changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
+        except ConfigError:
+            return False
+        need = needed(changed.with_values("parallel", device=config.parallel.device))
+        return need is not None and need.total <= verdict.has_bytes
+
+    fitting = [each for each in changes if winner and each.ranked and is_enough(each.ranked)]
     fitting.sort(key=lambda each: each.seconds)
     if fitting:
         return [f"fits with {each}" for each in fitting]
-    lines = [f"would fit with {each}" for each in found.changes if found.winner is None]
+    lines = [f"would fit with {each}" for each in changes if winner is None]
     if found.found.nearest is not None:
         workload, least = found.found.nearest
         lines.insert(
@@ -310,23 +325,3 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             f"{format_bytes(least)} of a rank",
         )
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
-
-
-def _changes(found: PlanResult) -> list[Change]:
-    """Returns the changes that a plan knows; for a config that is not priced as it is written, its first plan."""
-    winner = found.winner
-    if winner is None or found.changes:
-        return list(found.changes) if winner else []
-    settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
-    written = {key: attrgetter(key)(found.request.config) for key in settings}
-    return [Change(keys={key: to for key, to in settings.items() if written[key] != to}, ranked=winner)]
-
-
-def _is_enough(config: Config, ranked: Prediction, cluster: Cluster, verdict: MemoryVerdict) -> bool:
-    """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
-    try:
-        changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
-    except ConfigError:
-        return False
-    need = needed(changed.with_values("parallel", device=config.parallel.device))
-    return need is not None and need.total <= verdict.has_bytes

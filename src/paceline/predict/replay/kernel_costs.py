@@ -165,7 +165,12 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
         if kernel.family == "convert" and is_widened and event.block not in ("", LOSS):  # that stays as it was measured
             same[kernel.writes[0][0]] = kernel.reads[0]
             continue
-        if event.block and kernel.phase == "forward" and (_is_repeatable(kernel) or _is_transposed_cast(event)):
+        # An operator gives the same result each time if it draws no numbers, and changes nothing in place.
+        is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
+        is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # at least a constant
+        is_drawn = kernel.family not in FUSED or kernel.family in ("random", "strided")
+        is_repeatable = (is_made and not is_in_place and not is_drawn) or _is_transposed_cast(event)
+        if event.block and kernel.phase == "forward" and is_repeatable:
             sizes = tuple(size for _, size in kernel.writes)
             first = known.setdefault((event.block, kernel.name, kernel.reads, sizes), kernel.writes)
             if first is not kernel.writes:
@@ -173,13 +178,6 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
                 continue
         found.append(Run(kernel, event.block))
     return found
-
-
-def _is_repeatable(kernel: Operation) -> bool:
-    """Whether an operator gives the same result each time: it draws no numbers, and changes nothing in place."""
-    is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
-    is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # a constant, at the least
-    return kernel.family in FUSED and kernel.family not in ("random", "strided") and is_made and not is_in_place
 
 
 def _recast(events: Sequence[Event]) -> list[Event]:

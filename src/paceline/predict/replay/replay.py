@@ -273,7 +273,9 @@ class _Actor:
         else:
             start = clock.now
         found.launch_wait += launch if self.is_cpu else start - clock.compute
-        lost = self._lost(start, work)
+        self.busy_lanes = [each for each in self.busy_lanes if each.end > start]
+        beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
+        lost = self.contention * max(0.0, *beside, 0.0)  # what communication beside a kernel costs it
         end = start + work + lost
         found.add_phase(phase, end - clock.compute + (launch if self.is_cpu else 0.0))
         found.compute += work
@@ -340,14 +342,6 @@ class _Actor:
         if self.spans is not None and worked:
             self.spans.append(Span("host", event.name, start, clock.host))
         clock.compute = clock.host
-
-    def _lost(self, start: float, work: float) -> float:
-        """Returns what communication beside a kernel costs it."""
-        if not self.busy_lanes or not self.contention:
-            return 0.0
-        self.busy_lanes = [each for each in self.busy_lanes if each.end > start]
-        beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
-        return self.contention * max(0.0, *beside, 0.0)
 
 
 class _Actors:

@@ -169,20 +169,13 @@ def _cluster(row: Row) -> Cluster:
         cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
-    return _with_interconnect(cluster, row.text["interconnect"], node_devices)
-
-
-def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
-    """Takes the network's rate from a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU"."""
-    if cluster.between is None or cluster.nodes == 1:
+    # The network's rate is in a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU".
+    network = row.text["interconnect"]
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", network)
+    if cluster.between is None or cluster.nodes == 1 or found is None or "reference" in network:
         return cluster
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", text)
-    if found is None or "reference" in text:
-        return cluster
-    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
-    if "per GPU" in text:
-        rate *= node_devices
-    kind = "roce" if "roce" in text.lower() else cluster.between.kind
+    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8 * (node_devices if "per GPU" in network else 1)
+    kind = "roce" if "roce" in network.lower() else cluster.between.kind
     return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
 
 

@@ -206,7 +206,13 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
     chosen = table.of_split(split)
     predicted = [_predict(row, shown, sets) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
-    references = _references(table, rows, sets)
+    # Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row".
+    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
+    references = [
+        _with_result(_predict(row, "all", sets), text)
+        for row, text in zip(table.rows, table.measured, strict=True)
+        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
+    ]
     families = tuple(
         FamilyScores(
             family=name,
@@ -240,16 +246,6 @@ def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, A
         "ranking": ranking_of([[each.times for each in group] for _, group in alternatives]),
         "scaling": scaling_of(_scaled(rows, references)),
     }
-
-
-def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
-    """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
-    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
-    return [
-        _with_result(_predict(row, "all", sets), text)
-        for row, text in zip(table.rows, table.measured, strict=True)
-        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
-    ]
 
 
 def _shown(rows: Sequence[Row]) -> list[Shown]:
