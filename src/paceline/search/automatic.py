@@ -145,11 +145,9 @@ class Choice:
 
 
 def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided.
+    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided, by time where ``machine`` can be priced.
 
-    Of what fits into the memory of ``where``, the fastest by prediction on ``machine`` is taken; the first in order
-    where that is None or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number
-    of data ranks.
+    Raises ConfigError where nothing fits, or the batch divides among no number of data ranks.
     """
     config = with_precision(config, where.device)
     left_out: list[str] = []
@@ -227,9 +225,9 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
 def first_microbatch(
     config: Config, model: ModelFacts, machine: Machine, sizes: Sequence[int], *, ranks: int, node_ranks: int
 ) -> int | None:
-    """Returns the size of ``sizes`` that is predicted to be fastest: where trials begin. None where none is priced.
+    """Returns the size of ``sizes``, which all fit, where trials begin; None where none is priced.
 
-    All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
+    Of those that are predicted to be within 2 % of the fastest, it is the largest.
     """
     layout = layout_of(config, ranks, node_ranks)
     if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:

@@ -45,8 +45,7 @@ def expect_run(
 ) -> Expectation:
     """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of a time.
 
-    ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out. ``entry`` is a
-    file that ``paceline calibrate`` wrote on this machine.
+    ``threads`` of a CPU rank; None: the cores are shared out. ``entry``: a file that ``paceline calibrate`` wrote here.
     """
     ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
@@ -84,10 +83,7 @@ def expect_run(
 
 
 def expected_memory(config: Config, hosts: int = 1) -> float | None:
-    """Estimates what records will tell of the rank that holds most; None where that is not known beforehand.
-
-    Virtual ranks share one process, and a microbatch that the ranks find is not known yet.
-    """
+    """Estimates what records will tell of the rank that holds most; None where that is not known beforehand."""
     stages = () if config.comm.backend == "virtual" else rank_estimates(config, hosts)
     if not stages:
         return None
@@ -251,10 +247,7 @@ def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = Fa
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:
-    """Lists why a host cannot hold what is offloaded, for a config whose device, ranks and strategy are settled.
-
-    Nothing is offloaded on CPU ranks. What a model of the user's own code needs, each rank finds when it is set up.
-    """
+    """Lists why a host cannot hold what is offloaded, for a config whose device, ranks and strategy are settled."""
     offload = config.memory.offload
     if not offload or config.parallel.device != "cuda":
         return []
@@ -279,8 +272,7 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
 def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:
     """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
 
-    Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
-    ``paceline calibrate`` wrote.
+    Where nothing fits, what comes nearest; where this machine cannot be priced, why.
     """
     is_gpu = config.parallel.device == "cuda"
     try:

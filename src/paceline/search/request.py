@@ -45,8 +45,7 @@ _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 class PlanRequest:
     """What is planned for, in each precision that may be, and what was assumed.
 
-    ``no_config`` says why there can be no config of it. ``host_memory``: bytes of a node's host that its
-    ranks may take together.
+    ``no_config`` says why there can be no config of it. ``host_memory``: bytes that the ranks of a node may take.
     """
 
     config: Config
@@ -127,8 +126,7 @@ def task_of(
 ) -> TrainingTask:
     """Reads what is to be trained. ``shape`` stands for the config's own; ``facts`` are those of a model's own code.
 
-    Raises UsageError for a model whose shape is not known. One that is known by what a sample of it costs has
-    data-parallel meshes alone.
+    Raises UsageError for a model whose shape is not known.
     """
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     precision = train.precision_on(config.parallel.device)

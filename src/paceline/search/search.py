@@ -57,10 +57,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
-
-    ``nearest``: where nothing fits, the workload that needs least, and how much.
-    """
+    """What was found, and how many fit; ``nearest``: where nothing does, what needs least, and how much."""
 
     task: TrainingTask
     cluster: Cluster
@@ -95,8 +92,8 @@ def search(
 ) -> Search:
     """Ranks all layouts that fit: by ``task.need``, else by the formulas.
 
-    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
-    cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
+    ``host_memory``: bytes that all ranks of a node may take. ``keep``: which layouts are looked at. Raises UsageError
+    where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
     fitting: list[Sized] = []

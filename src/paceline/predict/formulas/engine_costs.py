@@ -121,11 +121,7 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
 
 
 def engine_footprint(workload: Workload) -> MemoryEstimate:
-    """Returns what a rank's device holds by the formulas of ``footprint``, with the states that the engines here keep.
-
-    States that are offloaded are on the host. A slice to gather from stays, and in the buckets of zero1 the whole
-    gradients.
-    """
+    """Returns what a rank's device holds by ``footprint``, with the states that the engines here keep."""
     found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
     offload, layout = _offload_of(workload), workload.layout
     if workload.model.is_sampled:

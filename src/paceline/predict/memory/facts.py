@@ -63,11 +63,7 @@ class BlockFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """What a loss keeps of logits, and what one takes that is fused with the output layer, and keeps none.
-
-    Of a sample of ``tokens``: ``kept_bytes``, of the root's ``saved_bytes``, are its logits for backward;
-    ``temporary_bytes`` live while an operation of the blocks runs.
-    """
+    """What a loss keeps of the logits of a sample, and what one takes that is fused with the output layer."""
 
     vocabulary: int
     width: int

@@ -147,9 +147,8 @@ def _kept(events: Sequence[Event]) -> dict[int, int]:
 def _without_copies(events: Sequence[Event]) -> list[Event]:
     """Leaves out what a block computes a second time in its forward: the same operator of the same tensors.
 
-    Autocast converts a tensor for each layer that reads it, and products of 8 bits take its maximum, cast it and copy
-    the cast. A compiler does all that once. Nor does it store a tensor in a wider dtype: every kernel that reads it
-    converts as it reads.
+    Autocast converts a tensor for each layer that reads it. A compiler does that once, and stores no tensor in a wider
+    dtype: every kernel that reads it converts as it reads.
     """
     known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
     same: dict[int, tuple[int, int]] = {}
@@ -181,10 +180,7 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
 
 
 def _recast(events: Sequence[Event]) -> list[Event]:
-    """Moves the transposed copies of 8 bits to the backward, where a compiler makes them from what is kept anyhow.
-
-    Torch's partitioner does so: it keeps the tensor that is cast, or what that is made of, and no copy in 8 bits.
-    """
+    """Moves transposed copies of 8 bits to the backward, as torch's partitioner does: it keeps their sources."""
     makers = {tensor: each.operation for each in events if isinstance(each, Run) for tensor, _ in each.operation.writes}
     moved: dict[int, Run] = {}
     found: list[Event] = []

@@ -58,10 +58,9 @@ def replay(
 ) -> ReplayedStep:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
-    ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
-    of the fitted ones. ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run,
-    with the next batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not
-    fit the cluster, and for programs that wait for one another for ever.
+    ``slow`` makes ranks take so many times as long. ``constants`` take the place of the fitted ones. ``with_loop``
+    prices a step of a run, with the next batch, records and hooks. Raises UsageError where the ranks do not fit the
+    cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
     _check(rows)
@@ -123,10 +122,7 @@ def _check(rows: Sequence[Program]) -> None:
 
 
 def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:
-    """Returns which programs are replayed, the ranks that they stand for, and how slow these are.
-
-    In a pipeline the rank that matters to a stage is its slowest: all wait for it at the end.
-    """
+    """Returns which programs are replayed, the ranks that they stand for, of a stage its slowest, and how slow."""
     if len(rows) == 1:
         row, own = rows[0], slow.get(rows[0].rank, 1.0)
         worst = max(slow, key=lambda rank: slow[rank], default=row.rank)

@@ -176,8 +176,7 @@ class FamilyScores(_Scores):
 class Validation(_Scores):
     """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
 
-    ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
-    ``false_misfits``: runs that ran and were not.
+    ``false_fits``: runs that ran out of memory and were said to fit; ``false_misfits``: runs that ran and were not.
     """
 
     source: str

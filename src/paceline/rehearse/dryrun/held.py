@@ -124,8 +124,7 @@ class HeldMemory:
     ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
         """Returns what was taken and given back, in which action and before which place, and resident bytes.
 
-        ``phases`` are those of the places; ``again`` the places where forward is computed once more; ``tensors`` what
-        lies in storages.
+        ``again``: places where forward is computed once more; ``tensors``: what lies in storages.
         """
         found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}

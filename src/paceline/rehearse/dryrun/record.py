@@ -332,10 +332,7 @@ def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
 
 
 def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, rank: int = 0) -> Config:
-    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does.
-
-    One that names its microbatch is returned as it is; where none fits, the smallest is taken.
-    """
+    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does."""
     if config.train.microbatch != "auto":
         return config
     calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)

@@ -205,10 +205,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A step that was written down: its events, bytes that were there all the time, and where its phases end.
-
-    ``acts``: where each action of a pipeline begins, and what comes behind the last one.
-    """
+    """A step that was written down: its events, bytes that were there all the time, where phases and actions end."""
 
     events: tuple[Event, ...]
     resident: dict[str, int]

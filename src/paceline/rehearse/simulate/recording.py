@@ -68,10 +68,7 @@ class KeptRecords:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """From when to when a step lasted, on one rank's clock.
-
-    ``busy_s`` is how long a modelled GPU ran kernels that compute; None where the host computes itself.
-    """
+    """From when to when a step lasted, on one rank's clock; ``busy_s``: how long a modelled GPU computed."""
 
     step: int
     start_s: float
@@ -82,8 +79,7 @@ class StepBounds:
 class ClockMeter(StepMeter):
     """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase.
 
-    With ``launches``, those of modelled kernels, records say how long the host took to issue a step that the device was
-    waiting for, as on a GPU.
+    With ``launches`` of modelled kernels, records say how long the host issued a step that the device was waiting for.
     """
 
     launches: KernelPrices | None = None

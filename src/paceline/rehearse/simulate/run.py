@@ -161,8 +161,7 @@ def simulate(
 ) -> Simulation:
     """Trains on virtual ranks, as many as the config (see ``prepare``) says, and tells what each rank's clock saw.
 
-    Rank 0's records also go to ``view``, as they come. ``watch(rank, trainer)`` is called on each rank when its
-    training is over. Raises what a rank raised.
+    Rank 0's records also go to ``view``. ``watch(rank, trainer)`` is called when training is over.
     """
     where = conditions or Conditions()
     check_conditions(config, where)
