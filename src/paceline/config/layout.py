@@ -14,6 +14,7 @@ from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
+from paceline.plan.rule_case import RuleCase
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
 
@@ -120,12 +121,7 @@ def layout_problems(
     shape = ModelShape(kind=model.kind, layers=layers, context=context)
     if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
         shape = replace(known, context=context or known.context)
-    return rules(
-        layout,
-        ranks=ranks,
-        node_ranks=node_ranks,
-        model=shape,
-        keys=CONFIG_KEYS,
-        strategy=parallel.strategy,
-        only=is_wanted,
+    case = RuleCase(
+        layout, ranks=ranks, node_ranks=node_ranks, model=shape, keys=CONFIG_KEYS, strategy=parallel.strategy
     )
+    return rules(case, is_wanted)

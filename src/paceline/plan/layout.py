@@ -134,7 +134,7 @@ class Offload:
 class Compression:
     """How gradients are made smaller on their way. ``error_feedback`` adds what a step did not send to the next one.
 
-    Tensors of one dim always travel whole, and so do those with fewer than ``min_size`` elements or a name of ``exclude``.
+    Tensors of one dim always travel whole, as do those below ``min_size`` elements or with a name of ``exclude``.
     """
 
     policy: str = "none"
@@ -281,10 +281,7 @@ class Layout:
         return self.strategy in SHARING and self.sharing.parameters  # unknown ones are for the rules to refuse
 
     def fuses_loss(self, vocabulary: int, device: str) -> bool:
-        """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
-
-        Not where ranks share that layer, where stages pass activations on, or for a loss of the user's own.
-        """
+        """Whether a model, if it can, computes its loss with its output layer; not a loss that is of logits alone."""
         is_worth_it = device == "cuda" and vocabulary >= LARGE_VOCABULARY
         needs_logits = self.is_split or self.gathers_logits
         return not needs_logits and (is_worth_it if self.fused_loss == "auto" else self.fused_loss)

@@ -159,22 +159,17 @@ def present_cluster(
 def _with_cores(device: Device, cores: float) -> Device:
     """Returns a core's device as so many. The memory is shared, and the host launches one kernel after another."""
     share = min(1.0, cores)  # of a core that several ranks take turns on
+    times = ("tensor_s", "step_s", "loop_s", "launch_s", "compiled_launch_s", "operation_s")
+    known = {name: getattr(device, name) for name in times if getattr(device, name) is not None}
+    rates = device.memory_rates.items()
     return replace(
         device,
         peak_flops={dtype: rate * cores for dtype, rate in device.peak_flops.items()},
         matmul_ceiling={dtype: rate * cores for dtype, rate in device.matmul_ceiling.items()},
         shapes=tuple(replace(each, flops=each.flops * cores) for each in device.shapes),
         memory_bandwidth=device.memory_bandwidth * share,
-        memory_rates={
-            family: tuple((size, rate * share) for size, rate in points)
-            for family, points in device.memory_rates.items()
-        },
-        operation_s=None if device.operation_s is None else device.operation_s / share,
-        tensor_s=device.tensor_s / share,
-        step_s=device.step_s / share,
-        loop_s=device.loop_s / share,
-        launch_s=device.launch_s / share,
-        compiled_launch_s=device.compiled_launch_s / share,
+        memory_rates={family: tuple((size, rate * share) for size, rate in points) for family, points in rates},
+        **{name: seconds / share for name, seconds in known.items()},
     )
 
 
@@ -270,10 +265,7 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
 
 
 def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:
-    """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
-
-    Where nothing fits, what comes nearest; where this machine cannot be priced, why.
-    """
+    """Returns the smallest changes that make a run fit, the fastest first; else what comes nearest, or why not."""
     is_gpu = config.parallel.device == "cuda"
     try:
         cluster, _ = present_cluster(config, machine, config.parallel.decided_ranks, None, entry)

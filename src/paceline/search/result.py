@@ -190,10 +190,7 @@ class PlanResult(Shown):
 def plan_for(
     request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
 ) -> PlanResult:
-    """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
-
-    Raises UsageError for an order, a price or a number of devices that cannot be.
-    """
+    """Searches, and judges the config as it is written; ``gpus``: for tables of scaling. Raises UsageError."""
     order = next((each for each in ORDERS if by == each), None)
     if order is None:
         raise UsageError(f"by = {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try by = time")

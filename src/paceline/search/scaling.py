@@ -37,10 +37,7 @@ def scaling_rows(
     order: Order = "time",
     host_memory: float = float("inf"),
 ) -> list[ScalingRow]:
-    """Plans for each number of devices. Raises UsageError for a number that no equal nodes of this cluster have.
-
-    Weak scaling keeps the samples of a device.
-    """
+    """Plans for each number of devices; weak: with the same samples a device. Raises UsageError."""
     rows: list[ScalingRow] = []
     first: float | None = None  # throughput a device
     for each in [resized(cluster, count) for count in sorted(set(counts))]:

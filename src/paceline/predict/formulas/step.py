@@ -285,10 +285,7 @@ def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float
 
 
 def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
-    """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
-
-    ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
-    """
+    """Returns what 1F1B (interleaved with chunks) takes, by the closed form; ``message``: of a neighbour's tensor."""
     slowest = max(stage.both for stage in stages)
     fill = (sum(stage.both for stage in stages) - slowest) / chunks
     return microbatches * slowest + fill + 2 * (len(stages) - 1) * message

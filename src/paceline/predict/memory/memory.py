@@ -221,10 +221,7 @@ class _Estimate:
 
 
 def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
-
-    Empty where that is not known: a microbatch or strategy that is found later, a model or schedule of the user's own.
-    """
+    """Estimates what ranks of each stage hold, for a config whose ranks are settled; () where that is not known."""
     parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy):
         return ()

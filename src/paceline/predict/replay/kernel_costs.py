@@ -217,10 +217,7 @@ def _sources(kernel: Operation, makers: dict[int, Operation]) -> dict[int, int]:
 
 
 def _delayed(events: Sequence[Event]) -> list[Event]:
-    """Moves kernels that go through memory to the first one that reads their results, where both may be fused.
-
-    An activation function whose result waits for a product's is then made beside what reads both.
-    """
+    """Moves kernels that go through memory to the first one that reads their results, where both may be fused."""
     first: dict[int, int] = {}
     for place, event in enumerate(events):
         for tensor, _ in event.operation.reads if isinstance(event, Run) else ():

@@ -73,9 +73,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """The host goes through memory of its own, and launches nothing. Before, it waits for the operations ``waits`` and,
-    where it ``reads`` a value, for all that the device computes.
-    """
+    """The host works itself, and launches nothing; before, it waits, if it ``reads`` for all compute."""
 
     name: str
     num_bytes: int
@@ -110,10 +108,7 @@ class EventMark:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An action of the whole step, like that of another microbatch, which was recorded.
-
-    ``arrived`` are the sends, as (kind, stage, microbatch), that it learns have arrived.
-    """
+    """An action of the whole step, ``like`` a recorded microbatch's; ``arrived``: sends that it learns have arrived."""
 
     kind: str
     stage: int
@@ -124,7 +119,7 @@ class Turn:
 
 Event: TypeAlias = Run | Issue | Wait | Hold | Drop | EventMark | OnHost
 END = "end"
-TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
+COPIES = TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 

@@ -30,19 +30,7 @@ from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_p
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import (
-    TO_DEVICE,
-    TO_HOST,
-    Drop,
-    Event,
-    Hold,
-    Issue,
-    OnHost,
-    Player,
-    Program,
-    Run,
-    Wait,
-)
+from paceline.predict.replay.program import COPIES, Drop, Event, Hold, Issue, OnHost, Player, Program, Run, Wait
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
@@ -148,7 +136,6 @@ def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> d
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 
-_COPIES = (TO_HOST, TO_DEVICE)
 _HOST_BOUND = 0.1  # share of a step in which the device waits: from there on a run is measured to gain by a graph
 
 
@@ -293,7 +280,7 @@ class _Actor:
     def settle(self, meeting: _Meeting, lane: str) -> None:
         event = meeting.event
         self.clock.occupy(lane, meeting.end)
-        if event.kind not in _COPIES:  # the bus has engines of its own
+        if event.kind not in COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
         moved = round(event.num_bytes * event.share)
         seconds, sizes = self.found.communication, self.found.moved
@@ -416,7 +403,7 @@ class _Actors:
             else:
                 alone = self._wires(event.kind, event.num_bytes, event.ranks)
             seconds = (alone + self._extra) * self._slowdown * event.share
-        elif event.kind in _COPIES:
+        elif event.kind in COPIES:
             seconds = event.num_bytes / self._bus
         meeting.end, meeting.is_settled = meeting.start + seconds, True
         for actor, lane in meeting.members:

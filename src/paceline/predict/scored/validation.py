@@ -174,10 +174,7 @@ class FamilyScores(_Scores):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation(_Scores):
-    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
-
-    ``false_fits``: runs that ran out of memory and were said to fit; ``false_misfits``: runs that ran and were not.
-    """
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
 
     source: str
     split: str | None
@@ -187,8 +184,8 @@ class Validation(_Scores):
     outside: ErrorScores | None
     mean_over_families: float | None
     ran_out: int
-    false_fits: int
-    false_misfits: int
+    false_fits: int  # ran out of memory, and were said to fit
+    false_misfits: int  # ran, and were not
 
     @property
     def skipped(self) -> tuple[Scored, ...]:

@@ -122,10 +122,7 @@ class HeldMemory:
     def events(
         self, phases: Sequence[str], again: set[int], tensors: Mapping[int, Sequence[int]]
     ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
-        """Returns what was taken and given back, in which action and before which place, and resident bytes.
-
-        ``again``: places where forward is computed once more; ``tensors``: what lies in storages.
-        """
+        """Returns what was taken and given back, in which action and before which place, and resident bytes."""
         found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}
         backward, following = [0] * len(phases), len(phases) + 1  # for each place the next one in a backward
@@ -179,10 +176,7 @@ _COPIES = ("copy_", "_foreach_copy_")
 def mark_host_work(
     events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int
 ) -> tuple[tuple[Event, ...], tuple[int, ...]]:
-    """Returns the events with what the host does, and where each of those that were given now is.
-
-    ``host`` are the host's storages, ``places`` the storages in which tensors lie.
-    """
+    """Returns the events with what the host does, whose storages ``host`` are, and where each of those given is."""
     hosting = _Hosting(events, host, places, rank)
     found = [list(hosting.place(event)) for event in events]
     return tuple(chain.from_iterable(found)), tuple(accumulate(map(len, found), initial=0))

@@ -144,10 +144,7 @@ def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communica
 
 
 def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:
-    """Makes the optimizer as a device has it: fused, which torch refuses on meta tensors, and with its state.
-
-    One that updates parameters on the host leaves it to the host whether to step at all.
-    """
+    """Makes the optimizer as a device has it: fused, which torch refuses on meta tensors, and with its state."""
     is_muon = config.optim.kind == "muon"
     optimizer = build_optimizer(config.optim, engine.named_parameters(), engine if is_muon else None)
     if config.optim.kind not in ("adamw", "sgd"):

@@ -120,10 +120,7 @@ def prepare(
     source: str = "config",
     cluster: Cluster | None = None,
 ) -> Config:
-    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
-
-    ``source`` is what messages call the config: the name of its file. On a ``cluster`` the ranks share its hosts out.
-    """
+    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks."""
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
     if count < 1:
