@@ -361,8 +361,7 @@ class Layout:
 
 def loss_rows(vocabulary: int, element_bytes: int) -> int:
     """Returns of how many tokens a fused loss has the logits at once: a power of two, which suits products."""
-    most = max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
-    return 1 << (most.bit_length() - 1)
+    return 1 << (max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS).bit_length() - 1)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
     yield Problem(
         what=f"{key} = {policy} with {case.said('strategy')}",
         rule="compression works where replicas average the same gradients: in "
-        f"{case.strategy or strategy} each rank gets a slice of its own, and what others did not send of it is nobody's",
+        f"{case.strategy or strategy} each rank gets a slice of its own, and what the others did not send is nobody's",
         fix=f"set {case.key('strategy')} = ddp or hybrid, or {key} = none",
     )
 
@@ -177,8 +177,7 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
 def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
     given, default, place = case.layout.compression, Compression(), case.key("compression")
     for name in (each.name for each in fields(given) if each.name != "policy"):
-        owners = _OF_COMPRESSION.get(name, (given.policy,))
-        is_read = given.policy != "none" and given.policy in owners
+        is_read = given.policy != "none" and given.policy in _OF_COMPRESSION.get(name, (given.policy,))
         if not is_read and getattr(given, name) != getattr(default, name):
             rule = f"it belongs to {' and '.join(_OF_COMPRESSION.get(name, ('a policy that compresses',)))}"
             other = f"set {place}.policy = {_OF_COMPRESSION.get(name, ('topk',))[0]}"

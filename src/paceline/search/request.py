@@ -216,7 +216,6 @@ def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict
     values |= {name: section for name, section in sections.items() if section}
     if "comm" in values and not sections["comm"]:
         del values["comm"]
-    planned = config_from_dict(values, "plan")
-    if problems := check_ranks(planned, cluster.devices, cluster.node.devices):
+    if problems := check_ranks(config_from_dict(values, "plan"), cluster.devices, cluster.node.devices):
         raise ConfigError(problems, source="plan")
     return values

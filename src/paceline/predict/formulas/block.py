@@ -223,8 +223,7 @@ class BlockModel:
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
         else:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
-        hidden = 0.5 if self.run.overlaps_tensor else 1.0
-        return 2 * (each + CALL_S) * self.constants.slowdown * hidden
+        return 2 * (each + CALL_S) * self.constants.slowdown * (0.5 if self.run.overlaps_tensor else 1.0)
 
     def _waits(self, attention: float) -> float:
         """For tensor-parallel ranks; for tokens on their way to experts; for keys and values, around the ring while

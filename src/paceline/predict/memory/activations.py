@@ -189,8 +189,7 @@ def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
     width = shape.width
     if shape.dropout and widths.device == "cpu":
         # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
-        itemsize = max(widths.compute, 4)
-        attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
+        attention = (3 * width + 3 * shape.heads * tokens) * max(widths.compute, 4) + width * widths.compute
     else:
         copies = 2 if shape.positions == "rotary" else 1
         # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.

@@ -149,14 +149,6 @@ class Program:
     stages: int = 1
     order: tuple[Turn, ...] = ()
 
-    @property
-    def all_events(self) -> Iterator[Event]:
-        return Player(self.events, self.order).run() if self.order else iter(self.events)
-
-    @property
-    def kernels(self) -> Iterator[Operation]:
-        return (event.operation for event in self.all_events if isinstance(event, Run))
-
     def peak_memory(self) -> dict[str, int]:
         """Returns bytes by category at the moment when they are most together."""
         now: Counter[str] = Counter(self.resident)

@@ -51,8 +51,12 @@ def replay(
     cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
-    _check(rows)
-    slow = slow or {}
+    stages, slow = [row.stage for row in rows], slow or {}
+    if stages != list(range(rows[0].stages)):
+        raise UsageError(
+            f"programs of the stages {stages} of {rows[0].stages}\n"
+            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
+        )
     check_slow(slow, rows[0].ranks)
     framework = "compiled" if rows[0].is_compiled else "eager"
     fitted, is_fitted = constants_for(fitted_constants(), cluster.device.generation, framework)
@@ -93,20 +97,6 @@ def check_slow(slow: Mapping[int, float], ranks: int) -> None:
                 f"rank {rank} is slow by {factor}x, of {ranks} ranks\n"
                 f"  ranks are 0 to {ranks - 1}, and factors above 0\n  try --slow rank=0:1.5x"
             )
-
-
-def _check(rows: Sequence[Program]) -> None:
-    stages = [row.stage for row in rows]
-    if len(rows) > 1 and stages != list(range(rows[0].stages)):
-        raise UsageError(
-            f"programs of the stages {stages} of {rows[0].stages}\n"
-            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
-        )
-    if len(rows) == 1 and rows[0].stages > 1:
-        raise UsageError(
-            f"the program of one stage of {rows[0].stages}\n"
-            "  it waits for the others\n  give the programs of all stages: record_stages"
-        )
 
 
 def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:

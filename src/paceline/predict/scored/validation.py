@@ -152,9 +152,14 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scores:
-    """What is scored of all rows and of each family alike; None where no row tells it."""
+class FamilyScores:
+    """What is scored of each family, and of all rows alike; None where no row tells it.
 
+    ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows.
+    """
+
+    family: str = ""
+    baseline: float | None = None
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
@@ -165,15 +170,7 @@ class _Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyScores(_Scores):
-    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
-
-    family: str
-    baseline: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation(_Scores):
+class Validation(FamilyScores):
     """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
 
     source: str

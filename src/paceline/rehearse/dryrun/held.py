@@ -72,8 +72,7 @@ class HeldMemory:
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor's storage; those that were not noted yet are now."""
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata)
-        return (found or self._add(storage)).number
+        return (self._alive.get(storage._cdata) or self._add(storage)).number
 
     def follow(self, tensor: torch.Tensor, category: str) -> None:
         """Looks at the size of a storage from now on, which comes and goes."""
