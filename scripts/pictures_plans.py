@@ -181,7 +181,7 @@ def draw_precision() -> str:
 
 def _draw_step(picture: Picture, left: float, y: float, name: str, priced: Priced, scale: float) -> None:
     ranked = priced.ranked
-    step = ranked.prediction.step
+    step = ranked.step
     picture.text(left - 8, y + 14, name, "small bold ink end")
     at = left
     for kind, words, names in _PARTS:

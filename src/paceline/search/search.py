@@ -72,10 +72,14 @@ class Search:
     def looked_at(self) -> int:
         return self.num_fit + sum(self.left_out.values())
 
+    @property
+    def budget(self) -> float:
+        return budget_of(self.cluster)
+
     def fits(self, ranked: Prediction) -> bool:
         """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
-        return ranked.memory_bytes <= budget_of(self.cluster) and on_host <= self.host_memory
+        return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:

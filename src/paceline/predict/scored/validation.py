@@ -119,7 +119,9 @@ def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingS
             points.append(100 * abs(predicted / predicted_base - measured / measured_base))
             pairs.append((measured, predicted / predicted_base * measured_base))
     found = errors_of(pairs)
-    return found and ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
+    if found is None:
+        return None
+    return ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
