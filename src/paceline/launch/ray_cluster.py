@@ -140,12 +140,13 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWorker:
-    """An actor, and the node that it is on."""
+    """An actor, the node that it is on, and its name in messages."""
 
     actor: Any
     node: str
     address: str
     gpus: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass(slots=True)
