@@ -154,7 +154,6 @@ class Follower:
             self._behind.add(run.id)
 
     def _tell(self) -> None:
-
         def wake() -> None:
             assert self.news is not None
             self.news.set()
