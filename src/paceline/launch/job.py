@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self, cast
 
+from paceline.cluster.devices import load_cluster
 from paceline.errors import UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED
 from paceline.untrusted import parse_json_object, plain_name, read_regular
@@ -174,6 +175,14 @@ def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
             fix = did_you_mean(word, known, "leave it out")
             rule = f"the words are {', '.join(known)}" if known else "it takes none"
             raise UsageError(f"--set {word} with --on {job.target}\n  {rule}\n  {fix}")
+
+
+def gpu_memory(kind: str) -> float | None:
+    """Returns the memory of a kind of GPU, if the catalog knows it by this name."""
+    try:
+        return float(load_cluster(f"1x {kind}").device.memory_bytes)
+    except UsageError:
+        return None
 
 
 def read_time(text: str) -> int:

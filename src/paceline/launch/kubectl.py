@@ -1,10 +1,8 @@
 """``--on kubernetes``: a run as objects of a cluster, through the user's own kubectl. No torch in here.
 
 ``--set`` has the options of a cluster (``kubernetes_options.py``). The job's secret is made here and goes to kubectl's
-standard input: it is in no file and on no command line. A process in the background follows the run: it keeps the log
-of the first pod and, in the end, the exit code.
-
-    python -m paceline.launch.kubectl FOLDER
+standard input: it is in no file and on no command line. ``python -m paceline.launch.kubectl FOLDER`` in the background
+follows the run: it keeps the log of the first pod and, in the end, the exit code.
 """
 
 from __future__ import annotations

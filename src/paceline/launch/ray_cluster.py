@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError
 from paceline.launch import background
 from paceline.launch.background import cancel as cancel
-from paceline.launch.job import JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
+from paceline.launch.job import JobState, LaunchJob, TargetMachines, gpu_memory, refuse_options, refuse_settings
 from paceline.launch.remote import give_order
 from paceline.untrusted import parse_json_object
 
@@ -130,12 +129,8 @@ class RayNode:
     @property
     def gpu_bytes(self) -> float | None:
         """The memory of its GPUs, if the catalog knows the kind that Ray has found."""
-        for name in self.resources:
-            with contextlib.suppress(UsageError):
-                if name.startswith(_ACCELERATOR):
-                    kind = name.removeprefix(_ACCELERATOR).lower()
-                    return float(load_cluster(f"1x {kind}").device.memory_bytes)
-        return None
+        kinds = (name.removeprefix(_ACCELERATOR).lower() for name in self.resources if name.startswith(_ACCELERATOR))
+        return next((memory for kind in kinds if (memory := gpu_memory(kind)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

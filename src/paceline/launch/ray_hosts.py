@@ -1,6 +1,4 @@
-"""The process that holds the actors of a run on Ray, until it has ended.
-
-    python -m paceline.launch.ray_hosts FOLDER
+"""The process that holds the actors of a run on Ray until it has ended: ``python -m paceline.launch.ray_hosts FOLDER``.
 
 Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
 what they print, and asks ``health/diagnosis.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts
