@@ -150,7 +150,7 @@ def test_a_worker_hands_over_orders_output_and_the_exit_code(tmp_path: Path) -> 
     while code is None:
         lines, code = worker.news()
     assert (lines, code) == ([], 7)
-    worker.close()
+    worker._process.communicate()
     dumb = RemoteWorker(["bash", "-c", "echo no such module; exit 1"], str(tmp_path))
     assert dumb.ask({"do": "look"}) == "does not start Paceline: no such module"
-    dumb.close()
+    dumb._process.communicate()

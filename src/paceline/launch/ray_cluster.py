@@ -84,9 +84,8 @@ def read_options(job: LaunchJob) -> RayOptions:
     actor = cast(Literal["host", "rank"], job.settings.get("actor", "host"))
     spread = job.settings.get("spread", "strict" if actor == "host" else "pack")
     if (actor, spread) not in _STRATEGIES:
-        raise UsageError(
-            "--set actor=rank with --set spread=strict\n  ranks of one host share a Ray node\n  use actor=host"
-        )
+        what = "--set actor=rank with --set spread=strict"
+        raise UsageError(f"{what}\n  ranks of one host share a Ray node\n  use actor=host")
     return RayOptions(
         address=job.settings.get("address", "auto"),
         actor=actor,
@@ -158,9 +157,8 @@ class RayCluster:
         try:
             ray = importlib.import_module("ray")
         except ImportError as error:
-            raise LaunchError(
-                "Ray is not installed here\n  --on ray starts actors on a Ray cluster\n  pip install 'paceline[ray]'"
-            ) from error
+            why = "Ray is not installed here\n  --on ray starts actors on a Ray cluster"
+            raise LaunchError(f"{why}\n  pip install 'paceline[ray]'") from error
         if not ray.is_initialized():
             try:
                 host, _, port = address.rpartition(":")
@@ -247,9 +245,8 @@ class RemoteWorker:
 
     def __init__(self, command: Sequence[str], workdir: str) -> None:
         self._lines: queue.Queue[str] = queue.Queue()
-        self._process = subprocess.Popen(
-            list(command), cwd=workdir, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=workdir, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
         self._reader = threading.Thread(target=self._read, name="output", daemon=True)
 
     def place(self) -> tuple[str, str, list[str]]:
@@ -300,14 +297,6 @@ class RemoteWorker:
                 self._process.wait(_END_S)
                 return
         self._process.kill()
-
-    def close(self) -> None:
-        """Ends the orders, by which the command is asked to save and to leave, and waits for it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        self._process.wait()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -90,21 +90,16 @@ class Supervisor:
     signals: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
-    @property
-    def folder(self) -> Path:
-        return self.job.runs / self.job.run
-
     def run(self) -> int:
         """Runs attempts until one says that the run has ended; returns its exit code."""
+        folder = self.job.runs / self.job.run
         while True:
             ended = self._attempt()
             if isinstance(ended, int):
                 return ended
-            progress = read_progress(self.folder).values()
-            steps = TrainedSteps(
-                first_step=min((each.first_step for each in progress), default=0),
-                last_step=max((each.last_step for each in progress), default=0),
-            )
+            progress = read_progress(folder).values()
+            first_step = min((each.first_step for each in progress), default=0)
+            steps = TrainedSteps(first_step=first_step, last_step=max((each.last_step for each in progress), default=0))
             found = ended_by(ended, steps, options=self.options, is_cancelled=self.is_cancelled)
             if isinstance(found, int):
                 return found
@@ -117,7 +112,7 @@ class Supervisor:
             count = f"restart {decision.number} of {most}"
             echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
             deadline = time.monotonic() + _FREE_S  # the launcher of a lost actor saves first
-            while is_in_use(self.folder) and time.monotonic() < deadline:
+            while is_in_use(folder) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
 
     def hear(self, number: int, _: object = None) -> None:
