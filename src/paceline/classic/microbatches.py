@@ -50,9 +50,10 @@ from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
-from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.records.meter import StepMeter
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
