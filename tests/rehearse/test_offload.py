@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_counts import count_bytes
+from program_counts import count_bytes, events_of
 
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.kernels import Operation
@@ -90,7 +90,7 @@ def test_gradients_leave_with_every_microbatch_and_parameters_come_with_every_ga
 
 
 def test_the_update_runs_on_the_host_and_waits_for_gradients() -> None:
-    events = list(recorded("zero2", "optimizer").all_events)
+    events = list(events_of(recorded("zero2", "optimizer")))
     updates = [each for each in events if isinstance(each, OnHost) and each.name.startswith("_fused")]
     assert updates
     assert not [each for each in events if isinstance(each, Run) and each.operation.family == "optimizer"]
