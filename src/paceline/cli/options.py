@@ -102,10 +102,10 @@ def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]
     """Returns a check of the path of a file to write, whose name has one of some endings."""
 
     def check(path: Path | None) -> Path | None:
-        if path is not None and path.suffix.lower() not in endings:
+        if (found := check_file(path)) is not None and found.suffix.lower() not in endings:
             rule = f"its name ends in {', '.join(endings)}"
-            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
-        return check_file(path)
+            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {found.stem}{endings[0]}")
+        return found
 
     return check
 
