@@ -1,8 +1,7 @@
 """Do ranks that meet in the same collectives do so in the same step? A pure comparison of two ranks.
 
 A rank that leaves out a step of its loop, only its backward pass or only its update goes on: its next collectives match
-those of the others in kind and shape, and from then on the ranks mix gradients of different steps. So each rank notes,
-with updates of an optimizer,
+those of the others in kind and shape, and ranks mix gradients of different steps. So each rank notes, with updates,
 
     collectives   how many it had issued in the group of all ranks: the same number is the same moment for all ranks
     updates       how many updates it had made
@@ -11,10 +10,8 @@ with updates of an optimizer,
 At the same moment ranks have made equally many updates. They also agree on a counter that has agreed before and went up
 by the same number with every update. Where one rank's counter has gone up by one or more of these too many, it has left
 out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
-still or were never the same say nothing, so that uneven epochs and tails are no difference.
-
-Ranks that see one another's updates as they are made compare all that both have noted. Others keep an
-``UpdateHistory`` each, and compare what both have kept, every now and then.
+still or were never the same say nothing, so that uneven epochs and tails are no difference. Ranks that do not see one
+another's updates as they are made keep an ``UpdateHistory`` each, and compare what both have kept.
 """
 
 from __future__ import annotations

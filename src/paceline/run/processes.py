@@ -72,7 +72,14 @@ def run_processes(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
-    task = _pack(function, args)
+    try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
+        task = pickle.dumps((function, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
+            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
+            "  define the function at the top level of a module, and pass it plain data"
+        ) from error
     where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with scratch_folder() as folder, private_server(folder) as (address, secret):
@@ -97,18 +104,6 @@ def run_processes(
             for process in processes:
                 if process.pid is not None:  # started
                     process.join()
-
-
-def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    # Plain pickle: multiprocessing's own would give every rank the same memory for a tensor.
-    try:
-        return pickle.dumps((function, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
-            "  define the function at the top level of a module, and pass it plain data"
-        ) from error
 
 
 def loopback_interface() -> str:
@@ -292,12 +287,12 @@ def keep_to_own_cores(local_rank: int, local_ranks: int, threads: int = 1) -> No
             os.sched_setaffinity(0, share_of_cores(allowed, local_rank, local_ranks, threads))
 
 
-def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
+def end_with_parent(parent: int) -> None:
     """Ends this process, and all in its group if it leads one, as soon as process ``parent`` is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(every_s)
+            time.sleep(0.5)
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -72,7 +72,7 @@ def train(
         for note in loaded.notes if os.environ.get("RANK", "0") == "0" else ():
             say(note)
     if around.kind == "rank":
-        from paceline.run.under_launcher import run_under_launcher
+        from paceline.run.worker import run_under_launcher
 
         if chosen.hosts is not None:
             raise UsageError(
