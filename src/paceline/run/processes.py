@@ -287,12 +287,12 @@ def keep_to_own_cores(local_rank: int, local_ranks: int, threads: int = 1) -> No
             os.sched_setaffinity(0, share_of_cores(allowed, local_rank, local_ranks, threads))
 
 
-def end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
     """Ends this process, and all in its group if it leads one, as soon as process ``parent`` is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(every_s)
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -151,9 +151,8 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
 class LocalRanks:
     """The processes of one launcher, with ``variables`` in their environment, forked by ``warm`` where that is given.
 
-    ``num_records`` ranks write records, where processes have several each; None: one each. ``watch`` says when ranks
-    that stand still are ended; None: never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must
-    agree on.
+    ``num_records`` ranks write records; None: one each. ``watch`` says when ranks that stand still are ended; None:
+    never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must agree on.
     """
 
     ranks: int

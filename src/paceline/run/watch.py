@@ -40,7 +40,7 @@ from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, s
 from paceline.run.notes import end_ranks, tell_verdict
 from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
 from paceline.run.processes import end_children, tell_agent
-from paceline.run.records import append_event, note_clock
+from paceline.run.records import append_event
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
@@ -193,8 +193,10 @@ class Watch(SeenRanks):
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
                 if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    ranks = list(self.hosts[self.host])
+                    clock = {"ahead_s": round(ahead_s, 6), "ranks": ranks}  # lays steps of hosts beside one another
                     has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-                    if has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s):
+                    if has_begun and append_event(self.folder, ranks[0], "clock", clock):
                         ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():

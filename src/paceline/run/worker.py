@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 
@@ -77,7 +77,7 @@ def main() -> None:
     processes.end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
     restart = arguments.restart
-    times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
+    times = StartTimes(time.monotonic() - process_age(arguments.launcher if restart is None else os.getpid()))
     times.lap("processes")
     attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
@@ -136,11 +136,6 @@ class StartTimes:
     began: float  # by time.monotonic()
     parts: dict[str, float] = field(default_factory=dict)
     is_told: bool = False
-
-    @classmethod
-    def since_start_of(cls, process: int) -> Self:
-        """Begins when a process did; where nobody can tell, now."""
-        return cls(time.monotonic() - process_age(process))
 
     def lap(self, part: str) -> None:
         self.parts[part] = time.monotonic() - self.began - sum(self.parts.values())
@@ -302,7 +297,7 @@ def _checkpoint_folder(config: Config, folder: Path) -> Path:
 def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     """Runs this process as one rank of a launcher that somebody else started; returns the result on rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: a rank may sit in a collective
-    times = StartTimes.since_start_of(os.getpid())
+    times = StartTimes(time.monotonic() - process_age(os.getpid()))
     times.lap("processes")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
         processes.end_with_parent(os.getppid())
