@@ -120,20 +120,16 @@ class PairedRanks:
 
     def compare(self, own: Update, other: Update) -> StepDifference | None:
         self.compared = own.collectives
-        found = self._compare_updates(own, other)
-        return found or self._compare_counters(own, other)
-
-    def _compare_updates(self, own: Update, other: Update) -> StepDifference | None:
         offsets = own.updates - other.updates, own.idle - other.idle
         if self._offsets is None:
             self._offsets = offsets
-        more = offsets[0] - self._offsets[0]
+        more, idle = offsets[0] - self._offsets[0], offsets[1] - self._offsets[1]
         if more == 0:
-            return None
-        idle = offsets[1] - self._offsets[1]
-        if idle * more > 0:  # whoever made more updates made one for which nothing was reduced
-            return StepDifference(what="backward", is_own=more > 0, own=own.updates, other=other.updates)
-        return StepDifference(what="update", is_own=more < 0, own=own.updates, other=other.updates)
+            return self._compare_counters(own, other)
+        # Whoever made more updates made one for which nothing was reduced, or else the other left one out.
+        is_idle = idle * more > 0
+        what: Literal["backward", "update"] = "backward" if is_idle else "update"
+        return StepDifference(what=what, is_own=(more > 0) == is_idle, own=own.updates, other=other.updates)
 
     def _compare_counters(self, own: Update, other: Update) -> StepDifference | None:
         suspect: StepDifference | None = None
@@ -167,11 +163,8 @@ def pairing_verdict(
         "backward": "made an update without a backward pass",
         "update": "left out an update",
     }[difference.what]
-    counted = (
-        (f"{name} = {difference.own}", f"{name} = {difference.other}")
-        if difference.counter is not None
-        else (f"update {difference.own}", f"update {difference.other}")
-    )
+    prefix = "update " if difference.counter is None else f"{name} = "
+    counted = f"{prefix}{difference.own}", f"{prefix}{difference.other}"
     parts = [
         f"rank {rank} at {number}{'' if entry is None else f', {entry.call} at {entry.line}'}"
         for rank, number, entry in sorted(zip(ranks, counted, entries, strict=True), key=lambda part: part[0])
