@@ -32,8 +32,7 @@ from paceline import errors
 from paceline.comm import torch_dist
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
-from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.ledger.ledger import Ledger, UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator

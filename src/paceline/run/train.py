@@ -229,8 +229,7 @@ def clearing_saves(folder: Path) -> Iterator[None]:
     try:
         yield
     except LaunchError:
-        from paceline.checkpoint.find import places_of
-        from paceline.checkpoint.retention import clear_leftovers
+        from paceline.checkpoint.find import clear_leftovers, places_of
         from paceline.checkpoint.storage import is_remote
 
         for place in places_of(folder):
