@@ -83,9 +83,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     try:
         size = storage.size(file_in(path, MANIFEST))
         if size is None:
-            raise CheckpointError(
-                f"{path} is not a checkpoint: it has no {MANIFEST}\n  a complete checkpoint is a folder step-<number>"
-            )
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}\n  one is a folder step-<number>")
         if size > MOST_JSON_BYTES:
             raise damaged(f"{path / MANIFEST} is damaged: it has {size:,} bytes, and is read up to {MOST_JSON_BYTES:,}")
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)

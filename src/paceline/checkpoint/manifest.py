@@ -136,10 +136,8 @@ def files_entry(files: Mapping[str, SavedFile]) -> dict[str, Any]:
 
 def parse_files(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedFile]:
     """Reads what ``files_entry`` gave. Raises one of ``MALFORMED`` for anything else."""
-    return {
-        plain_name(name): SavedFile(num_bytes=_count("a size", entry["bytes"]), sha256=str(entry["sha256"]))
-        for name, entry in entries.items()
-    }
+    rows = [(plain_name(name), _count("a size", row["bytes"]), str(row["sha256"])) for name, row in entries.items()]
+    return {name: SavedFile(num_bytes=num_bytes, sha256=sha256) for name, num_bytes, sha256 in rows}
 
 
 def _count(what: str, value: Any, most: int = 2**60) -> int:
@@ -244,10 +242,8 @@ def parse_manifest(text: str, source: object) -> Manifest:
         schema = found["schema"]
         if schema != SCHEMA_VERSION:
             shown = schema if is_count(schema, 10**6) else kind_of(schema)
-            raise CheckpointError(
-                f"{source} has schema {shown}; this version reads {SCHEMA_VERSION}\n"
-                "  read it with the version that wrote it"
-            )
+            what = f"{source} has schema {shown}; this version reads {SCHEMA_VERSION}"
+            raise CheckpointError(f"{what}\n  read it with the version that wrote it")
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
             raise damaged(f"{source}'s manifest is damaged: its hash is not its own")

@@ -271,9 +271,8 @@ def storage_of(path: Path) -> FileStore:
             "  for S3: pip install 'paceline[remote]' s3fs"
         ) from error
     except OSError as error:
-        raise CheckpointError(
-            f"{url_of(path)} cannot be reached: {error}\n  the store must answer\n  check its address and your rights"
-        ) from error
+        what = f"{url_of(path)} cannot be reached: {error}"
+        raise CheckpointError(f"{what}\n  the store must answer\n  check its address and your rights") from error
 
 
 def url_of(path: Path) -> str:

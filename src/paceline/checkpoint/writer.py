@@ -172,9 +172,8 @@ class StagingBuffer:
         length = _offsets(shares)[-1]
         if self.buffer.numel() < length:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
-            self._thread = threading.Thread(
-                target=self._make, args=(length, _cuda_device(shares)), name="staging buffer", daemon=True
-            )
+            args = length, _cuda_device(shares)
+            self._thread = threading.Thread(target=self._make, args=args, name="staging buffer", daemon=True)
             self._thread.start()
 
     def copy(self, shares: Sequence[Shard]) -> list[Shard]:

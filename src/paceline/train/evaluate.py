@@ -194,11 +194,11 @@ def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> li
     engine.world.all_reduce(sums).wait()
     engine.world.all_reduce(limits, "min").wait()
     found, ends = sums.cpu(), limits.cpu()  # sync point
-    made = [
-        {"parameter": name, **{kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}}
-        for name, row in rows.items()
-    ]
-    return [each for each in made if each["weights"] is not None]  # else a buffer
+    made: list[dict[str, Any]] = []
+    for name, row in rows.items():
+        kinds = {kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}
+        made += [] if kinds["weights"] is None else [{"parameter": name, **kinds}]  # else a buffer
+    return made
 
 
 def _count(values: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor, limits: torch.Tensor) -> None:

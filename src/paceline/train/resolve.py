@@ -300,8 +300,6 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose parameters and buffers have no values; shared ones stay shared."""
-    memo: dict[int, Any] = {
-        id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()
-    }
+    memo: dict[int, Any] = {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
     memo |= {id(each): each.to("meta") for each in model.buffers()}
     return copy.deepcopy(model, memo)

@@ -208,10 +208,8 @@ class Trainer(RunState):
         parts = self.parts
         limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
         goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
-        has, count = goes_back and self.has_checkpoint(), self.num_roll_backs
-        reaction = on_bad_steps(
-            self.losses, num_in_a_row=bad.num_in_a_row, limit=limit, num_roll_backs=count, has_checkpoint=has
-        )
+        has, count, row = goes_back and self.has_checkpoint(), self.num_roll_backs, bad.num_in_a_row
+        reaction = on_bad_steps(self.losses, num_in_a_row=row, limit=limit, num_roll_backs=count, has_checkpoint=has)
         if isinstance(reaction, GoOn):
             return
         if isinstance(reaction, GoBack):

@@ -141,10 +141,8 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
         "resid_pdrop": shape.dropout,
         "attn_pdrop": shape.dropout,
     }
-    found = [
-        replace(streams[f"{ours}.weight"], name=f"transformer.{theirs}.weight")
-        for theirs, ours in _GPT2["embeddings"].items()
-    ]
+    ends = {f"transformer.{theirs}.weight": f"{ours}.weight" for theirs, ours in _GPT2["embeddings"].items()}
+    found = [replace(streams[ours], name=theirs) for theirs, ours in ends.items()]
     for theirs, names in _gpt2_parts(shape.layers).items():
         parts, name = [streams[each] for each in names], f"transformer.{theirs}"
         rows, dtype = sum(part.shape[0] for part in parts), parts[0].dtype
@@ -171,9 +169,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
     plain = {name.removeprefix("transformer."): stream for name, stream in streams.items()}
     for name, stream in plain.items():
         if name.endswith(".bias") and not name.endswith("attn.bias") and bool(stream.whole().any()):
-            raise CheckpointError(
-                f"{name} is not zero\n  the package's GPT has no biases\n  such a model cannot be imported"
-            )
+            raise CheckpointError(f"{name} is not zero\n  the package's GPT has no biases\n  take another model")
     found = {f"{ours}.weight": _gpt2_weight(plain, theirs, dims=(2,)) for theirs, ours in _GPT2["embeddings"].items()}
     layers = next(number for number in itertools.count() if f"h.{number}.ln_1.weight" not in plain)
     for theirs, names in _gpt2_parts(layers).items():

@@ -116,10 +116,8 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
             f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
             "  leave it out, or name what all of them begin with"
         )
-    model, optimizer = (
-        {name.removeprefix(prefix): stream for name, stream in streams.items()}
-        for streams in (found.model, found.optimizer)
-    )
+    both = (found.model, found.optimizer)
+    model, optimizer = ({name.removeprefix(prefix): each for name, each in streams.items()} for streams in both)
     return replace(found, model=model, optimizer=optimizer)
 
 
@@ -169,9 +167,8 @@ def _open_safetensors(path: Path) -> Incoming:
     for file in files:
         header = read_header(LocalFiles(), file)
         if twice := streams.keys() & header.tensors.keys():
-            raise CheckpointError(
-                f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
-            )
+            what = f"{file} has {min(twice)}, and another file too"
+            raise CheckpointError(f"{what}\n  each tensor is in one file\n  copy the folder again")
         streams |= {name: _file_stream(file, name, place) for name, place in header.tensors.items()}
         extra |= _ours(file, header.metadata.get(METADATA, "{}"))
     if config is not None and config.get("model_type"):
@@ -211,9 +208,7 @@ def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
             "  copy the whole folder again, from somebody you trust"
         ) from error
     if lacking := [file for file in files if not file.exists()]:
-        raise CheckpointError(
-            f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy the whole folder again"
-        )
+        raise CheckpointError(f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy all again")
     return files, found
 
 
@@ -224,9 +219,8 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
     except OSError as error:
         raise cannot_read(path, error) from error
     except MALFORMED as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}\n  folders of Hugging Face have JSON there\n  copy the folder again"
-        ) from error
+        what = f"{path} is damaged: {error}"
+        raise CheckpointError(f"{what}\n  folders of Hugging Face have JSON there\n  copy it again") from error
 
 
 def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
@@ -238,9 +232,8 @@ def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
             except OSError as error:
                 raise cannot_read(path, error) from error
             except EOFError as error:
-                raise CheckpointError(
-                    f"{path} is cut short: {error}\n  it was whole when it was opened\n  copy or download it again"
-                ) from error
+                what = f"{path} is cut short: {error}"
+                raise CheckpointError(f"{what}\n  it was whole when it was opened\n  copy it again") from error
             yield window
 
     return Stream(name=name, region=whole_region(place.shape), dtype=dtype_of(place.dtype), read=read)
@@ -262,9 +255,7 @@ def _reason(path: Path, error: Exception) -> str:
 
 def _open_torch(path: Path) -> Incoming:
     if _head(path)[8:] == b"{":  # torch.load would go by the name, and read it as what it is
-        raise CheckpointError(
-            f"{path} is a safetensors file\n  --format torch reads what torch.save wrote\n  leave --format out"
-        )
+        raise CheckpointError(f"{path} is a safetensors file\n  torch.save writes others\n  leave --format out")
     try:
         with open_regular(path) as file:
             by_name = path.suffix != ".safetensors"

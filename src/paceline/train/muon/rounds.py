@@ -36,6 +36,7 @@ from paceline.units import MIB
 _ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices; on other devices 64 MiB, whose products fill them
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
+Places: TypeAlias = Mapping[tuple[int, int], int]  # where the slice of each rank and matrix begins
 _WIDE = 1.5
 
 
@@ -84,10 +85,8 @@ def make_rounds(
     num_rounds = max(1, min(-(-most // limit), max(map(len, shares))))
     cut = [cut_into_rounds(share, costs, num_rounds) for share in shares]
     kind = _Sharded if comm.size > 1 and any(matrix.spans for matrix in matrices.values()) else _Replicated
-    return [
-        kind(matrices, [[order[index] for index in parts[number]] for parts in cut], comm, dtype)
-        for number in range(num_rounds)
-    ]
+    shared = [[[order[index] for index in parts[number]] for parts in cut] for number in range(num_rounds)]
+    return [kind(matrices, each, comm, dtype) for each in shared]
 
 
 class _Round:
@@ -205,9 +204,7 @@ class _Sharded(_Round):
         del self._held, self._whole
         return dict(zip(self.numbers, parts, strict=True))
 
-    def _copy(
-        self, places: Mapping[tuple[int, int], int], numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool
-    ) -> None:
+    def _copy(self, places: Places, numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool) -> None:
         """Copies slices into the rows of a stack, or back."""
         inside, outside = [], []
         for row, number in zip(stack.flatten(1), numbers, strict=True):
