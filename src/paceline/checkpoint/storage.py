@@ -259,17 +259,13 @@ def storage_of(path: Path) -> FileStore:
     try:
         import fsspec
     except ImportError as error:
-        raise UsageError(
-            f"{url_of(path)} needs fsspec, which is not installed\n  URLs are read and written through it\n"
-            "  pip install 'paceline[remote]'"
-        ) from error
+        rule = "URLs are read and written through fsspec, which is not installed"
+        raise UsageError(f"{url_of(path)} needs fsspec\n  {rule}\n  pip install 'paceline[remote]'") from error
     try:
         return RemoteFiles(fsspec.filesystem(found[1]))
     except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"{url_of(path)} cannot be opened: {error}\n  each protocol has a package of its own\n"
-            "  for S3: pip install 'paceline[remote]' s3fs"
-        ) from error
+        rule, fix = "each protocol has a package of its own", "for S3: pip install 'paceline[remote]' s3fs"
+        raise UsageError(f"{url_of(path)} cannot be opened: {error}\n  {rule}\n  {fix}") from error
     except OSError as error:
         what = f"{url_of(path)} cannot be reached: {error}"
         raise CheckpointError(f"{what}\n  the store must answer\n  check its address and your rights") from error
@@ -296,10 +292,8 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
     if not isinstance(storage_of(path), LocalFiles):
         return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
     if path.suffix in _WEIGHTS if path.is_file() else any((path / name).is_file() for name in _WEIGHT_FOLDERS):
-        return CheckpointError(
-            f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
-            f"  take them in first:  paceline checkpoint import {where} DST"
-        )
+        what = f"no checkpoint in {where}: it holds weights in another format"
+        return CheckpointError(f"{what}\n  {rule}\n  take them in first:  paceline checkpoint import {where} DST")
     what = ": there is no such folder" if not path.exists() else ": it is a file" if path.is_file() else ""
     return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {near_folders(path) or fix}")
 

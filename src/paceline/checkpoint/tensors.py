@@ -181,10 +181,8 @@ def _read_window(storage: FileStore, path: Path, start: int, runs: Runs, out: me
 def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
     """Returns a value as JSON values. Raises CheckpointError, naming the place, for what cannot be saved."""
     if level > _MOST_LEVELS:
-        raise CheckpointError(
-            f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep\n  such a value could not be read back\n"
-            "  leave it out, or make it flatter"
-        )
+        what = f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep"
+        raise CheckpointError(f"{what}\n  such a value could not be read back\n  leave it out, or make it flatter")
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):

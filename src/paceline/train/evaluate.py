@@ -239,13 +239,6 @@ def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
             edges.append(start)
         edges += [end] if edges else [start, end]
         kept.append(count)
-    return {
-        "count": number,
-        "not_finite": not_finite,
-        "norm": math.sqrt(row[_SQUARES].item()),
-        "min": low,
-        "max": high,
-        "mean": row[_SUM].item() / max(number, 1),
-        "edges": edges,
-        "counts": kept,
-    }
+    norm, mean = math.sqrt(row[_SQUARES].item()), row[_SUM].item() / max(number, 1)
+    numbers = {"count": number, "not_finite": not_finite, "norm": norm, "min": low, "max": high, "mean": mean}
+    return {**numbers, "edges": edges, "counts": kept}

@@ -212,18 +212,10 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
 
 def _preprocessor(shape: DataShape) -> bytes:
     """Says how images of bytes became what the model was trained on, in the library's words."""
-    values = {
-        "do_resize": True,
-        "size": {"shortest_edge": shape.size},
-        "do_center_crop": True,
-        "crop_size": {"height": shape.size, "width": shape.size},
-        "do_rescale": True,
-        "rescale_factor": 1 / BYTE,
-        "do_normalize": True,
-        "image_mean": [each / BYTE for each in shape.mean or ()],
-        "image_std": [each / BYTE for each in shape.std or ()],
-    }
-    return json.dumps(values, indent=2).encode()
+    mean, std = ([each / BYTE for each in values or ()] for values in (shape.mean, shape.std))
+    cut: dict[str, Any] = {"do_resize": True, "size": {"shortest_edge": shape.size}, "do_center_crop": True}
+    cut |= {"crop_size": {"height": shape.size, "width": shape.size}, "do_rescale": True, "rescale_factor": 1 / BYTE}
+    return json.dumps({**cut, "do_normalize": True, "image_mean": mean, "image_std": std}, indent=2).encode()
 
 
 class WeightAverage:

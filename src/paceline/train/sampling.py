@@ -199,10 +199,8 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     if kind in ("mlp", "resnet"):
         raise UsageError(f"{checkpoint.path}: model.kind = {kind} is no language model\n  only these write text")
     if not isinstance(values.get("model"), dict):
-        raise UsageError(
-            f"{checkpoint.path} does not say which model it is of\n  checkpoints of paceline train do\n"
-            "  name the folder of such a run"
-        )
+        what = f"{checkpoint.path} does not say which model it is of"
+        raise UsageError(f"{what}\n  checkpoints of paceline train do\n  name the folder of such a run")
     model = dict(values["model"])
     if model.get("kind") == "hf":
         model |= {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}

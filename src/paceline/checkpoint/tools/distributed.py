@@ -44,16 +44,8 @@ from paceline.untrusted import file_inside, is_count, read_regular
 FILE = ".metadata"
 _MOST_BYTES = 2**28
 _MOST_CHUNKS = 1024  # of a tensor that is cut along several dims: each is compared with each
-_RECORDS = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
+_RECORDS = ["Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"]
+_RECORDS += ["TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of them up to 2.3
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 

@@ -87,21 +87,12 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
 
 def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
-    config = {
-        **_common_config("llama", "LlamaForCausalLM", shape, streams),
-        "hidden_size": width,
-        "intermediate_size": streams["layers.0.mlp.up.weight"].shape[0],
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": width // shape.heads,
-        "max_position_embeddings": shape.context or 2048,
-        "hidden_act": "silu",
-        "rms_norm_eps": _EPS,
-        "rope_theta": _ROTARY_BASE,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    inner, context = streams["layers.0.mlp.up.weight"].shape[0], shape.context or 2048
+    config = _common_config("llama", "LlamaForCausalLM", shape, streams)
+    config |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": shape.layers}
+    config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    config |= {"head_dim": width // shape.heads, "max_position_embeddings": context, "hidden_act": "silu"}
+    config |= {"rms_norm_eps": _EPS, "rope_theta": _ROTARY_BASE, "attention_bias": False, "mlp_bias": False}
     names = _llama_names(shape.layers)
     if lacking := [name for name in streams if name not in names]:
         raise UsageError(f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out")
@@ -128,19 +119,11 @@ def _from_llama(streams: Streams) -> dict[str, Stream]:
 
 def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
-    config = {
-        **_common_config("gpt2", "GPT2LMHeadModel", shape, streams),
-        "n_embd": width,
-        "n_inner": streams["layers.0.mlp.up.weight"].shape[0],
-        "n_layer": shape.layers,
-        "n_head": shape.heads,
-        "n_positions": streams["position_embedding.weight"].shape[0],
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": _EPS,
-        "embd_pdrop": shape.dropout,
-        "resid_pdrop": shape.dropout,
-        "attn_pdrop": shape.dropout,
-    }
+    inner, positions = (streams[f"{name}.weight"].shape[0] for name in ("layers.0.mlp.up", "position_embedding"))
+    config = _common_config("gpt2", "GPT2LMHeadModel", shape, streams)
+    config |= {"n_embd": width, "n_inner": inner, "n_layer": shape.layers, "n_head": shape.heads}
+    config |= {"n_positions": positions, "activation_function": "gelu_new", "layer_norm_epsilon": _EPS}
+    config |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), shape.dropout)
     ends = {f"transformer.{theirs}.weight": f"{ours}.weight" for theirs, ours in _GPT2["embeddings"].items()}
     found = [replace(streams[ours], name=theirs) for theirs, ours in ends.items()]
     for theirs, names in _gpt2_parts(shape.layers).items():
@@ -200,12 +183,6 @@ def _transposed(parts: Sequence[Stream], first: int = 0, last: int | None = None
 
 def _common_config(kind: str, architecture: str, shape: ModelShape, streams: Streams) -> dict[str, Any]:
     embedding = streams["token_embedding.weight"]
-    return {
-        "architectures": [architecture],
-        "model_type": kind,
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": shape.tied,
-        "torch_dtype": str(embedding.dtype).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    found = {"architectures": [architecture], "model_type": kind, "vocab_size": embedding.shape[0]}
+    found |= {"tie_word_embeddings": shape.tied, "torch_dtype": str(embedding.dtype).removeprefix("torch.")}
+    return {**found, "bos_token_id": None, "eos_token_id": None}

@@ -49,6 +49,7 @@ from paceline.models.lora import A, B, fits
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
 
+_STATE_DICT = "a state dict maps names to tensors\n  save it with torch.save(model.state_dict(), path)"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optim", "optimizer", "optimizer_state_dict")
 _CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
@@ -85,18 +86,13 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
     """Reads what a file or folder has, but no tensor; takes ``prefix`` off names. Raises CheckpointError for others."""
     _check_there(path)
     if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
-        there = "folder" if path.is_dir() else "file"
-        raise CheckpointError(
-            f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
-            "  leave --format out: it is told by what is there"
-        )
+        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{path} is a {there}\n  --format {kind} reads a {wanted}\n  leave --format out")
     if kind != "safetensors" and not allows_pickle:
         what = "torch's distributed checkpoint" if kind == "dcp" else "a torch file"
         raise CheckpointError(
-            f"{path} is {what}, a pickle: it was not opened\n"
-            "  a pickle can hold code; safetensors cannot, and is read without asking\n"
-            "  add --allow-pickle if you trust who wrote it (values alone are read, never code), "
-            "or convert it to safetensors"
+            f"{path} is {what}, a pickle: it was not opened\n  a pickle can hold code; safetensors cannot\n"
+            "  add --allow-pickle if you trust who wrote it (values alone are read), or convert it to safetensors"
         )
     if kind == "dcp":
         from paceline.checkpoint.tools.distributed import read_distributed
@@ -105,17 +101,12 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
     else:
         found = _open_torch(path) if kind == "torch" else _open_safetensors(path)
     if not found.model:
-        raise CheckpointError(
-            f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
-            "  save it with torch.save(model.state_dict(), path), or as safetensors"
-        )
+        raise CheckpointError(f"{path} has no tensors of a model\n  {_STATE_DICT}, or as safetensors")
     if not prefix:
         return found
     if lacking := [name for name in found.model if not name.startswith(prefix)]:
-        raise UsageError(
-            f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
-            "  leave it out, or name what all of them begin with"
-        )
+        what = f"--prefix {prefix}: {lacking[0]} does not begin so"
+        raise UsageError(f"{what}\n  it is taken off every name\n  name what all of them begin with")
     both = (found.model, found.optimizer)
     model, optimizer = ({name.removeprefix(prefix): each for name, each in streams.items()} for streams in both)
     return replace(found, model=model, optimizer=optimizer)
@@ -123,10 +114,8 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
 
 def _check_there(path: Path) -> None:
     if not path.exists():
-        raise CheckpointError(
-            f"{path} is not there\n  weights are a safetensors or torch file, or a folder of Hugging Face or DCP\n"
-            "  check the path"
-        )
+        rule = "weights are a safetensors or torch file, or a folder of Hugging Face or DCP"
+        raise CheckpointError(f"{path} is not there\n  {rule}\n  check the path")
 
 
 def _head(path: Path) -> bytes:
@@ -187,10 +176,8 @@ def _ours(file: Path, text: str) -> dict[str, Any]:
         check_found({name: decode(value) for name, value in dict(found).items()})
         return dict(found)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} says under {METADATA!r} what no export has: {error}\n  it is the state of an optimizer\n"
-            "  export it again"
-        ) from error
+        what = f"{file} says under {METADATA!r} what no export has: {error}"
+        raise CheckpointError(f"{what}\n  it is the state of an optimizer\n  export it again") from error
 
 
 def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
@@ -203,9 +190,9 @@ def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
     try:
         files = [file_inside(path, name) for name in sorted(names, key=str)]
     except ValueError as error:
+        rule = f"{index.name} names files of its own folder"
         raise CheckpointError(
-            f"{path} is refused: {error}\n  {index.name} names files of its own folder\n"
-            "  copy the whole folder again, from somebody you trust"
+            f"{path} is refused: {error}\n  {rule}\n  copy it again, from somebody you trust"
         ) from error
     if lacking := [file for file in files if not file.exists()]:
         raise CheckpointError(f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy all again")
@@ -266,10 +253,7 @@ def _open_torch(path: Path) -> Incoming:
             "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
-            "  save it with torch.save(model.state_dict(), path)"
-        )
+        raise CheckpointError(f"{path} holds a {type(content).__name__}\n  {_STATE_DICT}")
     found = _split_content({str(name): value for name, value in content.items()})
     if found.num_bytes > _MOST_COPIES * path.stat().st_size:
         raise CheckpointError(
@@ -355,12 +339,10 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
             + "".join(f"  {problem}\n" for problem in problems)
             + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
         )
-    tensors = {
-        name: SavedTensor(
-            shape=place.shape, dtype=place.dtype, pieces=(SavedPiece(file=file, region=whole_region(place.shape)),)
-        )
-        for name, (file, place) in places.items()
-    }
+    tensors = {}
+    for name, (file, place) in places.items():
+        pieces = (SavedPiece(file=file, region=whole_region(place.shape)),)
+        tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
     manifest = Manifest(step=0, position=0, world=1, tensors=tensors, files={})
     found = {name: by_model[source] for name, source in names.items()}
     return Pretrained(checkpoint=Checkpoint(folder, manifest, LocalFiles()), names=found)

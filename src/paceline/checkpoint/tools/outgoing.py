@@ -69,10 +69,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     if not options.with_optimizer:
         streams = _merged_streams(checkpoint, streams)
     if not streams:
-        raise CheckpointError(
-            f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
-            "  look at it with paceline checkpoint inspect"
-        )
+        what = f"{checkpoint.path} has no tensors of a model"
+        raise CheckpointError(f"{what}\n  their names begin with {MODEL}\n  try paceline checkpoint inspect")
     if options.is_hugging_face:
         write = _hugging_face_writer(checkpoint, streams, progress)
     else:
