@@ -171,9 +171,8 @@ class SavedTensor:
 class Manifest:
     """All that is known of a checkpoint before a tensor is read.
 
-    ``values`` are plain values that are the same on every rank: scaler, schedule, counters, metrics. ``found`` are
-    those that single ranks knew, such as an optimizer's of its parameters. ``about`` is what the run was: its config,
-    strategy and mesh. ``line`` is how the run came to this step.
+    ``values`` are plain values, the same on every rank. ``found`` are those that single ranks knew, such as an
+    optimizer's. ``about`` is what the run was: its config, strategy and mesh. ``line`` is how it came to this step.
     """
 
     step: int
@@ -391,10 +390,8 @@ class HasShards(Protocol):
 class State:
     """This rank's part of a state. No tensor is copied: it is that of the step as long as nobody trains on.
 
-    ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
-    some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
-    this step, as rank 0 knows it; None: it follows from what lies where it is saved. ``write.plain_state`` makes a
-    state without shards, whose values are JSON values.
+    ``values`` are the same on every rank, ``own`` this rank's; ``found`` are known to some ranks, and those of all are
+    kept. ``line`` is how the run came to this step, as rank 0 knows it; None: it follows from what lies in the folder.
     """
 
     step: int

@@ -118,7 +118,6 @@ class LocalFiles:
         path.replace(to)
 
     def sync_folder(self, path: Path) -> None:
-        """Makes the names in a folder outlive a crash of the machine."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -126,7 +125,6 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all that is in it, if it is there."""
         if path.is_dir():
             shutil.rmtree(path)
         elif path.exists():
@@ -202,8 +200,7 @@ class RemoteFiles:
         """Does nothing: what a store has taken, stays."""
 
     def remove(self, path: Path) -> None:
-        """Removes a folder with all that is in it, if it is there: its manifest first."""
-        if self.size(path / MANIFEST) is not None:
+        if self.size(path / MANIFEST) is not None:  # which goes first
             self._files.rm_file(url_of(path / MANIFEST))
         if self.names(path):
             self._files.rm(url_of(path), recursive=True)
@@ -247,7 +244,6 @@ def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
 
 
 def is_remote(where: str | Path) -> bool:
-    """Says whether a place is one that fsspec is asked for, such as ``s3://bucket/run``."""
     return _REMOTE.match(str(where)) is not None
 
 

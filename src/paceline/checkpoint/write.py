@@ -62,7 +62,6 @@ class SaveTarget:
 
     @property
     def partial(self) -> Path:
-        """The folder that is written to."""
         return self.folder / f".{self.final.name}.{self.token}"
 
 
@@ -154,7 +153,6 @@ def unwritten(target: SaveTarget, error: object) -> CheckpointError:
 
 
 def _merged(target: SaveTarget, plain: State) -> Manifest:
-    """Reads what the ranks have written, and puts it together."""
     storage = target.storage
     files: dict[str, SavedFile] = {}
     tensors: dict[str, SavedTensor] = {}

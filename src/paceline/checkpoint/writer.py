@@ -258,7 +258,6 @@ class _PendingSave:
             discard(self.target)
 
     def complete_agreed(self) -> None:
-        """Sees a save to its end that all ranks have written."""
         self._is_agreed.set()
         if self._thread is None:
             self._complete()
@@ -339,7 +338,6 @@ def _describe(error: Exception) -> str:
 
 
 def warn_of(passed: object) -> None:
-    """Warns of a newer checkpoint that was not taken, and says why."""
     warnings.warn(str(passed), stacklevel=2)
 
 

@@ -202,7 +202,6 @@ def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> li
 
 
 def _count(values: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor, limits: torch.Tensor) -> None:
-    """Adds what a rank holds of a tensor to its row."""
     for part in torch.split(values.reshape(-1), _AT_ONCE):
         each = part if part.dtype == torch.float64 else part.float()
         if weight is not None:

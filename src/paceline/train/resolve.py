@@ -82,7 +82,6 @@ def has_own_code(config: Config) -> bool:
 
 
 def is_users(config: Config) -> bool:
-    """Says whether model, data or loss of a config are of the user's own code."""
     return has_own_code(config) or config.train.loss != "auto"
 
 

@@ -234,7 +234,6 @@ class WeightAverage:
         torch._foreach_lerp_(self._averages, self._parameters, 1.0 - self._decay)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns what this rank holds of the parameters, each with its average."""
         return list(zip(self._parameters, self._averages, strict=True))
 
     @contextlib.contextmanager
@@ -247,7 +246,6 @@ class WeightAverage:
             self._swap()
 
     def shards(self) -> list[Shard]:
-        """Returns what this rank holds of the average, to be saved."""
         pairs = zip(self._held, self._averages, strict=True)
         return prefixed(AVERAGE, (replace(shard, tensor=average, parameter=None) for shard, average in pairs))
 

@@ -61,19 +61,13 @@ class LanguageModel:
     engine: Engine | None = None  # of a model that is spread over ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The tokens that followed a prompt, and their text."""
-
-    tokens: list[int]
-    text: str
-
-
-def write_together(comm: Communicator, path: Path, prompt: str, options: SampleOptions, spread: Spread) -> Written:
-    """Writes text on ranks that hold a part of the model each. All ranks call it, and return the same."""
+def write_together(
+    comm: Communicator, path: Path, prompt: str, options: SampleOptions, spread: Spread
+) -> tuple[list[int], str]:
+    """Returns the tokens that follow a prompt, and their text. All ranks call it, each with its part of the model."""
     language = open_language_model(open_checkpoint(path), comm.device, comm, spread)
     tokens = sample(language, prompt, options)
-    return Written(tokens=tokens, text=language.tokenizer.decode(tokens))
+    return tokens, language.tokenizer.decode(tokens)
 
 
 def open_language_model(
@@ -99,17 +93,15 @@ def open_language_model(
     if not is_spread:
         allocate_unfilled([model], torch.device("cpu"))
     model.to(getattr(torch, config.train.dtype))
-    lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
-    if lacking:
+    wholes = _wholes(model)
+    if lacking := [each.name for each in wholes if MODEL + each.name not in checkpoint.manifest.tensors]:
         raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
     engine: Engine | None = None
     if comm is not None and is_spread:
         mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
         how: dict[str, Any] = {"tensor": comm.size, "gathers_logits": True}
         engine = parallelize(model, comm, "fsdp") if spread == "fsdp" else parallelize(model, comm, **how)
-    pairs = _named(model).items()
-    whole = [Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value) for each, value in pairs]
-    for shard in whole if engine is None else engine.shards():
+    for shard in wholes if engine is None else engine.shards():
         checkpoint.fill(shard, MODEL + shard.name)
     settings = getattr(model, "config", None)
     context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
@@ -218,8 +210,9 @@ def _data_context(checkpoint: Checkpoint) -> int | None:
     return context if is_count(context) else None
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def _wholes(model: nn.Module) -> list[Shard]:
     """Returns what a checkpoint has: parameters once each, and buffers that are saved."""
     saved = model.state_dict(keep_vars=True)
     buffers = {name: each for name, each in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
+    pairs = {**dict(model.named_parameters()), **buffers}.items()
+    return [Shard(name=name, region=whole_region(tuple(each.shape)), tensor=each) for name, each in pairs]

@@ -89,7 +89,6 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, norm: torch.Tensor) -> None:
-        """Moves the scale after a step whose unscaled gradients had this global norm."""
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()

@@ -103,7 +103,6 @@ def read_distributed(path: Path) -> dict[Any, Any]:
 
 
 def _read_tensor(path: Path, entry: TensorStorageMetadata, chunks: Sequence[tuple[Any, Any]]) -> torch.Tensor:
-    """Returns a tensor of the chunks that its metadata lists, each with its place in a file."""
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk, info in chunks:
         part = _load(path, info)

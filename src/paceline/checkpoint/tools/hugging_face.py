@@ -100,7 +100,6 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
 
 
 def _llama_names(layers: int) -> dict[str, str]:
-    """Returns Llama's name of each tensor of the package's GPT."""
     blocks = {
         f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
         for layer in range(layers)

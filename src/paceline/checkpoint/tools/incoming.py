@@ -264,7 +264,6 @@ def _open_torch(path: Path) -> Incoming:
 
 
 def _split_content(nested: Mapping[Any, Any]) -> Incoming:
-    """Splits nested dicts into the model and the optimizer."""
     model = next((nested[name] for name in _MODELS if isinstance(nested.get(name), dict)), None)
     optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
     streams = {name: _stream(name, value) for name, value in (nested if model is None else model).items()}
@@ -315,7 +314,6 @@ class Pretrained:
     names: Mapping[str, str]
 
     def fill(self, holder: HasShards) -> None:
-        """Fills what this rank holds; ranks need not wait for one another."""
         for shard in holder.shards():
             if shard.name in self.names:
                 self.checkpoint.fill(shard, self.names[shard.name])
@@ -340,8 +338,8 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
             + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
         )
     tensors = {}
-    for name, (file, place) in places.items():
-        pieces = (SavedPiece(file=file, region=whole_region(place.shape)),)
+    for name, (home, place) in places.items():
+        pieces = (SavedPiece(file=home, region=whole_region(place.shape)),)
         tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
     manifest = Manifest(step=0, position=0, world=1, tensors=tensors, files={})
     found = {name: by_model[source] for name, source in names.items()}

@@ -278,7 +278,6 @@ def _settings(*about: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
-    """Returns what a run goes on from besides tensors, by dotted names."""
     named = {"step": manifest.step, "position": manifest.position, **manifest.values, **manifest.found}
     values = {name: decode(value) for name, value in named.items()}
     names: dict[str, str] = {}  # groups by their first member: their labels are hashes of settings, such as the rate

@@ -108,7 +108,6 @@ def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
-    """Returns how much will be read."""
     wanted = (MODEL, OPTIMIZER) if options.with_optimizer else (MODEL,)
     return sum(tensor.num_bytes for name, tensor in manifest.tensors.items() if name.startswith(wanted))
 

@@ -69,7 +69,6 @@ def stream_region(
 
 
 def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = None) -> int:
-    """Returns how many elements of a tensor are read at a time."""
     order = None if region is None else region.order
     if any(piece.region.order != order for piece in checkpoint.manifest.tensors[name].pieces):
         return _SCATTERED
@@ -77,7 +76,6 @@ def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = N
 
 
 def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None) -> Stream:
-    """Returns a saved tensor, or a region of one, as a stream."""
     return Stream(
         name=name,
         region=whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region,

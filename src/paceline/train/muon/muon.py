@@ -39,8 +39,7 @@ from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 class Muon(torch.optim.Optimizer):
     """Updates hidden matrices by their orthogonalised momentum, and everything else as AdamW.
 
-    Give it ``engine.named_parameters()`` and the engine: its ranks share out the matrices, and hand each other slices
-    where parameters are sharded. Without an engine every matrix is orthogonalised here.
+    Give it ``engine.named_parameters()`` and the engine, whose ranks share out the matrices; else all is done here.
     """
 
     gathers_matrices = True  # so it may update slices: see engines/flat/matrixwise.py

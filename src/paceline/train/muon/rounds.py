@@ -205,7 +205,6 @@ class _Sharded(_Round):
         return dict(zip(self.numbers, parts, strict=True))
 
     def _copy(self, places: Places, numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool) -> None:
-        """Copies slices into the rows of a stack, or back."""
         inside, outside = [], []
         for row, number in zip(stack.flatten(1), numbers, strict=True):
             for rank, (first, end) in enumerate(self.matrices[number].spans):

@@ -216,10 +216,9 @@ def search_microbatch(
     first: int,
     agree: Callable[[int], int] = lambda value: value,
 ) -> Found:
-    """Finds the largest of ``sizes`` whose peak stays within the limit.
+    """Finds the largest of ``sizes`` whose peak, by ``measure`` (None: out of memory), stays within the limit.
 
-    ``measure`` runs a trial and returns its peak, or None where memory ran out. ``base_bytes`` is held without any
-    pass. ``first`` is where to begin. ``agree`` returns the smallest of what all ranks pass to it: so all go one way.
+    ``base_bytes`` is held without any pass. ``agree`` returns the smallest of what all ranks pass: so all go one way.
     """
     best, ceiling = 0, max(sizes) + 1
     points = [(0, base_bytes)]  # samples, and their peak
