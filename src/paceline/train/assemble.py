@@ -348,5 +348,4 @@ def _build_loaders(
     if data.eval is None:
         return loader, None, choice
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
-    at_once = batch.microbatch * ranks
-    return loader, EvalLoader(data.eval, at_once, rank=rank, ranks=ranks, options=options), choice
+    return loader, EvalLoader(data.eval, batch.microbatch * ranks, rank=rank, ranks=ranks, options=options), choice

@@ -110,10 +110,9 @@ class EarlyStop:
             return
         value = metrics.get(self._config.metric)
         if value is None:
-            raise UsageError(
-                f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate\n"
-                f"  it evaluates {', '.join(name for name in metrics if name != 'step')}"
-            )
+            known = ", ".join(name for name in metrics if name != "step")
+            what = f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate"
+            raise UsageError(f"{what}\n  it evaluates {known}")
         limit = None if self.best is None else self._sign * self.best - self._config.min_delta
         if value == value and (limit is None or self._sign * value < limit):
             self.best, self.num_bad = value, 0

@@ -125,8 +125,7 @@ class CrossEntropy:
         return LossValue(self._total(logits, targets), self._count(targets), correct)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
-        is_known = self.elements_per_sample is not None
-        return float(targets.numel()) if is_known else (targets != IGNORED).sum()
+        return (targets != IGNORED).sum() if self.elements_per_sample is None else float(targets.numel())
 
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
@@ -319,10 +318,8 @@ def _reduction_of(criterion: Any) -> str:
     keywords = getattr(criterion, "keywords", None) or {}
     reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
     if reduction == "none":
-        raise UsageError(
-            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
-            "  use reduction='mean' or 'sum'"
-        )
+        rule = "a loss is one number, of which the trainer knows the weight"
+        raise UsageError(f"criterion has reduction = 'none'\n  {rule}\n  use reduction='mean' or 'sum'")
     return str(reduction)
 
 

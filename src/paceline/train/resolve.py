@@ -227,8 +227,7 @@ def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: to
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        wanted = dtype if value.is_floating_point() else value.dtype
-        return torch.empty(value.shape, dtype=wanted, device=device)
+        return torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=device)
 
     with mode:
         return tree_map(fake, real)

@@ -150,10 +150,8 @@ class RunState:
                     peak = settings.get("initial_lr", settings["lr"])
                     group.update(settings, lr=peak, initial_lr=peak)
         except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
-                "  resume with the config that the run was started with"
-            ) from error
+            what = f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}"
+            raise CheckpointError(f"{what}\n  resume with the config that the run was started with") from error
         self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))

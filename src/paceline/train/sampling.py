@@ -85,11 +85,9 @@ def open_language_model(
         with parameters_on_meta() if is_spread and config.model.kind != "hf" else contextlib.nullcontext():
             model = build_model(config.model, shape, is_unfilled=True)
         if tokenizer is None:
-            raise UsageError(
-                f"{checkpoint.path} does not say what its tokens stand for\n"
-                "  a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder\n"
-                "  sample from a run on data: {kind: text} or a folder with tokenizer.json"
-            )
+            what = f"{checkpoint.path} does not say what its tokens stand for"
+            rule = "a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder"
+            raise UsageError(f"{what}\n  {rule}\n  sample from a run on text, or of a folder with tokenizer.json")
     if not is_spread:
         allocate_unfilled([model], torch.device("cpu"))
     model.to(getattr(torch, config.train.dtype))
@@ -171,8 +169,7 @@ def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generat
     if options.temperature == 0:
         return int(logits.argmax())
     if 0 < options.top_k < len(logits):
-        least = logits.topk(options.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
     return int(torch.multinomial((logits / options.temperature).softmax(-1), 1, generator=generator))
 
 

@@ -131,8 +131,7 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
         if len(parts[0].shape) == 1:
             found.append(replace(parts[0], name=f"{name}.weight"))
         else:
-            columns = parts[0].shape[1]
-            found.append(stream_made(f"{name}.weight", (columns, rows), dtype, partial(_transposed, parts)))
+            found.append(stream_made(f"{name}.weight", (parts[0].shape[1], rows), dtype, partial(_transposed, parts)))
         found.append(stream_made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
     return config, found
 

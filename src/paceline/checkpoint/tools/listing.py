@@ -254,8 +254,7 @@ def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Pr
         a, b = (values.abs().double() if values.is_complex() else values.double() for values in both)
         gap = (a - b).abs()
         gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
-        scale = torch.maximum(a.abs(), b.abs())
-        ratio = torch.where(gap > 0, gap / scale, torch.zeros_like(gap))
+        ratio = torch.where(gap > 0, gap / torch.maximum(a.abs(), b.abs()), torch.zeros_like(gap))
         absolute, relative = max(absolute, _largest(gap)), max(relative, _largest(ratio))
     return TensorDifference(
         name=name,

@@ -140,12 +140,9 @@ def write_checkpoint(
 def check_parent(path: Path) -> None:
     """Raises CheckpointError where there is no folder for what is to be written: a typo must not make one."""
     if not is_remote(path) and not path.absolute().parent.is_dir():
-        is_file = path.parent.exists()
-        rule = "a file is where a folder is needed" if is_file else "it goes into a folder that is there"
-        raise CheckpointError(
-            f"{path} cannot be written: {path.parent} is no folder\n  {rule}\n"
-            f"  make it first, or name another:  mkdir -p {shlex.quote(str(path.parent))}"
-        )
+        what, fix = f"{path} cannot be written: {path.parent} is no folder", shlex.quote(str(path.parent))
+        rule = "a file is where a folder is needed" if path.parent.exists() else "it goes into a folder that is there"
+        raise CheckpointError(f"{what}\n  {rule}\n  make it first, or name another:  mkdir -p {fix}")
 
 
 def write_torch(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:

@@ -66,8 +66,7 @@ def cut_into_rounds(indices: Sequence[int], costs: Sequence[float], rounds: int)
     """Cuts an owner's matrices, in their order, into so many parts of about the same cost; some may be empty."""
     total, done, parts = sum(costs[index] for index in indices), 0.0, [list[int]() for _ in range(rounds)]
     for index in indices:
-        middle = done + costs[index] / 2
-        parts[min(int(middle / total * rounds), rounds - 1) if total else 0].append(index)
+        parts[min(int((done + costs[index] / 2) / total * rounds), rounds - 1) if total else 0].append(index)
         done += costs[index]
     return parts
 

@@ -300,8 +300,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     # The first pass makes the gradients, beside which the others are measured.
     if agree(int(measure(sizes[0]) is not None)):
-        first = limits.first
-        found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=first, agree=agree)
+        found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=limits.first, agree=agree)
     engine.abandon_accumulation()  # not after an error: the other ranks may be elsewhere
     drop_gradients(engine)
     release_memory(engine.device)
