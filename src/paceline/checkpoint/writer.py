@@ -313,10 +313,9 @@ class _PendingSave:
             if self._is_abandoned.wait(_LOOK_EVERY_S):
                 return False
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {wanted.index(min(missing))} has written its part of {target.final}, and rank 0 does not "
-                    "see it\n  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
-                )
+                what = f"rank {wanted.index(min(missing))} has written its part of {target.final}"
+                fix = "all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
+                raise CheckpointError(f"{what}, and rank 0 does not see it\n  {fix}")
         return True
 
 

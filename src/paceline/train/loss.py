@@ -60,11 +60,9 @@ class Normalise:
     def check(self, images: torch.Tensor) -> None:
         """Raises DataError for images of other channels than there are numbers."""
         if len(self._scale) not in (1, images.shape[1]):
-            raise DataError(
-                f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data\n"
-                "  there is one for each channel, or one for all\n"
-                "  images are (channels, height, width): check their order, and shape.mean and shape.std"
-            )
+            what = f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data"
+            fix = "images are (channels, height, width): check their order, and shape.mean and shape.std"
+            raise DataError(f"{what}\n  there is one for each channel, or one for all\n  {fix}")
 
     def factors(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns scale and shift by channel on a device; made there once, as a copy would wait for it."""

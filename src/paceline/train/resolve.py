@@ -120,12 +120,9 @@ def made_at(config: Config, make_model: Callable[[], nn.Module] | None = None) -
 def misfit(error: Exception, what: str, data: DataSplits, place: str, *, made: str = "") -> UsageError:
     """Returns what to say of a model that its own code or its data break. ``what`` is what cannot be."""
     maker = f"; {made} makes the model" if made and made.partition(":")[0] not in place else ""
-    return UsageError(
-        f"{what}: {type(error).__name__}: {first_line(error)}\n"
-        f"  it is raised {place}{maker}\n"
-        f"  {RULE}; the inputs of its data are {_inputs(data)}\n"
-        "  mend the model, or take the data that it is made for"
-    )
+    cause = f"{what}: {type(error).__name__}: {first_line(error)}\n  it is raised {place}{maker}"
+    rule = f"{RULE}; the inputs of its data are {_inputs(data)}"
+    return UsageError(f"{cause}\n  {rule}\n  mend the model, or take the data that it is made for")
 
 
 def first_line(error: BaseException) -> str:

@@ -38,11 +38,9 @@ def shape_of(manifest: Manifest) -> ModelShape:
     """Returns the dimensions of the GPT that a checkpoint holds. Raises UsageError for another model."""
     kind = manifest.setting("model", "kind")
     if kind != "gpt":
-        raise UsageError(
-            f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}\n"
-            "  Hugging Face has counterparts of its own models, also from factories, and of the package's GPT\n"
-            "  leave --hf out: tensors keep their own names"
-        )
+        what = f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}"
+        rule = "Hugging Face has counterparts of its own models, also from factories, and of the package's GPT"
+        raise UsageError(f"{what}\n  {rule}\n  leave --hf out: tensors keep their own names")
     try:
         shape = gpt_shape(GPTModelConfig.model_validate(manifest.setting("model")))
     except ValueError as error:
@@ -78,10 +76,8 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
     """Returns a Llama's or GPT-2's tensors under the names of the package's GPT. Raises CheckpointError for others."""
     kind = config.get("model_type")
     if kind not in ("llama", "gpt2"):
-        raise CheckpointError(
-            f"config.json says model_type = {kind!r}\n  llama and gpt2 have a counterpart here\n"
-            "  import the weights under their own names: name the safetensors file itself"
-        )
+        fix = "import the weights under their own names: name the safetensors file itself"
+        raise CheckpointError(f"config.json says model_type = {kind!r}\n  llama and gpt2 are known here\n  {fix}")
     return _from_llama(streams) if kind == "llama" else _from_gpt2(streams)
 
 
