@@ -50,9 +50,10 @@ from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
-from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.records.meter import StepMeter
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
@@ -236,9 +237,21 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        path = self._writer.save(
-            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        list(self._bad_updates.read())
+        held = list(self.engine.shards())
+        tensors, found = optimizer_shards(optimizer, held)
+        extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        state = State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
         )
+        path = self._writer.save(state)
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -351,23 +364,6 @@ class MicrobatchTrainer:
         for parameter in self.engine.parameters():
             parameter.grad = None
         self._num_pending, self._pending = 0, []
-
-    # Checkpoints.
-
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
-        comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.read())
-        tensors, found = optimizer_shards(optimizer, held)
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            about={"strategy": self.strategy},
-        )
 
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values

@@ -24,8 +24,7 @@ from paceline.cli.learn import app as learn_app
 from paceline.cli.machine import calibrate, cluster_app, doctor
 from paceline.cli.options import tells_for_host
 from paceline.cli.runs import report, sample, watch
-from paceline.cli.schedule import schedule
-from paceline.cli.simulate import simulate
+from paceline.cli.simulate import schedule, simulate
 from paceline.cli.train import chaos, profile, train
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError

@@ -19,8 +19,6 @@ from paceline.units import format_bytes
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
     from paceline.data.token_files import DataManifest
-    from paceline.search.automatic import Choice
-
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
@@ -130,7 +128,16 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
     rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
     rows = [changed.pop(row.key, row) for row in rows]
-    return [*rows, *changed.values(), *_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
+    ladder = [
+        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
+    ]
+    ladder += [f"impossible: {reason}" for reason in choice.left_out]
+    rows += [
+        *changed.values(),
+        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
+        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
+    ]
+    return rows + _estimate_rows(decided, known, decided.parallel.device)
 
 
 def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
@@ -142,20 +149,6 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
         return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
     return _estimate_rows(config, known, device)
-
-
-def _choice_rows(choice: Choice) -> list[ExplainRow]:
-    from paceline.config import ExplainRow
-    from paceline.search.automatic import KEY
-
-    ladder = [
-        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
-    ]
-    ladder += [f"impossible: {reason}" for reason in choice.left_out]
-    return [
-        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
-    ]
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:

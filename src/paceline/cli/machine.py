@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Overrides, check_file, print_json, tells_for_host, write_output
+from paceline.cli.options import Overrides, check_entry, print_json, tells_for_host, write_output
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.terminal import echo, plain
 from paceline.units import format_bytes
@@ -21,22 +21,13 @@ if TYPE_CHECKING:
     from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
 
 
-def _check_entry(path: Path | None) -> Path | None:
-    """Returns the path of an entry to write. Raises UsageError for one that no --cluster would read."""
-    path = check_file(path)
-    if path is not None and path.suffix not in (".yaml", ".yml"):
-        rule, fix = "--cluster takes files by that ending", f"write to {path.with_suffix('.yaml')}"
-        raise UsageError(f"--output {path} does not end in .yaml\n  {rule}\n  {fix}")
-    return path
-
-
 def calibrate(
     *,
     device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
     ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
     name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
     output: Path | None = typer.Option(
-        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
+        None, "--output", "-o", callback=check_entry, metavar="FILE.yaml", help="Write the entry to this file."
     ),
     compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
@@ -91,7 +82,7 @@ def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
 
 
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
-    from paceline.calibrate.refit import refit
+    from paceline.calibrate.entry import refit
     from paceline.cluster.detect import detect_machine
 
     found = refit(run, detect_machine(), base)

@@ -24,7 +24,6 @@ from paceline.terminal import echo, new_console
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
 
-
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
@@ -113,6 +112,7 @@ def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]
 
 check_picture = _check_for("picture", ".png", ".svg", ".pdf")
 check_page, check_table = _check_for("page", ".html"), _check_for("table", ".csv")
+check_entry = _check_for("entry", ".yaml", ".yml")  # by this ending --cluster takes it for one
 
 
 def write_output(path: Path, text: str, what: str) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from paceline.config import OptimConfig
 from paceline.config.schema import ParameterGroupConfig
 from paceline.engines.engine import Engine
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update

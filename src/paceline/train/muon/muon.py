@@ -31,7 +31,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config.schema import MuonConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
     Give it ``engine.named_parameters()`` and the engine, whose ranks share out the matrices; else all is done here.
     """
 
-    gathers_matrices = True  # so it may update slices: see engines/flat/matrixwise.py
+    gathers_matrices = True  # so it may update slices: see engines/flat/optimizer_state.py
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.objects import gather_objects
 from paceline.config.sections import RecoveryConfig
-from paceline.engines.agree import tensors_in
+from paceline.engines.groups import tensors_in
 from paceline.engines.precision import Precision
 from paceline.health.diagnosis import Stop
 from paceline.train.step import Passes, RunPasses, StepOutcome, accumulate
