@@ -74,8 +74,8 @@ def read_distributed(path: Path) -> dict[Any, Any]:
     try:
         metadata = read_metadata(path)
     except FileNotFoundError as error:
-        what = f"{path} is no distributed checkpoint of torch: it has no {FILE}, which is written last"
-        raise CheckpointError(f"{what}\n  check the path, or leave --format out") from error
+        what = f"{path} is no distributed checkpoint of torch: it has no {FILE}"
+        raise CheckpointError(f"{what}\n  that is written last\n  check the path, or leave --format out") from error
     except OSError as error:
         raise cannot_read(path, error) from error
     except (*MALFORMED, EOFError, RuntimeError, PickleError, ImportError, MemoryError, UsageError) as error:
