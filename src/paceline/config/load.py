@@ -43,10 +43,7 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
-    """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
-
-    Raises ConfigError with all problems at once.
-    """
+    """Reads a config from a YAML file, if any, and overrides. Raises ConfigError with all problems at once."""
     return load_config_with_sources(path, overrides).config
 
 
@@ -154,10 +151,9 @@ class _AskedValues:
         self.overridden.add(path)
 
     def make_way(self, config: Config, problems: list[Problem]) -> bool:
-        """Changes what stands in the file and does not go with an override; says whether there was anything.
+        """Drops keys of the file that an override made idle, and shortens a warmup; says whether there was any.
 
-        Drops a key that nothing reads any more, and shortens a warmup that is too long, but for what contradicts itself
-        in the file alone.
+        What contradicts itself in the file alone is left to be refused.
         """
         if not self.overridden:
             return False

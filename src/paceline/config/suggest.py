@@ -100,10 +100,7 @@ def near_files(path: Path) -> list[str]:
 
 
 def near_folders(path: Path) -> str:
-    """Asks for the folder that may have been meant by a path that does not exist, in the words of a fix.
-
-    Looks beside the first part that is missing, and in ``runs``: a run may be named alone.
-    """
+    """Asks for the folder that may have been meant by a path that does not exist, beside it or in ``runs``."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent

@@ -46,10 +46,7 @@ def load_transformers() -> Any:
 
 
 def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
-    """Builds the model of a folder; ``is_unfilled``: without values, which a pretrained one gets later.
-
-    Raises ConfigError where it cannot read the data, UsageError for a folder of which no model can be made.
-    """
+    """Builds the model of a folder, maybe without values. Raises ConfigError for data that it cannot read."""
     library = load_transformers()
     settings = _settings(library, config)
     kind = _class(library, settings, config)

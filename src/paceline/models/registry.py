@@ -91,9 +91,8 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
 def loss_vocabulary(model: nn.Module) -> int | None:
     """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has none.
 
-    With a method ``loss_vocabulary()`` a model promises that ``model(inputs, targets=targets)`` returns the summed
-    cross entropy, in which targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right
-    answers.
+    With this method a model promises that ``model(inputs, targets=targets)`` returns the summed cross entropy, in which
+    targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right answers.
     """
     method: object = getattr(model, "loss_vocabulary", None)
     return int(method()) if callable(method) else None
