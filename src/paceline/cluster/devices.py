@@ -12,6 +12,7 @@ All is in seconds, bytes, bytes per second and FLOP per second. Figures are in `
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -359,10 +360,9 @@ def _find(name: str, what: str, entries: Mapping[str, written.AnyEntry]) -> tupl
 def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:
     near = written.near_names(name, known)
     hint = f"did you mean {', '.join(near)}?" if near else "none is like it"
-    return UsageError(
-        f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
-        "  list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
-    )
+    rule = "names are those of the catalog, or a YAML file of your own"
+    fix = "list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
+    return UsageError(f"no {what} is called {name!r}: {hint}\n  {rule}\n  {fix}")
 
 
 class Peaks(NamedTuple):
@@ -381,7 +381,6 @@ def find_peaks(name: str, compute: str, entry: Path | None = None) -> Peaks:
     if entry is None and device.is_cpu:
         return Peaks()
     measured = device.matmul_ceiling.get(compute)
-    try:
+    with contextlib.suppress(UsageError):  # there is no figure for this dtype
         return Peaks(sheet=device.peak(compute), measured=measured)
-    except UsageError:  # there is no figure for this dtype
-        return Peaks(measured=measured)
+    return Peaks(measured=measured)
