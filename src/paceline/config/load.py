@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
-from paceline.config.checks import run_checks
+from paceline.config.checks import Check, run_checks
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import find_field, near_files, section_paths
@@ -28,7 +28,6 @@ _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 # What says how long a schedule is. A warmup of the file gives way where an override of these leaves no room for it.
 _LENGTHS = {"train.steps", "train.global_batch", "optim.schedule.length", "optim.schedule.unit"}
 _WARMUP = "optim.schedule.warmup"
-Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 # Values that had another word before.
 _RENAMED = {("data", "tokens", "byte"): "bytes"}
 

@@ -119,12 +119,10 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
             what = f"the model has {settings.num_labels} classes, and the data {shape.classes}"
             fix = "name the head in model.fresh, such as [classifier], and it begins anew with the data's classes"
             yield Problem(what=what, rule="its head is that of the folder", fix=fix)
-    text = _text_part(settings)
-    for name, needed, unit in (
-        ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
-        ("max_position_embeddings", shape.context, "tokens of a sample"),
-    ):
-        has = getattr(text, name, None)
+    rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
+    rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
+    for name, (needed, unit) in rooms.items():
+        has = getattr(_text_part(settings), name, None)
         if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
             what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
             rule = "the model needs room for all that the data has"
