@@ -45,8 +45,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT
-from paceline.models.known_values import KnownValues, answering
-from paceline.models.measured import measure_model
+from paceline.models.measured import KnownValues, answering, measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.plan.plan import RunMachine
 from paceline.predict.formulas.step import transformer_flops

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues, indexed
+from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
