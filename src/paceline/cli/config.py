@@ -46,7 +46,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     from paceline.config import explain as explain_config
 
     loaded = load_and_tell(config, overrides)
-    rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
+    rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _estimate_rows(loaded.config, ranks)
     if as_json:
         print_json([asdict(row) for row in rows])
     else:
@@ -137,26 +137,19 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
         ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
         ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
     ]
-    return rows + _estimate_rows(decided, known, decided.parallel.device)
+    return rows + _estimate_rows(decided, known)
 
 
-def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
+def _estimate_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
     """Returns what the run will need of memory."""
-    from paceline.config import ExplainRow
-
-    known = config.parallel.ranks if ranks is None else ranks
-    if known == "auto":
-        return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
-    device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    return _estimate_rows(config, known, device)
-
-
-def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     from paceline.config import ExplainRow, layout_of
     from paceline.predict.memory.activations import describe_model
     from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 
-    model, layout = describe_model(config, device), layout_of(config, ranks)
+    known, device = ranks or config.parallel.ranks, "cuda" if config.parallel.device == "cuda" else "cpu"
+    if known == "auto":
+        return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
+    model, layout = describe_model(config, device), layout_of(config, known)
     if model is None or not is_known(model, layout):
         who = "a schedule of your own is read when the run starts" if model else "only the model's own code can tell"
         return [ExplainRow(key="derived.memory", value=None, origin=f"derived: {who}")]

@@ -18,7 +18,7 @@ from paceline.units import format_bytes
 if TYPE_CHECKING:
     from paceline.calibrate.machine import MachineFigures
     from paceline.cluster.devices import Cluster
-    from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
+    from paceline.doctor.findings import MachineCheck, MachineFinding
 
 
 def calibrate(
@@ -208,14 +208,22 @@ def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check this machine: what is there, and what to do about it."""
-    from paceline.doctor.findings import examine, missing_packages
+    from paceline.doctor.findings import DoctorInputs, examine, missing_packages
 
     findings = missing_packages()
     if not findings:
-        surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
+        from paceline.config import load_config
+        from paceline.doctor.network import problem_finding
+
+        inputs = DoctorInputs(environment=dict(os.environ), is_quick=quick)
+        try:
+            loaded = None if config is None else load_config(config, overrides or [])
+            inputs = inputs if loaded is None else replace(inputs, config=loaded, runs=Path(loaded.monitor.folder))
+        except ConfigError as error:  # the machine is looked at all the same
+            findings = [problem_finding("config", problem) for problem in error.problems]
         reports = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
         if reports:
-            findings += examine(_checks(), surroundings)
+            findings += examine(_checks(), inputs)
         if ranks:
             findings += _test_ranks(ranks)
         if not reports:
@@ -226,24 +234,6 @@ def doctor(
     else:
         _print(findings)
     raise typer.Exit(0 if is_well else 1)
-
-
-def _surroundings(
-    path: Path | None, overrides: list[str], *, is_quick: bool
-) -> tuple[DoctorInputs, list[MachineFinding]]:
-    """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
-    from paceline.config import load_config
-    from paceline.doctor.findings import DoctorInputs
-    from paceline.doctor.network import problem_finding
-
-    inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
-    if path is None:
-        return inputs, []
-    try:
-        config = load_config(path, overrides)
-    except ConfigError as error:
-        return inputs, [problem_finding("config", problem) for problem in error.problems]
-    return replace(inputs, config=config, runs=Path(config.monitor.folder)), []
 
 
 def _checks() -> list[MachineCheck]:
