@@ -92,10 +92,7 @@ class SimulatedTrainer:
         return self._workload.model
 
     def train(self, folder: str | Path | None = None) -> TrainingMetrics:
-        """Trains all epochs and returns the metrics, by epoch; leaves the records of a run in ``folder``, if given.
-
-        Called again, it trains again from the start: the same losses. Raises RunFolderError if the folder has records.
-        """
+        """Trains from the start and returns metrics by epoch; leaves a run's records in ``folder``, if given."""
         if self._workload is None:
             self.setup_model_and_data()
         with contextlib.closing(_LateView()) as view:

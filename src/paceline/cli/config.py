@@ -49,12 +49,23 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _estimate_rows(loaded.config, ranks)
     if as_json:
         print_json([asdict(row) for row in rows])
-    else:
-        _print_table([row for row in rows if row.key != _LADDER])
-        for row in rows:
-            if row.key == _LADDER:
-                echo(f"\n{row.origin.removeprefix('derived: ')}")
-                echo("\n".join(f"  {line}" for line in row.value))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from paceline.terminal import new_console
+
+    styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
+    table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        style = styles.get(row.origin.partition(":")[0], "")
+        if row.key != _LADDER:
+            # Text, not str: a value such as [0.9, 0.999] must not be read as markup.
+            table.add_row(Text(row.key), Text(_cell(row.value)), Text(row.origin), style=style)
+    new_console().print(table)
+    for row in rows:
+        if row.key == _LADDER:
+            echo("\n  ".join([f"\n{row.origin.removeprefix('derived: ')}", *row.value]))
 
 
 @app.command()
@@ -161,21 +172,6 @@ def _estimate_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
     which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
-
-
-def _print_table(rows: list[ExplainRow]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from paceline.terminal import new_console
-
-    styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
-    table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        style = styles.get(row.origin.partition(":")[0], "")
-        # Text, not str: a value such as [0.9, 0.999] must not be read as markup.
-        table.add_row(Text(row.key), Text(_cell(row.value)), Text(row.origin), style=style)
-    new_console().print(table)
 
 
 def _cell(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,8 +230,17 @@ def doctor(
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
         print_json({"ok": is_well, "findings": [asdict(each) for each in findings]})
-    else:
-        _print(findings)
+        raise typer.Exit(0 if is_well else 1)
+    width = max(len(each.name) for each in findings)
+    for each in findings:
+        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
+        echo(f"{each.name:<{width}}  {each.found}")
+        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
+            if line:
+                typer.secho(" " * (width + 11) + plain(line), dim=True)
+    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
+    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")
     raise typer.Exit(0 if is_well else 1)
 
 
@@ -266,16 +274,3 @@ def _test_ranks(ranks: int) -> list[MachineFinding]:
         return list(report_findings(reports))
     except PacelineError as error:
         return [failed_test(error)]
-
-
-def _print(findings: Sequence[MachineFinding]) -> None:
-    width = max(len(each.name) for each in findings)
-    for each in findings:
-        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
-        echo(f"{each.name:<{width}}  {each.found}")
-        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
-            if line:
-                typer.secho(" " * (width + 11) + plain(line), dim=True)
-    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
-    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
-    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")

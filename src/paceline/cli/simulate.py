@@ -190,13 +190,20 @@ def schedule(
     from paceline.schedule.check import check_schedule
     from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
-    from paceline.schedule.text import draw, render_text
+    from paceline.schedule.text import draw, format_csv, render_text
 
     found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
     measure = measure_schedule(found, _read_costs(costs, communication, found))
     if csv is not None:
-        _write_csv(found, csv, with_messages=messages)
+        programs, shown = lower(found) if messages else (), found
+        if programs:
+            slots = max(map(len, programs))
+            shown = replace(found, rows=tuple((*each, *[None] * (slots - len(each))) for each in programs))
+        if csv == "-":
+            echo(format_csv(shown), nl=False)
+        else:
+            write_output(Path(csv), format_csv(shown), "schedule")
     if png is not None:
         draw(found, png, measure)
     if as_json:
@@ -257,17 +264,3 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
                 )
         stages.append(cost)
     return ScheduleCosts(stages=tuple(stages), communication=communication)
-
-
-def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
-    from paceline.schedule.grid import lower
-    from paceline.schedule.text import format_csv
-
-    if with_messages:
-        programs = lower(found)
-        slots = max(map(len, programs))
-        found = replace(found, rows=tuple((*program, *[None] * (slots - len(program))) for program in programs))
-    if target == "-":
-        echo(format_csv(found), nl=False)
-        return
-    write_output(Path(target), format_csv(found), "schedule")
