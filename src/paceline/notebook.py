@@ -7,6 +7,7 @@ All text is escaped: names and messages of a run are text, wherever they are sho
 from __future__ import annotations
 
 import html
+import io
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -86,8 +87,6 @@ def new_figure(**options: Any) -> Figure:
 
     class Figure(Plain):
         def _repr_svg_(self) -> str:
-            import io
-
             text = io.StringIO()
             self.savefig(text, format="svg")
             return text.getvalue()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.comm.ledger.call_sites import LoopCounters
 from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import LoopCounters
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator, ledger_clock
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual

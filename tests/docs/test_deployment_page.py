@@ -80,4 +80,4 @@ def test_every_run_on_several_hosts_of_the_pages_divides_its_batch(words: list[s
     nodes = parse_nodes(counts, "host1:29400")
     config = load_config(ROOT / words[1], overrides)
     for ranks in (1, 2, 8):
-        assert not check_hosts(config, ranks, range(nodes.least, nodes.most + 1))
+        assert not check_hosts(config, ranks, range(nodes.least, nodes.count + 1))

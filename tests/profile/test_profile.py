@@ -14,6 +14,7 @@ import pytest
 from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
+from paceline.profile.hook import profiled_config
 from paceline.profile.merge import (
     ANCHOR,
     Operator,
@@ -24,7 +25,6 @@ from paceline.profile.merge import (
     merged_events,
     place_rank,
 )
-from paceline.profile.run import profiled_config
 from paceline.profile.summary import summarize_profile
 from paceline.schedule.clock import time_in_all
 

@@ -1,8 +1,7 @@
 """The manifest: what a checkpoint holds, in which files, and how to know that these are whole.
 
 It is the last file of a checkpoint to be written, and plain JSON. For every tensor it has the shape, the dtype and the
-pieces: the file that has a piece (under the tensor's name) and the region of the whole that it is. Size: about 100
-bytes for each tensor and rank that wrote a piece of it.
+pieces, each with its file and its region of the whole. Size: about 100 bytes for each tensor and rank that wrote one.
 
 Lines of descent say which checkpoints of a folder a run came along, and which it has gone back from:
 

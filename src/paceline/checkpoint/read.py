@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.checkpoint.find import check_coverage, read_manifest
-from paceline.checkpoint.formats import Header, check_found, read_header
+from paceline.checkpoint.find import read_manifest
+from paceline.checkpoint.formats import Header, check_coverage, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs

@@ -11,8 +11,7 @@ inside the store, object by object, and the rule is
 Whatever is killed in between, a folder without a manifest is no checkpoint, and one with a manifest has all its files,
 which the hashes in it prove. Cost: what is written is copied once more by the store itself; nothing comes back here.
 
-A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``, and so are those below it.
-No torch.
+A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``. No torch.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ import torch
 from paceline.checkpoint.formats import decode_with
 from paceline.checkpoint.storage import FileStore
 from paceline.errors import CheckpointError, UsageError
-from paceline.shards import Region, Runs
+from paceline.shards import Region, Runs, Shard
 
 CHUNK_BYTES = 2**24
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
@@ -64,6 +65,12 @@ class Stream:
     region: Region
     dtype: torch.dtype
     read: Callable[[], Iterator[memoryview]]
+
+    @classmethod
+    def of(cls, shard: Shard) -> Stream:
+        """Returns a shard whose tensor is flat as a stream."""
+        read = partial(tensor_chunks, shard.tensor)
+        return cls(name=shard.name, region=shard.region, dtype=shard.tensor.dtype, read=read)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,11 +18,10 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.find import coverage_problems
+from paceline.checkpoint.formats import coverage_problems
 from paceline.checkpoint.manifest import (
     MANIFEST,
     Line,
@@ -38,16 +37,7 @@ from paceline.checkpoint.manifest import (
     tensor_entry,
 )
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
-from paceline.checkpoint.tensors import (
-    Progress,
-    Stream,
-    dtype_code,
-    encode,
-    file_chunks,
-    flat_view,
-    ignore_progress,
-    tensor_chunks,
-)
+from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 from paceline.untrusted import parse_json_object
@@ -115,13 +105,7 @@ def plain_state(state: State) -> State:
 def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        streams = [
-            Stream(
-                name=each.name, region=each.region, dtype=each.tensor.dtype, read=partial(tensor_chunks, each.tensor)
-            )
-            for each in shares
-        ]
-        return write_rank(target, streams, plain)
+        return write_rank(target, map(Stream.of, shares), plain)
     except OSError as error:
         raise unwritten(target, error) from error
 

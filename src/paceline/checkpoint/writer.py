@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import Depth, PassedOver, find_checkpoint, spots_in
+from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
 from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
@@ -340,7 +339,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def warn_of(passed: PassedOver) -> None:
+def warn_of(passed: object) -> None:
     """Warns of a newer checkpoint that was not taken, and says why."""
     warnings.warn(str(passed), stacklevel=2)
 

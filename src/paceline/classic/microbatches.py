@@ -28,11 +28,10 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.find import Retention, find_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
@@ -51,9 +50,10 @@ from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
-from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.records.meter import StepMeter
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
@@ -237,7 +237,7 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        list(self._bad_updates.read_all())
+        list(self._bad_updates.read())
         held = list(self.engine.shards())
         tensors, found = optimizer_shards(optimizer, held)
         extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
@@ -286,7 +286,7 @@ class MicrobatchTrainer:
         """
         self._calls.settle(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self._bad_updates.read_all())  # counts them; whether there are too many is for the next update to say
+        list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {

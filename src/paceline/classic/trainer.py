@@ -25,7 +25,7 @@ from paceline.classic.microbatches import MicrobatchTrainer
 from paceline.clock import on_device
 from paceline.comm.objects import gather_objects
 from paceline.data.own_loader import OwnLoader, shard_weighed
-from paceline.engines.agree import fingerprint, tensors_in
+from paceline.engines.groups import fingerprint, tensors_in
 from paceline.errors import UsageError
 from paceline.train.evaluate import score_all
 from paceline.train.loss import Criterion, count_samples

@@ -128,7 +128,7 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint as other ranks would have saved it."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.reshard import reshard as write
+    from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout

@@ -325,9 +325,9 @@ def profile(
     if "RANK" in os.environ:
         raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
     from paceline.chrome_trace import write_events
+    from paceline.profile.hook import profile_run
     from paceline.profile.merge import beside as lay_beside
     from paceline.profile.merge import merged_events
-    from paceline.profile.run import profile_run
     from paceline.profile.summary import summarize_profile
     from paceline.run.processes import PROFILE
     from paceline.run.signals import scratch_folder

@@ -72,9 +72,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
-            raise UsageError(
-                f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
-            )
+            what = f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
+            raise UsageError(f"{what}")
 
     @property
     def node_ranks(self) -> int:
@@ -291,10 +290,8 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
         points.setdefault(choice, []).append((size, seconds))
     for choice, line in points.items():
         if len({size for size, _ in line}) < len(line):
-            raise UsageError(
-                f"{path} says more than once how long {choice} takes for one size on {named}\n"
-                f"  a table is of one kind of link\n{_FIX}"
-            )
+            rule = f"a table is of one kind of link\n{_FIX}"
+            raise UsageError(f"{path} says more than once how long {choice} takes for one size on {named}\n  {rule}")
     return MeasuredTable(where=where, points=points)
 
 

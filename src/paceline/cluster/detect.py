@@ -113,10 +113,9 @@ def _limits(proc: Path, groups: Path) -> Iterator[float]:
 def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
     """Returns the cluster that a machine is most like, or what ``entry`` says of it. Raises UsageError."""
     if entry is not None and load_cluster(str(entry)).device.is_cpu == bool(machine.gpus):
-        raise UsageError(
-            f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  the ranks run on the other\n"
-            f"  measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
-        )
+        rule = "the ranks run on the other"
+        fix = f"measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
+        raise UsageError(f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  {rule}\n  {fix}")
     if not machine.gpus:
         return _as_cpu_host(machine, entry)
     if entry is not None:

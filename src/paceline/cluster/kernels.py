@@ -91,20 +91,9 @@ _BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1.5, "fp4": 1.25}
 # By what was measured.
 
 MemoryFamily: TypeAlias = Literal[
-    "pointwise",
-    "curve",
-    "curve_backward",
-    "norm",
-    "norm_backward",
-    "softmax",
-    "reduction",
-    "strided",
-    "convert",
-    "embedding",
-    "embedding_backward",
-    "optimizer",
-    "random",
-]
+    "pointwise", "curve", "curve_backward", "norm", "norm_backward", "softmax", "reduction", "strided", "convert",
+    "embedding", "embedding_backward", "optimizer", "random",
+]  # fmt: skip
 Family: TypeAlias = Literal["matmul", "attention", "attention_backward"] | MemoryFamily
 MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
 # Kernels that a compiler puts into one, and goes through memory once for all of them.

@@ -86,10 +86,7 @@ class Meeting:
 
 
 def join_store(timeout_s: float) -> Any:
-    """Returns a new connection to the store at which the ranks meet.
-
-    Our launcher gives the address of its control server in MASTER_ADDR, and the number of the meeting in MASTER_PORT.
-    """
+    """Returns a new connection to the store at which the ranks meet; in our control server, MASTER_PORT numbers it."""
     place, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address, timeout = Address.parse(place), datetime.timedelta(seconds=timeout_s)
     if address is None:
@@ -125,10 +122,7 @@ def does_first_rank_hold_store() -> bool:
 
 
 def _own_store(world: int, timeout: datetime.timedelta) -> Any:
-    """Makes torch's store on rank 0, where a foreign launcher leaves that to it; None where the launcher has one.
-
-    It listens at the address in MASTER_ADDR; torch's own would listen at all addresses of this host.
-    """
+    """Makes torch's store on rank 0, at MASTER_ADDR and no other address; None where the launcher has one."""
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not does_first_rank_hold_store():
         return None
@@ -150,8 +144,8 @@ def disconnect() -> None:
 def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
-    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
-    this one leaves. Ranks may meet again in the store of a launcher, so meetings are numbered.
+    Torch makes a group on a rank as soon as this one is connected: others may still be connecting, and fail if it
+    leaves. Ranks may meet again in the store of a launcher, so meetings are numbered.
     """
     rank, inner = dist.get_rank(), store
     while isinstance(inner, _C10D.PrefixStore):

@@ -31,7 +31,6 @@ _PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
 
 
 def to_bytes(value: object) -> bytes:
-    """Returns a value as bytes. Raises UsageError for what is not plain data."""
     writer = _Writer()
     text = json.dumps(writer.write(value), separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "big"), text, *writer.parts])
@@ -169,7 +168,6 @@ def _name(cls: type) -> str:
 
 
 def _class(name: str, is_right: Callable[[type], bool]) -> Any:
-    """Returns a class that this process has loaded, if it is of the right kind."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -299,7 +297,6 @@ def _empty(comm: Communicator, numel: int, dtype: torch.dtype = torch.uint8) -> 
 
 
 def _to_bytes(value: object, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a value as bytes, and how many these are."""
     raw = np.frombuffer(to_bytes(value), dtype=np.uint8).copy()
     device = control_device(comm)
     return torch.from_numpy(raw).to(device), torch.tensor([len(raw)], dtype=torch.int64, device=device)
@@ -336,10 +333,7 @@ _ROUNDS = 10
 
 
 def clock_offset(comm: Communicator, read: Callable[[], float] = time.time) -> tuple[float, float]:
-    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong. All ranks call it.
-
-    Costs ``2 x rounds`` messages a rank, one rank after the other. ``read`` reads the clock.
-    """
+    """Returns how far this rank's clock is ahead of rank 0's, and the largest error. All call it; 20 messages each."""
     best = (float("inf"), 0.0)
     ball = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for rank in range(1, comm.size):

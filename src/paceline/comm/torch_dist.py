@@ -43,24 +43,6 @@ _WORD = 16  # bytes: memory of any dtype is made of whole ones
 _C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
 
 
-class _Scratch:
-    """Memory for what arrives. The two largest pieces stay: to touch new memory costs as much as to fill it."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = numel * dtype.itemsize
-        for piece in self._free:
-            if piece.numel() >= num_bytes:
-                self._free.remove(piece)
-                return piece.view(dtype)
-        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
-
-    def give_back(self, piece: torch.Tensor) -> None:
-        self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
-
-
 @dataclass(slots=True, eq=False)
 class ExchangeWork:
     """Messages in flight, and what is done with them when all have come."""
@@ -71,7 +53,6 @@ class ExchangeWork:
     combine: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Returns when everything has come, is added up, and has left. Safe to call twice."""
         for work in self.receives:
             work.wait(self.timeout)
         if self.combine is not None:
@@ -82,19 +63,29 @@ class ExchangeWork:
 
 
 class GlooExchanges:
-    """The collectives of one rank of a Gloo group, on flat tensors."""
+    """The collectives of one rank of a Gloo group, on flat tensors.
+
+    The two largest pieces of memory for what arrives stay: to touch new memory costs as much as to fill it.
+    """
 
     def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
         self._group, self._rank, self._size = group, rank, size
         self._others = [(rank + step) % size for step in range(1, size)]  # its neighbour first: not all to the same one
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._scratch = _Scratch()
+        self._free: list[torch.Tensor] = []
+
+    def _take_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        for piece in self._free:
+            if piece.numel() >= num_bytes:
+                self._free.remove(piece)
+                return piece.view(dtype)
+        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Reduces the ranks' ``whole`` tensors, of floating point, to this rank's slice of the result."""
-        length, is_first = output.numel(), self._rank == 0
+        length = output.numel()
         pieces = list(whole.view(self._size, length))
-        memory = self._scratch.take((self._size - 1) * length, whole.dtype)
+        memory = self._take_memory((self._size - 1) * length, whole.dtype)
         slices = list(pieces)
         for place, other in enumerate(self._others):
             slices[other] = memory[place * length : (place + 1) * length]
@@ -102,13 +93,12 @@ class GlooExchanges:
         sends = [self._group.send([pieces[other]], other, _SLICE_TAG) for other in self._others]
 
         def combine() -> None:
-            _combine(slices, output, op, is_first=is_first)
-            self._scratch.give_back(memory)
+            self._reduce(slices, output, op)
+            self._free = sorted([*self._free, memory.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
         return ExchangeWork(receives, sends, self._timeout, combine)
 
     def all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> ExchangeWork:
-        """Puts every rank's ``piece`` into its place in ``whole``."""
         places = list(whole.view(self._size, piece.numel()))
         if places[self._rank].data_ptr() != piece.data_ptr():
             places[self._rank].copy_(piece)
@@ -117,27 +107,20 @@ class GlooExchanges:
         return ExchangeWork(receives, sends, self._timeout)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Replaces a small ``tensor`` by the reduction over two ranks."""
-        arriving, (other,), is_first = torch.empty_like(tensor), self._others, self._rank == 0
+        arriving, (other,) = torch.empty_like(tensor), self._others
         receive = self._group.recv([arriving], other, _WHOLE_TAG)
         send = self._group.send([tensor], other, _WHOLE_TAG)
 
         def combine() -> None:
             send.wait(self._timeout)  # what leaves is overwritten
-            _combine([tensor, arriving] if is_first else [arriving, tensor], tensor, op, is_first=is_first)
+            self._reduce([tensor, arriving] if self._rank == 0 else [arriving, tensor], tensor, op)
 
         return ExchangeWork([receive], [], self._timeout, combine)
 
-
-def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
-    """Reduces the slices in rank order into ``output``, which may be this rank's own one.
-
-    That one is read only, until the last step: the others' are free to hold what has been summed so far.
-    """
-    free = slices[1] if is_first else slices[0]
-    reduce_in_order(
-        slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
-    )
+    def _reduce(self, slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces the slices in rank order into ``output``, which may be this rank's own, in the memory of another."""
+        free = slices[self._rank == 0]
+        reduce_in_order(slices, op, output, lambda to: free if to == free.dtype else torch.empty_like(free, dtype=to))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -205,13 +188,10 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
 
 
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a torch process group as a communicator; None: all ranks. A communicator is returned as it is.
-
-    Raises UsageError for what is no group, and on a rank that is not a member of it.
-    """
+    """Returns a torch process group, or all ranks, as a communicator. Raises UsageError outside it, or for no group."""
     if is_outside(group):
         raise UsageError(
-            "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+            "this rank is not a member of the group\n  only members call a collective\n  leave it out here"
         )
     if group is None:
         if not dist.is_initialized():
@@ -272,8 +252,6 @@ class _TorchWork:
 
 
 class TorchCommunicator(Communicator):
-    """A ``torch.distributed`` process group behind the communicator protocol."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)

@@ -71,7 +71,6 @@ class Trace:
         return self.mark()
 
     def end_wait(self, start: Mark | None) -> None:
-        """Records a wait of the compute, which goes on."""
         if start is not None:
             self._is_waiting = False
             self.waits.append((start, self.mark()))
@@ -107,7 +106,6 @@ class Trace:
             total.seconds += seconds_between(start, end)
 
     def finish(self, issued: Issued | None) -> None:
-        """Notes that an operation has ended; keeps it, if operations are kept."""
         if issued is None:
             return
         if self.adds_up and len(issued[2]) > 1:

@@ -49,8 +49,7 @@ class _TracedWork:
 class TracedCommunicator(WrappedCommunicator):
     """Passes every verb on to ``inner`` and records it; subgroups share the trace.
 
-    Around a communicator that makes collectives of traced messages it only takes the time that is spent in there
-    (``counts=False``): the messages count already.
+    With ``counts=False`` it only takes the time: around what makes collectives of messages that count already.
     """
 
     trace: Trace
@@ -137,7 +136,6 @@ class LedgerCommunicator(WrappedCommunicator):
         return work
 
     def _complete(self, call: Callable[[], T], kind: str, *written: Any) -> T:
-        """Writes down an operation that is over when ``call`` returns."""
         work = self._write(kind, (), None, *written)
         work.inner = DONE
         try:

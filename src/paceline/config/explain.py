@@ -50,10 +50,8 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
     found += [*_ranks(config, known), *_batch(config, known), *_length_and_precision(config)]
     found += [*_learning_rate(config, known), *_offload_and_buckets(config), *_settings(config)]
     derived = {row.key: row for row in found}
-    rows = [
-        derived.pop(key, ExplainRow(key=key, value=value, origin=sources[key]))
-        for key, value in leaf_values(config).items()
-    ]
+    plain = (ExplainRow(key=key, value=value, origin=sources[key]) for key, value in leaf_values(config).items())
+    rows = [derived.pop(row.key, row) for row in plain]
     return rows + list(derived.values())
 
 
@@ -63,12 +61,8 @@ def _row(key: str, value: Any, formula: str) -> ExplainRow:
 
 def _model(config: Config) -> Iterator[ExplainRow]:
     model, shape = config.model, known_shape(config.data)
-    from_data = {
-        "input_dim": shape.features,
-        "num_classes": shape.classes,
-        "in_channels": shape.channels,
-        "vocab_size": shape.vocab_size,
-    }
+    from_data = {"input_dim": shape.features, "num_classes": shape.classes}
+    from_data |= {"in_channels": shape.channels, "vocab_size": shape.vocab_size}
     for key, value in from_data.items():
         if getattr(model, key, 0) is None:
             formula = f"from data.kind = {config.data.kind}" + ("" if value is not None else ", when it is read")

@@ -128,23 +128,16 @@ def head_problems(shape: ModelShape) -> Iterator[Problem]:
     lower = width // unit * unit
     widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
     if width % heads:
-        yield Problem(
-            what=f"model.width = {width} is not a multiple of model.heads = {heads}",
-            rule="every head has the same whole number of features",
-            fix=f"try {widths}",
-        )
+        what = f"model.width = {width} is not a multiple of model.heads = {heads}"
+        yield Problem(what=what, rule="every head has the same whole number of features", fix=f"try {widths}")
     elif width % unit:
-        yield Problem(
-            what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
-            rule="model.positions = rotary turns pairs of a head's features",
-            fix=f"try {widths}, or model.positions = learned",
-        )
+        what = f"model.width / model.heads = {width} / {heads} = {width // heads} is odd"
+        rule = "model.positions = rotary turns pairs of a head's features"
+        yield Problem(what=what, rule=rule, fix=f"try {widths}, or model.positions = learned")
     if heads % kv_heads:
-        yield Problem(
-            what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
-            rule="each head of keys and values serves the same number of heads",
-            fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
-        )
+        what = f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}"
+        rule = "each head of keys and values serves the same number of heads"
+        yield Problem(what=what, rule=rule, fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}")
 
 
 class FactoryModelConfig(_Model):

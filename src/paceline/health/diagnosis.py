@@ -64,7 +64,6 @@ def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = 
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Returns the failure that led to the others."""
     order = get_args(Cause)
     return min(failures, key=lambda failure: (order.index(failure.cause), failure.time))
 
@@ -148,7 +147,6 @@ class Stop:
     gives_up: bool = False
 
     def exit_code(self, code: int) -> int:
-        """Returns the exit code of a run that ends so, whose last attempt ended with ``code``."""
         return NO_PROGRESS if self.gives_up and code != HUNG else code
 
 

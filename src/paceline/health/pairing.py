@@ -122,7 +122,6 @@ class PairedRanks:
     _counters: dict[int, _CallCounter | None] = field(default_factory=dict)  # None: says nothing any more
 
     def compare(self, own: Update, other: Update) -> StepDifference | None:
-        """Compares two updates after equally many collectives."""
         self.compared = own.collectives
         found = self._compare_updates(own, other)
         return found or self._compare_counters(own, other)

@@ -1,9 +1,7 @@
 """``--on local``: this machine, in the background; the run outlives the terminal.
 
-    python -m paceline.launch.background FOLDER -- COMMAND ...
-
-It runs a command, keeps its output, and leaves its exit code. Signals that ask a run to save and leave go on to the
-command. The processes that hold runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) are started so, too.
+``python -m paceline.launch.background FOLDER -- COMMAND ...`` runs a command, keeps its output, hands signals on to it,
+and leaves its exit code. What holds runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) is started so, too.
 """
 
 from __future__ import annotations

@@ -4,12 +4,9 @@
     python -m paceline.launch.pod wait HOST PORT  waits until the launcher of the first pod listens there
     python -m paceline.launch.pod stay COMMAND    runs a command; where it must not be started again, stays behind it
 
-``alive`` judges no progress: a rank that hangs gets a verdict from Paceline itself, with its name and its line, and a
-probe that ends slow runs does more harm than good. A process that is stopped or dead beside a living container is what
-nobody else would notice.
-
-``stay`` is for a StatefulSet, which starts every container again that ends. A run that is done, that was refused or
-that gave up would then be started for ever.
+``alive`` judges no progress, which Paceline itself does: it finds a process that is stopped or dead beside a living
+container. ``stay`` is for a StatefulSet, which starts every container again that ends: a run that is done, was refused
+or gave up would be started for ever.
 """
 
 from __future__ import annotations

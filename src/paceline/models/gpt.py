@@ -107,10 +107,8 @@ class GPT(nn.Module):
         """Returns the stream (batch, length, width) before the first block; ``first`` is the first token's place."""
         length = first + tokens.shape[1]
         if length > self.config.context:
-            raise UsageError(
-                f"the tokens are {length} long, but the model's context is {self.config.context}; cut them, or set "
-                f"model.context to {length} or more"
-            )
+            fix = f"cut them, or set model.context to {length} or more"
+            raise UsageError(f"the tokens are {length} long, but the model's context is {self.config.context}; {fix}")
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             positions = torch.arange(first, length, device=tokens.device)
@@ -129,10 +127,8 @@ class GPT(nn.Module):
     def pipeline_layers(self) -> list[PipelineLayer]:
         """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
         if self.end_token is not None:
-            raise UsageError(
-                "a pipeline's stages cannot keep documents apart: they are handed the stream alone\n"
-                "  set data.documents = joined, or parallel.pipeline = 1"
-            )
+            what = "a pipeline's stages cannot keep documents apart: they are handed the stream alone"
+            raise UsageError(f"{what}\n  set data.documents = joined, or parallel.pipeline = 1")
         entry = [self.token_embedding, self.position_embedding, self.dropout]
         exit_ = [self.norm, self.token_embedding if self.head is None else self.head]
         return [
@@ -355,12 +351,9 @@ def _check_complete(given: dict[str, Any]) -> None:
     needed = ("layers", "heads", "width", "context", "vocab_size")
     missing = [f"model.{name}" for name in needed if name not in given]
     if missing:
-        problem = Problem(
-            what=f"a GPT without model.size lacks {', '.join(missing)}",
-            rule=f"it needs {', '.join(needed)}",
-            fix=f"set them, or model.size to one of {', '.join(SIZES)}",
-        )
-        raise ConfigError([problem], source="model")
+        what = f"a GPT without model.size lacks {', '.join(missing)}"
+        fix = f"set them, or model.size to one of {', '.join(SIZES)}"
+        raise ConfigError([Problem(what=what, rule=f"it needs {', '.join(needed)}", fix=fix)], source="model")
 
 
 def _offer(name: str, names: list[str]) -> str:

@@ -86,11 +86,8 @@ def measure_model(
         for size, a, b in zip(sizes, few.blocks, more.blocks, strict=True)
     ]
     total = sum(parameter.numel() for parameter in model.parameters())
-    root = BlockFacts(
-        parameters=total - sum(sizes),
-        saved_bytes=(more.outside - few.outside) / 2,
-        cast_bytes=max(0, 2 * few.outside - more.outside),
-    )
+    saved, cast = (more.outside - few.outside) / 2, max(0, 2 * few.outside - more.outside)
+    root = BlockFacts(parameters=total - sum(sizes), saved_bytes=saved, cast_bytes=cast)
     return ModelFacts(
         blocks=tuple(found),
         root=root,
@@ -125,15 +122,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
         """Attributes what happens inside ``block`` to it; a block inside another counts for the outer one."""
-        handles = [
-            block.register_forward_pre_hook(self._enter, with_kwargs=True),
-            block.register_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+        enters = block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        leaves = block.register_forward_hook(self._leave, always_call=True)
+        with enters, leaves:  # which removes them
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _storage_key(tensor)

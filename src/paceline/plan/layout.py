@@ -132,11 +132,9 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """How gradients are made smaller on their way: a policy with its numbers, and what it is not applied to.
+    """How gradients are made smaller on their way. ``error_feedback`` adds what a step did not send to the next one.
 
-    Biases and the weights of norms (all tensors of one dim) always travel whole, and so do tensors with fewer than
-    ``min_size`` elements and those whose name matches a pattern of ``exclude``. The first ``plain_steps`` steps
-    compress nothing. ``error_feedback`` adds what a step did not send to the next one.
+    Tensors of one dim always travel whole, as do those below ``min_size`` elements or with a name of ``exclude``.
     """
 
     policy: str = "none"
@@ -257,11 +255,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """All ranks on the axes ``pipeline``, ``replicate``, ``shard``, ``context`` and ``tensor``.
-
-        Tensor ranks, which talk the most, are neighbours, then those that share a sequence and a copy of the model;
-        stages, which talk least, are farthest apart. ``groups.py`` says who talks to whom.
-        """
+        """All ranks on their axes, those that talk the most as neighbours. ``groups.py`` says who talks to whom."""
         shard = self.shards // self.context if self.shards_over_context else self.shards
         return Mesh.of(
             pipeline=self.pipeline, replicate=self.data // shard, shard=shard, context=self.context, tensor=self.tensor
@@ -287,11 +281,7 @@ class Layout:
         return self.strategy in SHARING and self.sharing.parameters  # unknown ones are for the rules to refuse
 
     def fuses_loss(self, vocabulary: int, device: str) -> bool:
-        """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
-
-        Not where ranks share the output layer, where stages pass activations on, or for a loss of the user's own:
-        these are of logits.
-        """
+        """Whether a model, if it can, computes its loss with its output layer; not a loss that is of logits alone."""
         is_worth_it = device == "cuda" and vocabulary >= LARGE_VOCABULARY
         needs_logits = self.is_split or self.gathers_logits
         return not needs_logits and (is_worth_it if self.fused_loss == "auto" else self.fused_loss)
@@ -371,8 +361,7 @@ class Layout:
 
 def loss_rows(vocabulary: int, element_bytes: int) -> int:
     """Returns of how many tokens a fused loss has the logits at once: a power of two, which suits products."""
-    most = max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
-    return 1 << (most.bit_length() - 1)
+    return 1 << (max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS).bit_length() - 1)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

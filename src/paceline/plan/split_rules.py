@@ -41,11 +41,10 @@ def schedule_fits(case: RuleCase) -> Iterator[Problem]:
                 + ("interleaved" if chunks > 1 else "1f1b"),
             )
     elif layout.schedule.ranks != layout.pipeline:
-        yield Problem(
-            what=f"a schedule of {layout.schedule.ranks} ranks with {case.said('pipeline')}",
-            rule="every rank of the pipeline has its row",
-            fix=f"set {case.key('pipeline')} = {layout.schedule.ranks}, or make another schedule",
-        )
+        what = f"a schedule of {layout.schedule.ranks} ranks with {case.said('pipeline')}"
+        rule = "every rank of the pipeline has its row"
+        fix = f"set {case.key('pipeline')} = {layout.schedule.ranks}, or make another schedule"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def weights_stay(case: RuleCase) -> Iterator[Problem]:
@@ -78,11 +77,10 @@ def stages_fit(case: RuleCase) -> Iterator[Problem]:
     stages, twice = layout.num_stages, named_twice(layout.stages)
     if twice or len(layout.stages) != stages - 1:
         cuts = f"cuts into {len(layout.stages) + 1} stages, and there are {stages}"
-        yield Problem(
-            what=f"{case.said('stages')} {f'names {twice} twice' if twice else cuts}",
-            rule="a new stage begins at each layer that is named, such as layers.4",
-            fix=f"name {stages - 1} layers, each once; or set {case.key('stages')} = auto",
-        )
+        what = f"{case.said('stages')} {f'names {twice} twice' if twice else cuts}"
+        rule = "a new stage begins at each layer that is named, such as layers.4"
+        fix = f"name {stages - 1} layers, each once; or set {case.key('stages')} = auto"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _enough_layers(case: RuleCase) -> Iterator[Problem]:
@@ -154,11 +152,10 @@ def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
     if not layout.is_split:
         return
     if layout.is_compiled and layout.splits_backward:
-        yield Problem(
-            what=f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}",
-            rule="it runs backward in two parts, which a compiled block does in one",
-            fix=f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none",
-        )
+        what = f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}"
+        rule = "it runs backward in two parts, which a compiled block does in one"
+        fix = f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none"
+        yield Problem(what=what, rule=rule, fix=fix)
     if layout.compression.is_any:
         yield Problem(
             what=f"{key('compression')}.policy = {layout.compression.policy} with {case.degrees}",
@@ -167,8 +164,7 @@ def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
             fix=f"set {key('compression')}.policy = none",
         )
     if layout.offload.is_any:
-        yield Problem(
-            what=f"{case.said('offload')} with {case.degrees}",
-            rule="gradients that stages or tensor ranks share are exchanged on the device",
-            fix=f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room",
-        )
+        what = f"{case.said('offload')} with {case.degrees}"
+        rule = "gradients that stages or tensor ranks share are exchanged on the device"
+        fix = f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room"
+        yield Problem(what=what, rule=rule, fix=fix)

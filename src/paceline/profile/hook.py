@@ -1,4 +1,4 @@
-"""The hook of a rank that is profiled: it starts torch's profiler after the warm-up, and leaves what it saw.
+"""A config on real ranks for a few steps under torch's profiler: a run as ``paceline train`` makes it, and a hook.
 
     warm-up          steps that pay for start-up, allocators and bucket choices
     clocks           a few messages to and fro say how far this rank's clock is ahead of rank 0's
@@ -23,15 +23,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.comm.objects import clock_offset
+from paceline.config import Config
+from paceline.config.train_checks import short_run
 from paceline.engines.pipeline import Pipeline
-from paceline.profile.merge import ANCHOR, Operator, RankSpans, TraceSpan
+from paceline.errors import UsageError
+from paceline.profile.merge import ANCHOR, Operator, RankProfile, RankSpans, TraceSpan, place_rank
+from paceline.run.location import RunOptions
 from paceline.run.processes import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer
+from paceline.untrusted import parse_json, read_regular
 
+HOOK = "paceline.profile.hook:StepProfiler"
 WARM_UP = 3
 _MOST_OPERATORS = 50
+_MOST_BYTES = 2**31
 
 
 class StepProfiler:
@@ -46,7 +53,6 @@ class StepProfiler:
         self._clock = (0.0, 0.0)
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Starts after the warm-up, notes each step, and stops after the last one."""
         if self._folder is None:
             return
         if self._profile is not None:
@@ -134,10 +140,40 @@ class StepProfiler:
 
 
 def _operators(found: profile) -> list[Operator]:
-    """Returns the operators that took most time of their own, on the device and on the host."""
     rows = [
         Operator(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
         for each in found.key_averages()
         if each.key not in (ANCHOR, "[memory]") and not each.key.startswith("ProfilerStep")
     ]
     return sorted(rows, key=lambda each: -(each.host_s + each.device_s))[:_MOST_OPERATORS]
+
+
+def profiled_config(config: Config, steps: int, folder: Path) -> Config:
+    """Returns the config of the run that is profiled. Raises UsageError for one without processes of its own."""
+    if config.comm.backend == "virtual":
+        raise UsageError(
+            "comm.backend = virtual\n  virtual ranks share one process, and torch profiles processes\n"
+            "  take paceline simulate CONFIG --trace simulated.json, or comm.backend = auto"
+        )
+    config = short_run(config, WARM_UP + steps).with_values("train", hooks=(*config.train.hooks, HOOK))
+    quiet = {"folder": str(folder), "console": False, "tensorboard": False, "trackers": (), "trace": False}
+    return config.with_values("monitor", **quiet).model_copy(update={"name": "profiled"})
+
+
+def profile_run(config: Config, steps: int, folder: Path) -> list[RankProfile]:
+    """Profiles so many steps after the warm-up, of which ranks leave what they saw in ``folder``."""
+    from paceline.run.train import train  # not by ranks, which load this file for the hook
+
+    train(profiled_config(config, steps, folder / "runs"), options=RunOptions(is_quiet=True))
+    paths = sorted(folder.glob("rank-*.torch.json"), key=lambda it: int(it.name.split(".")[0].removeprefix("rank-")))
+    if not paths:
+        raise UsageError(
+            f"the run ended before the profile began\n  {WARM_UP} steps are warm-up, and {steps} are profiled\n"
+            "  give the run more data, or fewer --steps"
+        )
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> RankProfile:
+    spans = RankSpans.from_json(parse_json(read_regular(path.with_name(path.name.replace(".torch", "")), _MOST_BYTES)))
+    return place_rank(spans, parse_json(read_regular(path, _MOST_BYTES), _MOST_BYTES))

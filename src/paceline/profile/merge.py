@@ -92,7 +92,6 @@ class TorchEvent:
 
     @property
     def is_device_work(self) -> bool:
-        """Whether a device did it: a kernel or a copy."""
         return self.category in _DEVICE_WORK
 
 

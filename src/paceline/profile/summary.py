@@ -29,8 +29,6 @@ _SHOWN, _POINTS = 10, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of one rank over all profiled steps."""
-
     rank: int
     steps_s: float
     communication_s: float
@@ -44,7 +42,6 @@ class RankTimes:
 
     @property
     def hidden_s(self) -> float:
-        """Communication that the rank did not wait for."""
         return max(0.0, self.communication_s - self.exposed_s)
 
 

@@ -99,8 +99,7 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     found = {}
     for path in (run_folder / "records").glob("rank-*.jsonl"):
         number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-        records = read_file(path, RunRecord) if number else []
-        if number and records:
+        if number and (records := read_file(path, RunRecord)):
             found[int(number[1])] = split_attempts(records)
     return dict(sorted(found.items()))
 
@@ -134,8 +133,7 @@ def read_file(path: Path, first: type[Record]) -> list[Record]:
         ) from error
     except ValueError as error:
         raise RunFolderError(
-            f"a record cannot be read: {error}\n"
-            "  every line is one record, written whole\n"
+            f"a record cannot be read: {error}\n  every line is one record, written whole\n"
             "  remove the line if the file was edited or the disk failed; the rest can be reported on"
         ) from error
     return records

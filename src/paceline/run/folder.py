@@ -131,7 +131,6 @@ def name_of(path: Path) -> str:
 
 
 def is_in_use(path: Path) -> bool:
-    """Says whether a launcher holds a run's folder now."""
     try:
         lock = os.open(path / ".lock", os.O_RDWR)
     except OSError:

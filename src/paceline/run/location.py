@@ -27,7 +27,7 @@ from paceline.run.logs import say
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.config import Config
-    from paceline.run.whereami import Nodes
+    from paceline.run.whereami import Surroundings
     from paceline.search.automatic import Choice
 
 _SCHEDULERS = (
@@ -51,7 +51,7 @@ class RunOptions:
     is_quiet: bool = False
     is_verbose: bool = False
     checks_memory: bool = True
-    hosts: Nodes | None = None
+    hosts: Surroundings | None = None
 
     def __post_init__(self) -> None:
         if self.resume in ("last", "latest") and not Path(self.resume).exists():
@@ -71,7 +71,6 @@ class RunResult(Shown):
 
     @property
     def final_loss(self) -> float | None:
-        """The loss of the last step."""
         return self.summary.final_loss
 
     def facts(self) -> dict[str, object]:
@@ -108,7 +107,6 @@ class RunLocation:
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder of a config's first run."""
     return Path(config.monitor.folder) / config.name
 
 

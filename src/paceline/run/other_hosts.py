@@ -27,15 +27,8 @@ from dataclasses import dataclass, field, replace
 from paceline.comm.control.store import SideChannel
 from paceline.comm.ledger.file import LedgerReader
 from paceline.errors import CommunicationError
+from paceline.health import pairing
 from paceline.health.ledger_view import GroupName, LedgerView, views_from_text, views_to_text
-from paceline.health.pairing import (
-    PairedRanks,
-    PlacedUpdate,
-    UpdateHistory,
-    pairing_verdict,
-    updates_from_text,
-    updates_to_text,
-)
 from paceline.health.straggler import Lateness, RankLook, Straggler, looks_from_text, looks_to_text
 from paceline.health.verdict import HangLimits, HangVerdict, judge
 
@@ -89,7 +82,6 @@ class LateHosts:
     _is_compared: bool = True
 
     def compare_clocks(self) -> float | None:
-        """Finds out how far this host's clock is ahead; None where that could not be found."""
         self._ahead_s = clock_ahead(self.channel, self.host, self.hosts, self.now)
         return self._ahead_s
 
@@ -113,7 +105,6 @@ class LateHosts:
         return self.lateness.look([look for each in looks for look in each]) if all(looks) else None
 
     def _looks(self, now: float, moment: float) -> list[RankLook]:
-        """Returns this host's ranks with their last operations before ``moment``."""
         if self._ahead_s is None:
             looks = self.take()
             return [replace(look, view=replace(look.view, entries=()), ahead_s=None) for look in looks]
@@ -208,8 +199,8 @@ class PairedHosts:
     hosts: Mapping[str, Sequence[int]]
     ledger: LedgerReader
     name_of: Callable[[int | None], str]
-    history: UpdateHistory = field(default_factory=UpdateHistory)
-    _before: PairedRanks = field(default_factory=PairedRanks)
+    history: pairing.UpdateHistory = field(default_factory=pairing.UpdateHistory)
+    _before: pairing.PairedRanks = field(default_factory=pairing.PairedRanks)
     _published: int = 0
     _next_s: float = 0.0
 
@@ -230,18 +221,18 @@ class PairedHosts:
         place = names.index(self.host)
         self._publish(own)
         beside = [names[at] for at in (place - 1, place + 1) if 0 <= at < len(names)]
-        found = (self._compare(own, name, PairedRanks()) for name in beside)
+        found = (self._compare(own, name, pairing.PairedRanks()) for name in beside)
         return next((verdict for verdict in found if verdict is not None), None)
 
-    def _own(self) -> list[PlacedUpdate]:
+    def _own(self) -> list[pairing.PlacedUpdate]:
         return [(each, self.ledger.collective_before(each)) for each in self.history.updates()]
 
-    def _publish(self, own: Sequence[PlacedUpdate]) -> None:
+    def _publish(self, own: Sequence[pairing.PlacedUpdate]) -> None:
         if own and own[-1][0].collectives > self._published:
             self._published = own[-1][0].collectives
-            self.channel.publish(f"updates/{self.host}", updates_to_text(own))
+            self.channel.publish(f"updates/{self.host}", pairing.updates_to_text(own))
 
-    def _compare(self, own: Sequence[PlacedUpdate], host: str, pair: PairedRanks) -> HangVerdict | None:
+    def _compare(self, own: Sequence[pairing.PlacedUpdate], host: str, pair: pairing.PairedRanks) -> HangVerdict | None:
         """Compares this rank's updates with what another host has left, as far as they were not compared before."""
         text = self.channel.read(f"updates/{host}")
         if not own or not text:
@@ -250,7 +241,7 @@ class PairedHosts:
         ranks = self.hosts[self.host][0], self.hosts[host][0]
         everybody = GroupName(tuple(sorted(rank for each in self.hosts.values() for rank in each)))
         try:
-            others = updates_from_text(text, everybody)
+            others = pairing.updates_from_text(text, everybody)
         except ValueError:  # whoever left that, it was no rank of ours
             return None
         for other, there in others:
@@ -259,5 +250,5 @@ class PairedHosts:
             update, here = known[other.collectives]
             found = pair.compare(update, other)
             if found is not None:
-                return pairing_verdict(found, ranks, (here, there), self.name_of(found.counter))
+                return pairing.pairing_verdict(found, ranks, (here, there), self.name_of(found.counter))
         return None

@@ -25,14 +25,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.comm.base import Communicator
 from paceline.comm.control.store import TIMEOUT_S, SideChannel
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator, ledger_clock
+from paceline.config import Config
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
@@ -45,10 +46,6 @@ from paceline.run.records import append_event, note_clock
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
-
-if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
 
 _LOOK_AT_ALL_S = 2.0
 _PATIENT = 3.0  # times the longest standstill that ended by itself
@@ -73,7 +70,6 @@ class WatchPolicy:
 
 
 def watch_policy(config: Config) -> WatchPolicy | None:
-    """Returns how the ranks of a config are watched; None where it says not to."""
     if config.monitor.hang_s is None:
         return None
     return WatchPolicy(limits=HangLimits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
@@ -160,7 +156,6 @@ class Watch(SeenRanks):
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
         atexit.register(self.stop)
 
@@ -199,8 +194,10 @@ class Watch(SeenRanks):
                 self._ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
-                if ahead_s is not None and self._has_noted_clock(ahead_s):
-                    ahead_s = None
+                if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
+                    if has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s):
+                        ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():
                     self._end(verdict)
@@ -208,13 +205,6 @@ class Watch(SeenRanks):
                 late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
                 if late is not None:
                     self._tell_late(late)
-
-    def _has_noted_clock(self, ahead_s: float) -> bool:
-        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
-        if self.told is not None:  # a loop of the user's own has no records
-            return True
-        has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
@@ -275,7 +265,6 @@ class Watch(SeenRanks):
         return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
     def states(self) -> list[RankState]:
-        """Returns what the ranks of this host do, for the details of a verdict."""
         now = time.monotonic()
         self.observe(now)
         return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]

@@ -18,7 +18,7 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -48,13 +48,10 @@ from paceline.run.watch import keep_ledger
 from paceline.search.make_plan import decided_config, make_plan
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
+from paceline.train.step import StepResult
 from paceline.train.survive.hooks import ConsensusHook, Saver
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
-
-if TYPE_CHECKING:
-    from paceline.train.step import StepResult
-
 
 _LOGGER = logging.getLogger("paceline")
 
@@ -137,7 +134,6 @@ class StartTimes:
         return cls(time.monotonic() - process_age(process))
 
     def lap(self, part: str) -> None:
-        """Ends a part of the start."""
         self.parts[part] = time.monotonic() - self.began - sum(self.parts.values())
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:

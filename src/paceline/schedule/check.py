@@ -100,10 +100,6 @@ def _check_order(schedule: Schedule, cells: _Cells) -> None:
 
 
 def _check_messages(schedule: Schedule, cells: _Cells) -> None:
-    """Checks messages of the schedule's own: each between two ranks, after what it carries, received in order.
-
-    Those of one way across one boundary are received in the order in which they are sent.
-    """
     other_side: dict[Action, Action] = {}
     for action in [each for each in cells if each.is_compute]:
         if messages := messages_of(action, schedule.placement):
@@ -142,10 +138,6 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
 
 
 def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
-    """Checks that no ranks wait in a circle.
-
-    A program whose messages ``lower`` places gets stuck only where its compute actions do.
-    """
     orders = schedule.orders() if schedule.has_messages else schedule.compute_orders()
     compute = compute_needs(orders, schedule.stages)
 

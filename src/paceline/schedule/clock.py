@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Work that was done: on which stream, from when to when."""
-
     stream: str
     name: str
     start: float
@@ -69,10 +67,7 @@ class Timeline(StreamClock):
 
 
 class RankClock(StreamClock):
-    """A rank: its host, which runs ahead of its device and launches what that computes, and lanes for all else.
-
-    ``host`` and ``compute`` are plain numbers: a replay asks for them at every kernel.
-    """
+    """A rank: its host, which launches what its device computes, and lanes. Numbers, as a replay reads them often."""
 
     __slots__ = ("compute", "host")
 

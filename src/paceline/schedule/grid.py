@@ -95,7 +95,6 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts, I and W."""
         return any(action.kind in ("I", "W") for row in self.rows for action in row if action)
 
     @property
@@ -145,8 +144,7 @@ def walk(
     """Runs each rank's actions in order, each as soon as its rank is free and what it needs is there.
 
     ``delay`` is what lies between the end of an action and the start of one that needs it. Returns when each action
-    ran, and the next action of each rank that is stuck. Time is O(actions): a rank is looked at again only when an
-    action that it waits for has run.
+    ran, and the next action of each rank that is stuck. Time is O(actions).
     """
     times: Times = {}
     positions = [0] * len(orders)
@@ -193,8 +191,8 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Returns each rank's program: its compute actions, with messages (SF, RF, SB, RB) and reduces (R) between them.
 
     Between two stages on one rank there is no message. R of a stage follows its last backward (B or W), after the
-    message of that. Where the schedule has messages of its own they stay as they are, and so do its reduces. The
-    schedule must be a valid one: ``check_schedule`` says so.
+    message of that. Messages and reduces of the schedule's own stay as they are. ``check_schedule`` says whether it is
+    valid.
     """
     if schedule.has_messages:
         return tuple(tuple(_with_reduces(order)) for order in schedule.orders())
@@ -229,10 +227,7 @@ def user_of(receive: Action, cells: dict[Action, tuple[int, int]]) -> Action:
 
 
 def _receives(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], list[Action]]:
-    """Returns the receives by the rank and the index of the compute action that they are posted before.
-
-    Those of one channel are posted early enough for each, and never out of order.
-    """
+    """Returns the receives by rank and index of the compute action before which they are posted: early, in order."""
     places = {action: (rank, index) for rank, order in enumerate(orders) for index, action in enumerate(order)}
     channels: dict[tuple[Kind, int], list[Action]] = {}  # receives, in the order in which their messages are sent
     for action in itertools.chain.from_iterable(orders):

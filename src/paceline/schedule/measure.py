@@ -27,7 +27,6 @@ class StageCost:
     backward_weight: float
 
     def of(self, kind: Kind) -> float:
-        """Returns the duration of F, B, I or W."""
         both = self.backward_input + self.backward_weight
         return {"F": self.forward, "B": both, "I": self.backward_input}.get(kind, self.backward_weight)
 
@@ -52,8 +51,7 @@ class ScheduleMeasure:
     """What a schedule comes to, in the unit of its costs.
 
     ``in_flight`` is, by rank, the largest number of activations held at once: of one microbatch in one stage each, from
-    the start of F to the end of B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on
-    a rank, each is a v-th of what the rank would hold of a microbatch.
+    F to B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on a rank, each is a v-th.
     """
 
     makespan: float
@@ -76,11 +74,22 @@ class ScheduleMeasure:
 def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> ScheduleMeasure:
     """Runs a valid schedule against a clock; with no costs given, all stages are equal.
 
-    Messages that the schedule has of its own do not count as actions: a message is on its way right after what it
-    carries was made. Raises UsageError when the costs do not fit the schedule.
+    A message is on its way right after what it carries was made. Raises UsageError when the costs do not fit.
     """
     costs = equal_costs(schedule) if costs is None else costs
-    _check_costs(schedule, costs)
+    if len(costs.stages) != schedule.stages:
+        raise UsageError(
+            f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
+            "  each stage has a cost of its own, chunks too"
+        )
+    for stage, cost in enumerate(costs.stages):
+        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
+            raise UsageError(
+                f"stage {stage} takes {cost.forward} forward, {cost.backward_input} and {cost.backward_weight} for the "
+                f"parts of backward, {costs.communication} for a message\n"
+                "  a forward takes some time, and nothing takes less than none, or for ever"
+            )
     orders, placement = schedule.compute_orders(), schedule.placement
     times, _ = walk(
         orders,
@@ -98,19 +107,3 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
         in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
         times=times,
     )
-
-
-def _check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
-    if len(costs.stages) != schedule.stages:
-        raise UsageError(
-            f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
-            "  each stage has a cost of its own, chunks too"
-        )
-    for stage, cost in enumerate(costs.stages):
-        numbers = (cost.forward, cost.backward_input, cost.backward_weight, costs.communication)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not cost.forward:
-            raise UsageError(
-                f"stage {stage} takes {cost.forward} forward, {cost.backward_input} and {cost.backward_weight} for the "
-                f"parts of backward, {costs.communication} for a message\n"
-                "  a forward takes some time, and nothing takes less than none, or for ever"
-            )

@@ -57,9 +57,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Makes a 1f1b schedule in which each rank holds several chunks of the model, so that the pipeline fills faster.
 
-    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through
-    one chunk of all ranks just when the first rank is ready to take it through the next. Fewer microbatches than ranks,
-    and numbers that p does not divide, make groups of about equal size, the first ones larger by one.
+    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through one
+    chunk of all ranks just when the first rank is ready to take it through the next.
     """
     num_groups = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, num_groups)
@@ -86,22 +85,18 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Makes a schedule with the memory of 1f1b and a third of its idle time."""
-    orders = [list(_h1_order(rank, ranks, microbatches)) for rank in range(ranks)]
+    orders = []
+    for rank in range(ranks):
+        forwards, weights = _all("F", rank, microbatches), _all("W", rank, microbatches)
+        warm_up = min(ranks - 1 - rank, microbatches)
+        order = forwards[:warm_up]
+        for microbatch in range(microbatches):
+            order += forwards[warm_up + microbatch : warm_up + microbatch + 1]
+            order.append(Action("I", rank, microbatch))
+            if microbatch >= rank:
+                order.append(weights[microbatch - rank])
+        orders.append(order + weights[max(microbatches - rank, 0) :])
     return align("zb-h1", orders, range(ranks), microbatches)
-
-
-def _h1_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    warm_up = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(warm_up):
-        yield Action("F", rank, microbatch)
-    for microbatch in range(microbatches):
-        if warm_up + microbatch < microbatches:
-            yield Action("F", rank, warm_up + microbatch)
-        yield Action("I", rank, microbatch)
-        if microbatch >= rank:
-            yield Action("W", rank, microbatch - rank)
-    for microbatch in range(max(microbatches - rank, 0), microbatches):
-        yield Action("W", rank, microbatch)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -147,30 +142,24 @@ def _ready(rank: int, placement: Sequence[int], microbatches: int, done: _Progre
             yield Action("W", stage, weights)
 
 
-_SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+_MAKERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda p, m, _: gpipe(p, m),
     "1f1b": lambda p, m, _: one_f_one_b(p, m),
     "interleaved": interleaved,
     "zb-h1": lambda p, m, _: zb_h1(p, m),
     "zb-v": lambda p, m, _: zb_v(p, m),
 }
-SCHEDULE_NAMES = tuple(_SCHEDULES)
+SCHEDULE_NAMES = tuple(_MAKERS)
 # The fewest and the most stages of a rank, by schedule; None: as many as one likes.
-CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_SCHEDULES, (1, 1)) | {
-    "interleaved": (2, None),
-    "zb-v": (2, 2),
-}
+CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_MAKERS, (1, 1)) | {"interleaved": (2, None), "zb-v": (2, 2)}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Returns the schedule of that name; each rank holds ``chunks`` stages (None: 2 where it takes several, or 1).
-
-    Raises UsageError for a name that is not known, or numbers that the schedule cannot do.
-    """
-    if name not in _SCHEDULES:
-        near = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.4)
+    """Returns the schedule of that name, of ``chunks`` stages a rank (None: the fewest). Raises UsageError."""
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, _MAKERS, n=1, cutoff=0.4)
         hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_SCHEDULES)}{hint}")
+        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_MAKERS)}{hint}")
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if number < 1:
             raise UsageError(f"schedule {name!r} with {what} = {number}\n  there must be at least one")
@@ -182,4 +171,4 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
             f"schedule {name!r} with chunks = {chunks}\n  it takes {rule} a rank\n"
             "  for several chunks take interleaved (2 or more) or zb-v (2), for one any other"
         )
-    return _SCHEDULES[name](ranks, microbatches, chunks)
+    return _MAKERS[name](ranks, microbatches, chunks)

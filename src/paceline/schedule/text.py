@@ -55,10 +55,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 def read_csv(path: Path) -> Schedule:
-    """Reads a schedule from a file; raises UsageError, which names the cell, for what is no schedule.
-
-    Whether the schedule can run is for ``check_schedule`` to say.
-    """
+    """Reads a schedule from a file, for ``check_schedule`` to check. Raises UsageError, which names the cell."""
     try:
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,9 +75,7 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     # Blank lines at the end are no ranks; one in between is a rank that does nothing, and is found as such.
     body = "\n".join(line for line in lines if not line.startswith("#")).rstrip().splitlines()
     if not body:
-        raise UsageError(
-            f"{source} has no rows\n  a schedule has one line a rank, with cells such as F0.3, and commas between"
-        )
+        raise UsageError(f"{source} has no rows\n  a schedule has one line a rank, of cells such as F0.3 and commas")
     rows: list[list[Action | None]] = []
     for rank, line in enumerate(body):
         row: list[Action | None] = []
@@ -134,8 +129,7 @@ _Spans = dict[Action, tuple[int, int]]
 def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, width: int = 120) -> str:
     """Returns a grid of who does what when, and a line a rank with its idle time and what it holds.
 
-    A column is a unit of time where all durations are multiples of the shortest, and else a slot. Grids wider than
-    ``width`` are cut into several, one below another.
+    A column is a unit of time where all durations are multiples of the shortest, and else a slot.
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
@@ -173,10 +167,8 @@ def _grid(schedule: Schedule, spans: _Spans, width: int) -> list[str]:
     lines = [["."] * num_columns for _ in range(schedule.ranks)]
     for action, (start, end) in spans.items():
         line = lines[schedule.placement[action.stage]]
-        line[start:end] = [
-            labels[action].ljust(cell - 1, "-" if end - start > 1 else " "),
-            *["-" * (cell - 1)] * (end - start - 1),
-        ]
+        more = ["-" * (cell - 1)] * (end - start - 1)
+        line[start:end] = [labels[action].ljust(cell - 1, "-" if more else " "), *more]
     # An action over several columns is one bar: the gap after a column is filled unless the action ends there.
     ends = {(schedule.placement[action.stage], end) for action, (_, end) in spans.items()}
     per_block = max(1, (width - 9) // cell)
@@ -212,9 +204,8 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
 
     measure = measure or measure_schedule(schedule)
     shortest = min(end - start for start, end in measure.times.values() if end > start)
-    figure = Figure(
-        figsize=(min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks), dpi=110
-    )
+    size = (min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks)
+    figure = Figure(figsize=size, dpi=110)
     axes = figure.subplots()
     _draw_bars(axes, schedule, measure)
     axes.set_xlim(0, measure.makespan)

@@ -145,12 +145,7 @@ class Choice:
 
 
 def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided.
-
-    Of what fits into the memory of ``where``, the fastest by prediction on ``machine`` is taken; the first in order
-    where that is None or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number
-    of data ranks.
-    """
+    """Decides ``strategy: auto``, by time where ``machine`` can be priced. Raises ConfigError where nothing fits."""
     config = with_precision(config, where.device)
     left_out: list[str] = []
     ladder = _ladder_for(config, model, where, left_out)
@@ -227,10 +222,7 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
 def first_microbatch(
     config: Config, model: ModelFacts, machine: Machine, sizes: Sequence[int], *, ranks: int, node_ranks: int
 ) -> int | None:
-    """Returns the size of ``sizes`` that is predicted to be fastest: where trials begin. None where none is priced.
-
-    All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
-    """
+    """Returns where trials begin: the largest of ``sizes`` predicted within 2 % of the fastest; None: unpriced."""
     layout = layout_of(config, ranks, node_ranks)
     if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
         return None
@@ -284,10 +276,7 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
 
 
 def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Judged]:
-    """Returns all candidates in order; ``left_out`` learns what cannot be done here, with the reason.
-
-    What ``memory`` says itself is kept as it is. A microbatch that is to be found counts as one sample.
-    """
+    """Returns all candidates in order; ``left_out`` learns what cannot be done here. What ``memory`` says is kept."""
     keep = frozenset(config.memory.model_fields_set)
     try:
         asked = layout_of(with_degrees(config, machine.ranks), machine.ranks, machine.local_ranks)
@@ -320,10 +309,7 @@ def _judge(model: ModelFacts, layout: Layout, machine: RunMachine, states: State
 def whole_ladder(
     model: ModelFacts, asked: Layout, machine: RunMachine, states: StateFacts, keep: frozenset[str] = frozenset()
 ) -> list[Judged]:
-    """Returns the candidates of a whole model: ``asked``, whose shard ranks are hybrid's, in other strategies.
-
-    ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``.
-    """
+    """Returns the candidates of a whole model: ``asked`` in other strategies; ``keep`` names what stays as asked."""
     ranks = machine.ranks
     strategies: list[tuple[Strategy, int]] = [("ddp", 1), ("zero1", ranks)]
     if ranks > 1:

@@ -33,9 +33,8 @@ _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 class TrainingTask:
     """What is to be trained: a model, its batch in samples, their tokens, and how a rank computes.
 
-    ``base`` has what is the same in all layouts: precision, and what is gathered ahead. ``names_precision``: the
-    precision is searched for. ``checkpoints``: what ``checkpoint_activations`` may be. ``need``: bytes of a rank by
-    the estimate that the engines are checked against; None where that does not know the model.
+    ``base`` has what is the same in all layouts. ``names_precision``: the precision is searched for. ``need``: bytes of
+    a rank by the estimate that the engines are checked against; None where that does not know the model.
     """
 
     model: ModelShape

@@ -40,10 +40,7 @@ _LONGEST = 4096  # of a sample, where nothing is said: many models allow more th
 
 
 def read_hugging_face(source: Path | Mapping[str, Any]) -> tuple[ModelShape, dict[str, Any]]:
-    """Reads a model from a file, or from what is in one: its shape, and the values of a config for it.
-
-    Raises UsageError for what is no JSON or no transformer known here, and with all fields that are missing or odd.
-    """
+    """Reads a model: its shape, and the values of a config. Raises UsageError with all that is missing or odd."""
     name = "the config" if isinstance(source, Mapping) else str(source)
     values: Any = source
     if isinstance(source, Path):

@@ -43,18 +43,14 @@ _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for, in each precision that may be, and what was assumed.
-
-    ``no_config`` says why there can be no config of it. ``host_memory``: bytes of a node's host that its
-    ranks may take together.
-    """
+    """What is planned for, in each precision that may be, what was assumed, and why there can be no config of it."""
 
     config: Config
     cluster: Cluster
     tasks: tuple[TrainingTask, ...]
     assumed: tuple[str, ...] = ()
     no_config: str = ""
-    host_memory: float = float("inf")
+    host_memory: float = float("inf")  # bytes that the ranks of a node may take
 
 
 def request_for(
@@ -66,10 +62,7 @@ def request_for(
     facts: ModelFacts | None = None,
     no_config: str = "",
 ) -> PlanRequest:
-    """Makes a request of a config. ``shape`` or ``facts`` stand for a model that the config cannot describe.
-
-    ``precision``: another one than the config's, or ``auto`` for any. Raises UsageError for what cannot be planned.
-    """
+    """Makes a request; ``shape``, ``facts``: of a model that the config cannot describe. Raises UsageError."""
     if precision is not None and precision not in ("auto", *PRECISIONS):
         near = near_names(precision, [*PRECISIONS, "auto"])
         raise UsageError(
@@ -125,11 +118,7 @@ def request_for_hugging_face(
 def task_of(
     config: Config, devices: int, shape: ModelShape | None = None, facts: ModelFacts | None = None
 ) -> TrainingTask:
-    """Reads what is to be trained. ``shape`` stands for the config's own; ``facts`` are those of a model's own code.
-
-    Raises UsageError for a model whose shape is not known. One that is known by what a sample of it costs has
-    data-parallel meshes alone.
-    """
+    """Reads what is to be trained; ``shape``, ``facts``: of a model that the config cannot tell. Raises UsageError."""
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     precision = train.precision_on(config.parallel.device)
     seq_len, checkpoints = 1, CHECKPOINTS
@@ -227,7 +216,6 @@ def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict
     values |= {name: section for name, section in sections.items() if section}
     if "comm" in values and not sections["comm"]:
         del values["comm"]
-    planned = config_from_dict(values, "plan")
-    if problems := check_ranks(planned, cluster.devices, cluster.node.devices):
+    if problems := check_ranks(config_from_dict(values, "plan"), cluster.devices, cluster.node.devices):
         raise ConfigError(problems, source="plan")
     return values

@@ -57,10 +57,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
-
-    ``nearest``: where nothing fits, the workload that needs least, and how much.
-    """
+    """What was found, and how many fit; ``nearest``: where nothing does, what needs least, and how much."""
 
     task: TrainingTask
     cluster: Cluster
@@ -75,10 +72,14 @@ class Search:
     def looked_at(self) -> int:
         return self.num_fit + sum(self.left_out.values())
 
+    @property
+    def budget(self) -> float:
+        return budget_of(self.cluster)
+
     def fits(self, ranked: Prediction) -> bool:
         """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
-        return ranked.memory_bytes <= budget_of(self.cluster) and on_host <= self.host_memory
+        return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
@@ -95,8 +96,8 @@ def search(
 ) -> Search:
     """Ranks all layouts that fit: by ``task.need``, else by the formulas.
 
-    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
-    cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
+    ``host_memory``: bytes that all ranks of a node may take. ``keep``: which layouts are looked at. Raises UsageError
+    where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
     fitting: list[Sized] = []

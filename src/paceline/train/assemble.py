@@ -53,7 +53,7 @@ from paceline.train.resolve import cost_of_sample, has_own_code, resolve_togethe
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
 from paceline.train.survive.memory import Retry, TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.trainer import CompileHook, Hook, NoteHook, Trainer, bucket_choice
+from paceline.train.trainer import Hook, NoteHook, Trainer, bucket_choice, note_compiled
 from paceline.units import format_bytes
 
 
@@ -190,7 +190,7 @@ def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
     if layout.is_compiled:
-        notes.append(CompileHook())
+        notes.append(note_compiled)
     return [*notes, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else notes
 
 

@@ -2,13 +2,11 @@
 
 A mean over a microbatch hides how much it stands for: averaged over ranks and microbatches of different sizes, it
 gives other gradients than one process would compute. A loss here returns the *sum* over its elements (samples or
-tokens) and how many there were; the step divides by the count over all ranks and microbatches. Of a function of outputs
-and targets, as a plain training script has it, the ``reduction`` says whether its number is a mean or a sum.
+tokens) and how many there were; the step divides by the count over all ranks and microbatches.
 
-Images of bytes are normalised here: a byte is a quarter of what a float is to read, to pin and to copy. On the device,
-one pass over the images makes (x - mean) / std of them, in the dtype of the run; so training, evaluation, verification
-and the dry run give the model the same inputs. A model that is compiled whole does it itself (``leave_to``): the pass
-is then part of the first kernel that reads the images.
+Images of bytes are normalised here, since a byte is a quarter of what a float is to read, to pin and to copy: one pass
+on the device makes (x - mean) / std of them, in the dtype of the run. A model that is compiled whole does it itself
+(``leave_to``): the pass is then part of the first kernel that reads the images.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
 
 tensors       parameters, buffers, optimizer state, residuals of compression, the average of parameters
-values        loss scale, bad steps, roll-backs, rates, metrics, early stopping, hooks, consumed samples: the same on
-              every rank
+values        the same on every rank: loss scale, bad steps, roll-backs, rates, metrics, hooks, consumed samples
 each rank's   random states
 files         of the model and its tokenizer, so that a checkpoint alone is enough to write text, or to export
 
 The average of the parameters, for evaluation, is exponential: decay * average + (1 - decay) * parameter after every
-step. Each rank averages what it updates: its shards, under every strategy, in their dtype (masters, where there are
-some). Nothing is sent. It takes one more copy of the shards (4 P / N bytes under full sharding), and a pass over them.
-A step that was left out for its gradients counts too: the parameters are then those of the step before.
+step, left out or not. Each rank averages its shards, in their dtype (masters, where there are some): one more copy of
+them (4 P / N bytes under full sharding), and a pass over them. Nothing is sent.
 """
 
 from __future__ import annotations

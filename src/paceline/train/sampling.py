@@ -102,16 +102,14 @@ def open_language_model(
     lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
     if lacking:
         raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
-    engine = _spread(model, comm, spread) if comm is not None and is_spread else None
-    shards = (
-        (
-            Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value)
-            for each, value in _named(model).items()
-        )
-        if engine is None
-        else engine.shards()
-    )
-    for shard in shards:
+    engine: Engine | None = None
+    if comm is not None and is_spread:
+        mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
+        how: dict[str, Any] = {"tensor": comm.size, "gathers_logits": True}
+        engine = parallelize(model, comm, "fsdp") if spread == "fsdp" else parallelize(model, comm, **how)
+    pairs = _named(model).items()
+    whole = [Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value) for each, value in pairs]
+    for shard in whole if engine is None else engine.shards():
         checkpoint.fill(shard, MODEL + shard.name)
     settings = getattr(model, "config", None)
     context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
@@ -120,17 +118,8 @@ def open_language_model(
         model.to(device)
     else:
         engine.mark_loaded()
-    return LanguageModel(
-        model=model.eval(), tokenizer=tokenizer, context=int(context or 1024), device=device, engine=engine
-    )
-
-
-def _spread(model: nn.Module, comm: Communicator, spread: Spread) -> Engine:
-    """Spreads a model whose values come later. Raises UsageError where it cannot be split so."""
-    mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
-    if spread == "fsdp":
-        return parallelize(model, comm, "fsdp")
-    return parallelize(model, comm, tensor=comm.size, gathers_logits=True)
+    context = int(context or 1024)
+    return LanguageModel(model=model.eval(), tokenizer=tokenizer, context=context, device=device, engine=engine)
 
 
 @torch.no_grad()
@@ -196,12 +185,11 @@ def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generat
 
 
 def _tokenizer(checkpoint: Checkpoint, folder: Path) -> Tokenizer | None:
-    for place in (TOKENIZER, HUGGING_FACE):
-        inside = folder / place
-        inside.mkdir()
-        write_files(read_files(checkpoint, place), inside)
-    found = [folder / place for place in (TOKENIZER, HUGGING_FACE) if has_tokenizer(folder / place)]
-    return open_tokenizer(found[0]) if found else None
+    places = [folder / TOKENIZER, folder / HUGGING_FACE]
+    for place in places:
+        place.mkdir()
+        write_files(read_files(checkpoint, f"{place.name}/"), place)
+    return next((open_tokenizer(place) for place in places if has_tokenizer(place)), None)
 
 
 def _config(checkpoint: Checkpoint, folder: Path) -> Config:

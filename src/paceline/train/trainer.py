@@ -135,7 +135,6 @@ class Trainer(RunState):
                 )
 
     def has_checkpoint(self) -> bool:
-        """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
         return find_together(self.parts.engine.world, self.find_checkpoint) is not None
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
@@ -157,10 +156,9 @@ class Trainer(RunState):
         if parts.has_perplexity:
             result.metrics["perplexity"] = math.exp(min(result.loss, _LARGEST_EXPONENT))
         seconds = seconds_between(start, meter.take())
-        self.metrics = {"step": self.step, "eval_loss": result.loss}
-        if result.accuracy is not None:
-            self.metrics["eval_accuracy"] = result.accuracy
-        self.metrics.update({f"eval_{name}": value for name, value in result.metrics.items()})
+        accuracy = {} if result.accuracy is None else {"accuracy": result.accuracy}
+        found = {"loss": result.loss, **accuracy, **result.metrics}
+        self.metrics = {"step": self.step, **{f"eval_{name}": value for name, value in found.items()}}
         self.early_stop.note(self.metrics)
         if self.sink is not None:
             self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
@@ -175,7 +173,7 @@ class Trainer(RunState):
     def _settle(self) -> None:
         """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
-        for bad in self.bad_steps.read_all():
+        for bad in self.bad_steps.read():
             self._note_bad(bad)
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
@@ -304,21 +302,17 @@ class EvaluateHook:
                 trainer.note("early_stop", {"note": trainer.end_reason}, step=result.step)
 
 
-@dataclass(slots=True)
-class CompileHook:
-    """Records what was compiled and how long that took, and what could not be."""
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step > 3 and result.step % 100 and not result.is_last:
-            return
-        notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
-        done = [note for note in notes if not note.problem]
-        if done:
-            seconds = sum(note.seconds for note in done)
-            trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
-        for note in notes:
-            if note.problem:
-                trainer.note("not_compiled", {"what": note.what, "why": note.problem})
+def note_compiled(trainer: Trainer, result: StepResult) -> None:
+    """Records what was compiled and how long that took, and what could not be. A hook."""
+    if result.step > 3 and result.step % 100 and not result.is_last:
+        return
+    notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
+    if done := [note for note in notes if not note.problem]:
+        seconds = sum(note.seconds for note in done)
+        trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
+    for note in notes:
+        if note.problem:
+            trainer.note("not_compiled", {"what": note.what, "why": note.problem})
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.plan.rule_case import field_problems, unknown_word
+from paceline.plan.rule_case import RuleCase,  field_problems, unknown_word
 from paceline.plan.rules import rules
 from paceline.train.assemble import build_workload
 from paceline.train.loss import Loss, Normalise, OutputLoss, build_loss
@@ -47,8 +47,6 @@ class Case(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCase:
-    """A case from the user's own functions."""
-
     model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[..., Any]
@@ -116,7 +114,6 @@ class ConfigCase:
 
 
 def num_samples(batch: Any) -> int:
-    """Returns the length of dim 0 of a batch's tensors."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise UsageError(f"a batch's tensors must have the same number of samples along dim 0; got {sorted(sizes)}")
@@ -144,8 +141,8 @@ class Settings:
     """How a case is run: spread by ``layout``, for how long, on which backend, and how strictly it is compared.
 
     ``record_step`` asks for the activations of one step. ``caches_casts``: whether autocast casts a weight once in a
-    pass, though it be used twice. Threads share that cache, so that one virtual rank would clear another's, and round
-    other numbers than one process.
+    pass; threads share that cache, so that one virtual rank would clear another's, and round other numbers than one
+    process.
     """
 
     layout: Layout = field(default_factory=lambda: Layout(**SMALL_BUCKETS))
@@ -226,7 +223,7 @@ def _problems(settings: Settings, batch: int | None) -> Iterator[Problem]:
         rule = "a difference is allowed up to a number above 0"
         yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
     wrong = field_problems(replace(layout, strategy="ddp"))  # another strategy that is none is told above
-    yield from wrong or rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
+    yield from wrong or rules(RuleCase(layout, ranks=settings.ranks if settings.ranks >= 1 else None))
     if settings.layout.precision in PRECISIONS:
         try:
             check_precision(settings.policy, torch.device("cpu"))

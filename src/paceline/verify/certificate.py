@@ -72,10 +72,9 @@ def locate(
             gradient = expected.gradients.get(name)
             if what == "update" and gradient is not None and gradient.numel() and float(gradient.abs().max()) < 1e-13:
                 hint = _MAGNIFIED  # of float64, that is nothing but rounding
+            where = name if what == "forward" else module
             what = f"{what} ({tensor})" if what in ("gradient", "update", "buffer") else what
-            return Divergence(
-                step=step, module=name if what == "forward" else module, what=what, error=error, hint=hint
-            )
+            return Divergence(step=step, module=where, what=what, error=error, hint=hint)
     return Divergence(step=step, module="", what="repeating it, nothing", error=0.0, hint=_UNSTEADY)
 
 
@@ -125,8 +124,7 @@ def _forward_errors(
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
     Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
-    its k-th outputs in all pieces, in that order. A piece may have made no such call (a branch that its samples did
-    not take); an output without samples along dim 0 (a table of positions) is left out.
+    its k-th outputs in all pieces, in that order. Outputs without samples along dim 0 are left out.
     """
     errors = []
     theirs = [_numbered(expected[number]) for number in sorted(expected)]
@@ -147,7 +145,6 @@ def _joined(pieces: Sequence[dict[tuple[str, int], torch.Tensor]], call: tuple[s
 
 
 def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
-    """Returns outputs by module and how many calls of it came before."""
     outputs: dict[tuple[str, int], torch.Tensor] = {}
     seen: Counter[str] = Counter()
     for name, output in calls:
@@ -230,7 +227,6 @@ def verify(
 
 
 def certify(case: Case, settings: Settings) -> Certificate:
-    """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
     settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
     check_settings(settings)
     if settings.backend != "virtual":

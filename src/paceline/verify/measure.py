@@ -68,16 +68,15 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
     Let u be half the distance of two half-precision numbers: 2^-8 of their size in bf16, 2^-11 in fp16. A gradient of a
     piece of the batch is rounded once to half precision and added up in float32. With the same pieces both runs round
     the same numbers, and differ by the float32 sums (1e-7 each) and by the few elements that another order of sums
-    inside a product pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in
-    half precision are off by 0.4 u, shares weighed wrongly by tens of u.
+    pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in half precision are
+    off by 0.4 u, shares weighed wrongly by tens of u.
 
     With other pieces the two runs round different numbers: u for each side, and as much again where pieces partly
-    cancel. An element at an edge may also switch a ReLU, which is much for a tensor of few elements; so there the floor
-    is the norm of all tensors.
+    cancel. An element at an edge may also switch a ReLU, which is much for a small tensor; so there the floor is the
+    norm of all.
 
-    In fp8 the products read numbers that are rounded more coarsely: u is 2^-4 of their size in e4m3. An element that
-    bf16 puts on the other side of an edge is off by that much, so the bound for the same pieces is the same share of
-    this u. Elsewhere it is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
+    In fp8 u is 2^-4 of a number's size (e4m3). The bound for the same pieces is the same share of this u. Elsewhere it
+    is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
     """
     tolerance, policy = settings.tolerance, settings.policy
     if settings.is_exact:
@@ -95,10 +94,9 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
 def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Bound | None:
     """Returns the bound for a model that computes parts more coarsely than float64; None where it has no such parts.
 
-    ``whole`` are batches as one process takes them, ``pieces`` those of the ranks, with the ranks' factor: where the
-    model is exact they agree. What is compared then is the ranks and ``pieces``, which round the same numbers; as in
-    mixed precision, one element in 256 may be on the other side of an edge. Gradients that travel in float32 are off by
-    more. A difference of more than 2^10 roundings is none: results depend on how the batch is cut.
+    ``whole`` are batches as one process takes them, ``pieces`` those of the ranks, which round the same numbers as the
+    ranks; as in mixed precision, one element in 256 may be on the other side of an edge. Gradients that travel in
+    float32 are off by more. A difference of more than 2^10 roundings is none: results depend on how the batch is cut.
     """
     unit = whole.coarse.unit
     if not unit:
@@ -114,7 +112,6 @@ def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Boun
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
-    """Returns the largest differences of one step on one rank."""
     measure = measure or absolute
     return Errors(
         loss=worst(measure({"": ours.loss}, {"": expected.loss}, {})),
@@ -126,7 +123,6 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
 
 
 def errors_by_step(reference: Reference, per_rank: Iterable[list[StepValues]], measure: Measure) -> list[Errors]:
-    """Returns the largest differences of all ranks in each step."""
     expected = enumerate(reference.steps)
     return [merge(compare(values[step], each, measure) for values in per_rank) for step, each in expected]
 

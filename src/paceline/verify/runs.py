@@ -65,7 +65,6 @@ class StepValues:
 
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
-    """Trains this rank's share with the engine and the step that training uses."""
     with casts_cached(settings.caches_casts):
         model, names = prepare(case, settings.dtype)
         engine = parallelize(model, comm, layout=settings.layout)
@@ -113,10 +112,7 @@ def casts_cached(is_cached: bool) -> Iterator[None]:
 
 
 def prepare(case: Case, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
-    """Builds the model in ``dtype``, in training mode, with dropout switched off.
-
-    Returns it with the names of its parameters, a tied one under each of its names.
-    """
+    """Builds the model in ``dtype``, in training mode, without dropout; returns also the names of its parameters."""
     model = case.make_model().to(dtype).train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -136,10 +132,7 @@ def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
 
 
 def _state(engine: Engine, names: Collection[str]) -> tuple[NamedTensors, NamedTensors]:
-    """Returns parameters and buffers as an evaluation would have them: the buffers are those of rank 0.
-
-    This rank then gets its own back: whether the next step shares them is part of what is verified.
-    """
+    """Returns parameters and buffers, those of rank 0, as an evaluation would have them; this rank keeps its own."""
     own = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     engine.share_buffers()
     state = split_state(names, engine.full_state_dict())
@@ -149,7 +142,6 @@ def _state(engine: Engine, names: Collection[str]) -> tuple[NamedTensors, NamedT
 
 
 def split_state(parameters: Collection[str], state: Mapping[str, Any]) -> tuple[NamedTensors, NamedTensors]:
-    """Returns copies of the parameters of a state dict, by their names, and of its buffers."""
     found: tuple[NamedTensors, NamedTensors] = {}, {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -158,10 +150,7 @@ def split_state(parameters: Collection[str], state: Mapping[str, Any]) -> tuple[
 
 
 class ActivationRecorder:
-    """Keeps what every module without children returns, in the order of the calls, pass by pass.
-
-    A checkpointed part runs again in backward; those calls come behind all others of their pass.
-    """
+    """Keeps what modules without children return, pass by pass in the order of the calls; recomputed ones last."""
 
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
@@ -285,10 +274,7 @@ def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | 
 
 
 class _OneProcess:
-    """A model in one process: what it computes with, and what the optimizer updates.
-
-    With a policy of masters these are two things: bf16 parameters, and fp32 masters that they are cast from.
-    """
+    """A model in one process: bf16 parameters that it computes with, say, and the fp32 masters that are updated."""
 
     def __init__(self, case: Case, settings: Settings) -> None:
         self.model, self._names = prepare(case, settings.dtype)

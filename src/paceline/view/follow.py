@@ -119,10 +119,9 @@ class Follower:
                 self._notice(problem)
         known = {run.folder: run for run in self.runs}
         if list(known) != folders:
-            named = dict(zip(folders, names_of(folders), strict=True))
             self.runs = [known.get(folder) or ShownRun(folder) for folder in folders]
-            for run in self.runs:
-                run.name = named[run.folder]
+            for run, name in zip(self.runs, names_of(folders), strict=True):
+                run.name = name
 
     def _follow(self) -> None:
         found_at = time.monotonic()
@@ -133,8 +132,13 @@ class Follower:
                     found_at = time.monotonic()
                     self.find()
                 states = [(run, run.state().status) for run in self.runs if run.id in self._wanted]
+                now = time.monotonic()
                 for run, status in states:
-                    self._look(run, is_over=status not in ("running", "starting"))
+                    is_due = status in ("running", "starting") or now - self._looked.get(run.id, 0.0) >= _IDLE_LOOK_S
+                    if is_due or run.id in self._behind:
+                        self._looked[run.id] = now
+                        self._behind.discard(run.id)
+                        self._behind |= {run.id} if run.look(_BUDGET_S) else set()
                 after = [(run.id, run.version) for run in self.runs]
                 has_changed = before != after or states != [(run, run.state().status) for run, _ in states]
             if has_changed:
@@ -144,17 +148,7 @@ class Follower:
                 self._wake.clear()
             time.sleep(0.01)  # lets requests have the lock
 
-    def _look(self, run: ShownRun, *, is_over: bool) -> None:
-        now = time.monotonic()
-        if is_over and run.id not in self._behind and now - self._looked.get(run.id, 0.0) < _IDLE_LOOK_S:
-            return
-        self._looked[run.id] = now
-        self._behind.discard(run.id)
-        if run.look(_BUDGET_S):
-            self._behind.add(run.id)
-
     def _tell(self) -> None:
-
         def wake() -> None:
             assert self.news is not None
             self.news.set()

@@ -57,22 +57,23 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int | None) -> socket.socket:
     """Returns a socket that listens there; without a port at 6070 or the next that is free. Raises UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in [port] if port is not None else [*range(6070, 6090), 0]:
+    candidates = [port] if port is not None else [*range(6070, 6090), 0]
+    while True:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        candidate = candidates.pop(0)
         try:
             found.bind((host, candidate))
             found.listen(64)
             return found
         except OSError as error:
             found.close()
-            if port is not None or candidate == 0:
+            if not candidates:
                 raise UsageError(
                     f"cannot listen on {host}:{candidate}: {error.strerror or error}\n"
                     "  the page needs a port that no other program has, at an address of this machine\n"
                     "  leave --port out to take a free one, or name another"
                 ) from error
-    raise AssertionError("unreachable")
 
 
 def make_app(follower: Follower, *, token: str = "") -> Starlette:
@@ -185,14 +186,10 @@ class Gate:
     """Lets requests in as [Note: who gets in] says."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token
+        self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        refusal = self._refuse(scope)
+        refusal = self._refuse(scope) if scope["type"] == "http" else None
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]] | None:

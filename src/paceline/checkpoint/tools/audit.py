@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.checkpoint.find import coverage_problems, file_problem, piece_problems, read_manifest, value_problems
+from paceline.checkpoint.find import file_problem, read_manifest, value_problems
+from paceline.checkpoint.formats import coverage_problems, piece_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress

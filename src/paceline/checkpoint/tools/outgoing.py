@@ -24,13 +24,7 @@ from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, 
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import (
-    check_parent,
-    stream_made,
-    stream_saved,
-    write_safetensors,
-    write_torch_file,
-)
+from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors, write_torch
 from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
 from paceline.models.lora import A, B, merged
@@ -153,7 +147,7 @@ def _plain_writer(
     if options.format == "safetensors":
         return lambda path: write_safetensors(path, wanted, metadata, progress)
     if options.format == "torch":
-        return lambda path: write_torch_file(path, content if options.with_optimizer else streams, progress)
+        return lambda path: write_torch(path, content if options.with_optimizer else streams, progress)
     from paceline.checkpoint.tools.distributed import write_distributed
 
     return lambda path: write_distributed(path, content, progress)

@@ -24,16 +24,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from paceline.cluster import costs
-from paceline.cluster.costs import (
-    CHUNK_BYTES,
-    Algorithm,
-    MeasuredTable,
-    Placement,
-    Wires,
-    chain,
-    double_tree,
-    rooted_tree,
-)
+from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
@@ -67,9 +58,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
     """Runs collectives by an algorithm on the messages of ``inner``.
 
     Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
-    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share.
-    NCCL has no tags: there, ranks also wait in one order, as the same program on every rank does. Raises UsageError for
-    an unknown algorithm, and for a hierarchical one without two hosts.
+    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share. NCCL
+    has no tags: there, ranks also wait in one order. Raises UsageError for a hierarchical algorithm without two hosts.
     """
 
     def __init__(
@@ -107,10 +97,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self._table = table
 
     def issue(self, call: Call) -> Work:
-        """Makes a collective of messages, where there is an algorithm for it.
-
-        The work of any other is finished after the operations that were issued before it.
-        """
+        """Makes a collective of messages where it can; the work of any other is finished after those issued before."""
         if call.kind in ("all_reduce", "reduce_scatter"):
             check_reduction(call.kind, call.tensor.dtype, call.op)
         make = MADE.get(call.kind)
@@ -136,7 +123,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
     def _make_reduce_scatter(self, call: Call) -> Work | None:
-        """Takes a copy of the tensor, to add up in."""
         algorithm = self._choose(costs.fastest_scatter, call.tensor)
         if not self._scatters(algorithm):
             return None
@@ -163,7 +149,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if algorithm not in ("ring", "tree"):
             return None
         flat = _flat(call.tensor)
-        tree = chain(self.size, call.peer) if algorithm == "ring" else rooted_tree(self.size, call.peer)
+        tree = costs.chain(self.size, call.peer) if algorithm == "ring" else costs.rooted_tree(self.size, call.peer)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.tensor, flat))
@@ -191,7 +177,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if algorithm == "hierarchical":
             return [rounds.hierarchical_all_reduce(self.rank, self.topology, span)]
         if algorithm == "tree":
-            halves = zip(double_tree(self.size), cut(span, 2), strict=True)
+            halves = zip(costs.double_tree(self.size), cut(span, 2), strict=True)
             both = (rounds.tree_reduce, rounds.tree_broadcast)
             return [[each for form in both for each in form(self.rank, tree, half)] for tree, half in halves]
         slices = cut(span, self.size)
@@ -235,7 +221,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
     def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
-        """Returns what carries the messages of an operation."""
         del call, algorithm, lanes
         return self.inner
 
@@ -254,10 +239,7 @@ def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300.0) -> Communicator | None:
-    """Returns this rank's host as a group that shares memory; None where some host's ranks cannot.
-
-    Called by every rank. Virtual ranks, ranks on GPUs, one rank to a host and hosts of different sizes have none.
-    """
+    """Returns this rank's host as a group that shares memory; None where some ranks cannot. Called by every rank."""
     sizes = {len(host) for host in topology.hosts}
     if comm.device.type != "cpu" or not comm.takes_real_time or len(sizes) != 1 or sizes == {1}:
         return None
@@ -280,9 +262,7 @@ class TwoLevelCommunicator(AlgorithmCommunicator):
     def __init__(self, inner: Communicator, topology: Topology, local: Communicator) -> None:
         super().__init__(inner, "hierarchical", topology)
         if {len(host) for host in topology.hosts} != {local.size}:
-            raise UsageError(
-                f"hosts {topology.hosts} and a group of {local.size} ranks on this one: every host has as many ranks"
-            )
+            raise UsageError(f"hosts {topology.hosts} and {local.size} ranks on this one: every host has as many ranks")
         self._local = local
         peers = [host[local.rank] for host in topology.hosts]
         self._across = AlgorithmCommunicator(inner.split(peers), "ring")

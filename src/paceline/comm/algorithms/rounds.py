@@ -65,8 +65,8 @@ def state_topology(num_ranks: int, node_ranks: int) -> Topology:
 def detect_topology(comm: Communicator, node_ranks: int | None = None) -> Topology:
     """Asks every rank of a group for its host. All ranks call it; two small all-gathers.
 
-    ``node_ranks`` is how many ranks the launcher says share this one's host. It goes before the names where all ranks
-    hear the same, as hosts may have one name; ranks that hear otherwise are on hosts of different sizes.
+    ``node_ranks`` is how many ranks the launcher says share this one's host. It goes before the names, as hosts may
+    have one name, where all ranks hear the same: others are on hosts of different sizes.
     """
     known = gather_objects(comm, (socket.gethostname(), node_ranks))
     if len({size for _, size in known}) == 1 and node_ranks and comm.size % node_ranks == 0:
@@ -75,10 +75,7 @@ def detect_topology(comm: Communicator, node_ranks: int | None = None) -> Topolo
 
 
 def share_table(path: str, comm: Communicator, topology: Topology) -> MeasuredTable:
-    """Returns the measured all-reduces of such a group, read by rank 0, so that all ranks choose alike.
-
-    All ranks call it. Raises UsageError on every rank where the record cannot be read, or has no such group.
-    """
+    """Returns the measured all-reduces of such a group, read by rank 0 for all, or raises UsageError on all."""
     try:
         return ask_first_rank(comm, lambda: read_table(Path(path), topology.placement))
     except UsageError as error:
@@ -179,10 +176,7 @@ def tree_broadcast(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
 
 
 def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -> list[Round]:
-    """Reduces inside the hosts, across them, and spreads inside the hosts.
-
-    A host with more ranks than the smallest one has no slices for the others: these give and get theirs inside.
-    """
+    """Reduces inside hosts, across them, and spreads inside. Ranks that another host has no mate for own no slice."""
     num_slices = min(len(host) for host in topology.hosts)
     slices = cut(span, num_slices)
     host = next(each for each in topology.hosts if rank in each)
@@ -204,10 +198,7 @@ def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -
 
 
 def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
-    """Sums slice r on rank r. The j-th rank of a host adds up, inside it, the slices of the j-th ranks of all hosts.
-
-    These then add up theirs in a ring. Every host has as many ranks.
-    """
+    """Sums slice r on rank r: the slices of all j-th ranks on the j-th of each host, then among those in a ring."""
     owners = _counterparts(rank, topology)
     across = ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners])
     return _inside(rank, topology, slices) + _among(owners, across)
@@ -240,16 +231,12 @@ def _spread(rounds: Iterable[Round]) -> list[Round]:
 
 
 def _counterparts(rank: int, topology: Topology) -> list[int]:
-    """Returns who has a rank's place on each host."""
     place = next(each.index(rank) for each in topology.hosts if rank in each)
     return [each[place] for each in topology.hosts]
 
 
 def _all_reduce_across(rank: int, size: int, span: ElementRange) -> list[Round]:
-    """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring.
-
-    Long messages go in a ring: it keeps its partners, so that a link carries one even stream.
-    """
+    """Reduces among the hosts: by halving where it is even; long messages in a ring, which keeps its partners."""
     slices = cut(span, size)
     if size & (size - 1) or (span[1] - span[0]) // size >= _LONG:
         return ring_reduce_scatter(rank, slices) + ring_all_gather(rank, slices)

@@ -62,8 +62,6 @@ class Compressor:
         self._is_sharded = False
         self._replicas: Communicator | None = None
 
-    # What engines call: see ``GradientCompression``.
-
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
         bound = [_Bucket(self, shape) for shape in buckets]
         self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
@@ -72,10 +70,7 @@ class Compressor:
         return bound
 
     def end_pass(self, shards: Communicator | None = None) -> None:
-        """Ends a pass: what it changes comes into force when the next one begins.
-
-        A gradient that is not finite may lie in the slice of another of the ``shards``: they tell one another.
-        """
+        """Ends a pass, which comes into force when the next one begins. ``shards`` agree on whether it was finite."""
         self.current.is_ended = True
         if shards is not None and shards.size > 1:
             known = self.current.is_finite
@@ -93,8 +88,6 @@ class Compressor:
     def keep_residuals(self, names: Sequence[str]) -> None:
         for name in names:
             self.current.residuals.pop(name, None)
-
-    # State.
 
     def residual_norm(self) -> float:
         """Returns the norm of this rank's residuals. A sync point."""
@@ -121,10 +114,7 @@ class Compressor:
             yield Shard(name=label, region=whole_region(tuple(factor.shape)), tensor=factor, copy=copy)
 
     def load(self, source: TensorSource, step: int, comm: Communicator, prefix: str = "") -> None:
-        """Goes on from what ``shards`` of any ranks gave: each replica with its own row, or with the mean of all.
-
-        Raises CheckpointError where a tensor has another size now; nothing is loaded then.
-        """
+        """Goes on from what ``shards`` of any ranks gave. Raises CheckpointError, before it changes anything."""
         residuals = self._read_residuals(source, prefix + _RESIDUAL, comm) if self.settings.error_feedback else {}
         begins: dict[str, list[int]] = {}
         for label in source.shapes(prefix + _FACTOR):
@@ -165,8 +155,6 @@ class Compressor:
         """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
         return self._pieces.get(name) or TensorPiece(0, numel, numel)
 
-    # One pass.
-
     def advance(self) -> None:
         """Issues the second rounds of all buckets under way, in the order in which they left."""
         works, self.current.works = self.current.works, []
@@ -174,10 +162,7 @@ class Compressor:
             work.advance()
 
     def apply_ended_pass(self) -> None:
-        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
-
-        The first bucket of a pass that leaves does this for the pass before.
-        """
+        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out."""
         if not self.current.is_ended:
             return
         done = self.current
@@ -263,7 +248,6 @@ class _BucketWork:
 
     @torch.no_grad()
     def send_compressed(self, comm: Communicator) -> None:
-        """Hands what is compressed to the policy, and averages the rest."""
         bucket, owner, buffer = self._bucket, self._bucket.owner, self._buffer
         residuals = owner.residuals
         if bucket.whole:

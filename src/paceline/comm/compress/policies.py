@@ -55,10 +55,9 @@ what comes after the last one when the step waits. A second round is issued for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorPart:
-    """One tensor of the vector, or a piece of one: its name, where it lies, and the matrix that it is.
+    """One tensor of the vector, or a piece of one: where it lies, and the matrix that it is, row by row of its memory.
 
-    The matrix is the tensor's memory, row by row. Of a piece that begins inside a row, the first ``lead`` elements of
-    that row are missing, and it may end before its last row does.
+    Of a piece that begins inside a row, the first ``lead`` elements of that row are missing; it may end inside one too.
     """
 
     name: str
@@ -74,7 +73,6 @@ class VectorPart:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether its first or last row is not whole."""
         return self.size != self.rows * self.columns
 
 
@@ -115,8 +113,7 @@ def above_threshold(vector: torch.Tensor, context: ExchangeContext, comm: Commun
 def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the share ``ratio`` of the elements, at least one, chosen anew in each step and alike on all ranks.
 
-    The vector is cut into as many pieces as elements are sent, and one is drawn from each: every element has the same
-    chance, none is drawn twice, and with ratio 1 all are.
+    The vector is cut into as many pieces as elements are sent, and one is drawn from each: all have the same chance.
     """
     length = vector.numel()
     kept = num_kept(context.settings.ratio, length)
@@ -138,7 +135,6 @@ def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator)
 
 
 def num_kept(ratio: float, length: int) -> int:
-    """Returns how many of ``length`` elements are sent: at least one."""
     return min(length, max(1, round(ratio * length)))
 
 
@@ -156,10 +152,7 @@ def _gather(vector: torch.Tensor, chosen: torch.Tensor, num_slots: int, comm: Co
 
 
 def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: int) -> torch.Tensor:
-    """Writes elements and their ascending indices into a message of bytes.
-
-    Only the low 16 bits of an index travel: how many elements lie in each block of 65,536 says the rest.
-    """
+    """Writes elements and ascending indices into bytes: of an index the low 16 bits, the rest in counts of blocks."""
     blocks = indices // _BLOCK
     counts = torch.zeros(max(1, -(-length // _BLOCK)), dtype=torch.int32, device=values.device)
     counts.scatter_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
@@ -189,10 +182,7 @@ _LEVELS = 127
 
 
 def cast(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-    """Sends the elements in a narrower dtype; backends add up in it too.
-
-    Divided first, for a sum may leave the range of fp16 where the average does not.
-    """
+    """Sends the elements in a narrower dtype, divided first: a sum may leave the range of fp16."""
     message = (vector / comm.size).to(_HALVES[context.settings.policy])
     vector.sub_(message, alpha=comm.size)
     yield comm.all_reduce(message)
@@ -241,8 +231,8 @@ def _signed(bits: torch.Tensor, scales: torch.Tensor, parts: tuple[VectorPart, .
 def int8(vector: torch.Tensor, _: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends whole numbers from -127 to 127, and the scale of each block of 256 elements.
 
-    A rank owns a slice of the vector: it gets that slice from all ranks, adds up in the vector's own dtype, and sends
-    the average back in eight bits. What its rounding loses is added to what the owner still has to send.
+    A rank owns a slice: it adds it up in the vector's own dtype, and sends the average back in eight bits. What its
+    rounding loses is added to what the owner still has to send.
     """
     per_rank = -(-vector.numel() // (comm.size * BLOCK))
     padded = vector.new_zeros(comm.size, per_rank * BLOCK)
@@ -285,7 +275,6 @@ def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-    """Sends two factors of ``rank`` columns for each matrix."""
     parts, rank = context.parts, context.settings.factor_rank
     matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
     starts = [_first_factor(part, context, rank, vector) for part in parts]
@@ -313,7 +302,6 @@ def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator
 
 
 def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
-    """Returns a part as a matrix; a copy where its first or last row is not whole."""
     if part.is_ragged:
         filled = values.new_zeros(part.rows * part.columns)
         filled[part.lead : part.lead + part.size] = values
@@ -331,7 +319,6 @@ def _first_factor(part: VectorPart, context: ExchangeContext, rank: int, like: t
 
 
 def _factors(lengths: list[int], rank: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Makes a flat buffer, and the factors as views into it."""
     flat = like.new_empty(sum(lengths) * rank)
     pieces = torch.split(flat, [length * rank for length in lengths])
     return flat, [piece.view(length, rank) for piece, length in zip(pieces, lengths, strict=True)]

@@ -86,7 +86,6 @@ class ControlServer:
             writer.transport.abort()  # at once, also in the middle of a request
 
     async def _attend_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one client, whose requests are answered one after another."""
         self._links.add(writer)
         host: list[str] = []
         try:
@@ -128,7 +127,6 @@ class ControlServer:
         return None
 
     async def _answer(self, request: list[Any]) -> list[Any]:
-        """Carries out a request, waits for what it waits for, and returns the reply."""
         try:
             match request:
                 case [str() as name, *details] if name in self._operations:
@@ -163,10 +161,7 @@ class ControlServer:
 
 @contextlib.contextmanager
 def private_server(folder: Path) -> Iterator[tuple[wire.Address, Path]]:
-    """Serves the processes of this host from ``folder``, of mode 0700; yields the address and the secret's file.
-
-    It listens where this user's processes of this host get: in the folder; on the loopback where its path is too long.
-    """
+    """Serves the processes of this host from ``folder``, of mode 0700; on the loopback where its path is too long."""
     secret = folder / "secret"
     wire.write_secret(secret)
     address = wire.Address(str(folder / "control"))
@@ -204,7 +199,6 @@ class Values:
         }
 
     async def _get(self, keys: list[str], timeout_s: float) -> list[str]:
-        """Returns the values of keys, as soon as all are there. Raises TimeoutError."""
         async with asyncio.timeout(float(timeout_s)):
             for key in map(check_name, keys):
                 while key not in self._values:
@@ -213,7 +207,6 @@ class Values:
         return [_text(self._values[key]) for key in keys]
 
     def _add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first; returns the sum."""
         total = int(self._values.get(check_name(key), b"0")) + int(amount)
         self._put(key, str(total).encode())
         return total
@@ -251,7 +244,6 @@ class Values:
 
 
 def check_name(text: object) -> str:
-    """Returns a text that is one. Raises TypeError."""
     if not isinstance(text, str):
         raise TypeError("a name is a text")
     return text

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +27,7 @@ _C10D: Any = dist  # whose stores torch does not declare
 
 
 class ControlClient:
-    """Requests of one process to the control server of its job. Safe to use from several threads.
-
-    Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
-    """
+    """Requests of one process to the control server of its job, over connections that are idle or new. Thread-safe."""
 
     def __init__(self, address: Address, secret: Secret) -> None:
         self.address = address
@@ -38,10 +36,7 @@ class ControlClient:
         self._owner = os.getpid()
 
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
-        """Returns the answer of the server, which may take ``within_s`` seconds and a little more.
-
-        Raises TimeoutError when that is over, and CommunicationError when the server is gone or refuses.
-        """
+        """Returns the server's answer, within so long and a little more. Raises TimeoutError or CommunicationError."""
         link = self._take()
         try:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
@@ -92,10 +87,7 @@ class ControlClient:
 
 
 class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store for process groups, whose keys begin with ``prefix`` on the server.
-
-    Torch's groups hold no reference to this object, which answers them: keep one for as long as there are any.
-    """
+    """A store for process groups, whose keys begin with ``prefix``. Keep it: torch's groups hold no reference to it."""
 
     def __init__(self, client: ControlClient, prefix: str = "") -> None:
         super().__init__()
@@ -182,10 +174,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02  # between two questions for 
 class SideChannel:
     """Short texts that hosts leave for one another, under names, beside the collectives: also while those are stuck.
 
-    It is a connection of its own to the store at which the ranks met, which serves it whatever the ranks' Python does.
     A thread asks, since a connection to a host that cannot be reached any more may block for minutes: an operation
-    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits for a text any more once
-    there is one under ``farewell``.
+    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits once there is a text
+    ``farewell``.
     """
 
     def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
@@ -194,9 +185,10 @@ class SideChannel:
         self._prefix = f"paceline-health/{name}/"
         store.set_timeout(timedelta(seconds=TIMEOUT_S))
         self._patience_s, self._farewell = patience_s, farewell
-        self._questions: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
-        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
-        self._is_answered, self._is_closed, self._is_gone = True, False, False
+        self._questions: SimpleQueue[tuple[Callable[[], str], Future[str]] | None] = SimpleQueue()
+        self._answer: Future[str] = Future()
+        self._answer.set_result("")
+        self._is_closed = self._is_gone = False
         self._lock = threading.Lock()  # the watch asks, and the rank itself when it leaves
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self._thread.start()
@@ -208,7 +200,6 @@ class SideChannel:
         self._thread.join(timeout=self._patience_s)
 
     def publish(self, key: str, text: str) -> None:
-        """Leaves a text, in the place of an older one."""
         self._ask(lambda: self._store.set(self._prefix + key, text) or "")
 
     def read(self, key: str) -> str:
@@ -230,32 +221,24 @@ class SideChannel:
         with self._lock:
             if self._is_closed or self._is_gone:
                 raise CommunicationError("the store is gone")
-            if not self._is_answered:
-                self._take(0.0)  # the answer to an earlier question
-            self._questions.put(question)
-            answer = self._take(self._patience_s)
-        if isinstance(answer, CommunicationError):
-            # Torch never connects again; it would write a line of its own to standard error with every question.
-            self._is_gone = isinstance(answer.__cause__, dist.DistNetworkError)
-            raise answer
-        return answer
-
-    def _take(self, patience_s: float) -> str | CommunicationError:
-        try:
-            answer = self._answers.get(timeout=patience_s)
-        except Empty:
-            self._is_answered = False
-            raise CommunicationError("the store does not answer") from None
-        self._is_answered = True
-        return answer
+            try:
+                self._answer.exception(timeout=0.0)  # an earlier question is answered
+                self._answer = Future()
+                self._questions.put((question, self._answer))
+                return self._answer.result(timeout=self._patience_s)
+            except TimeoutError:
+                raise CommunicationError("the store does not answer") from None
 
     def _serve(self) -> None:
-        while (question := self._questions.get()) is not None:
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
             try:
-                answer: str | CommunicationError = question()
-            except (RuntimeError, TimeoutError) as error:
-                answer = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
-                answer.__cause__ = error
+                answer.set_result(question())
             except CommunicationError as error:
-                answer = error
-            self._answers.put(answer)
+                answer.set_exception(error)
+            except (RuntimeError, TimeoutError) as error:
+                # Torch never connects again; it would write a line of its own to standard error with every question.
+                self._is_gone = isinstance(error, dist.DistNetworkError)
+                gone = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
+                gone.__cause__ = error
+                answer.set_exception(gone)

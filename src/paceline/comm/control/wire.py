@@ -82,11 +82,9 @@ class Seal:
         self._number = 0
 
     def close(self, text: bytes) -> bytes:
-        """Returns a message with its head."""
         return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
-        """Returns the text of a message if its mark is right. Raises RefusedError if it is not."""
         if not hmac.compare_digest(mark, self._mark(text)):
             raise RefusedError("a control message has a wrong seal")
         return text
@@ -97,7 +95,6 @@ class Seal:
 
 
 def derive(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[bytes, Seal, Seal]:
-    """Returns the client's proof, and the seals of requests and replies."""
     proof, requests, replies = (
         hmac.digest(secret, label + server_nonce + client_nonce, "sha256")
         for label in (b"paceline proof", b"paceline requests", b"paceline replies")
@@ -133,10 +130,7 @@ def from_text(text: bytes) -> list[Any]:
 
 
 class WireLink:
-    """One authenticated connection of a client."""
-
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
-        """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
         self._is_proven = True  # what the server thinks of this side's secret; nothing so far
         self._socket = _connect(address, timeout_s)
@@ -181,7 +175,6 @@ class WireLink:
         raise RefusedError("a control server gave an answer that is none")
 
     def close(self) -> None:
-        """Closes the connection. Safe to call twice."""
         self._socket.close()
 
     def _receive(self, length: int) -> bytes:

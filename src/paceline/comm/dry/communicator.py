@@ -76,8 +76,6 @@ class DryWorld:
 
 @dataclass(slots=True, kw_only=True)
 class _DryRank:
-    """What all groups of one rank share."""
-
     world: DryWorld
     number: int
     journal: Journal
@@ -99,8 +97,6 @@ class _DryWork:
 
 
 class DryCommunicator(Communicator):
-    """One rank's handle on a group of a world of which nobody else is there."""
-
     takes_real_time = False
 
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
@@ -111,7 +107,6 @@ class DryCommunicator(Communicator):
         self._lane = lane
 
     def issue(self, call: Call) -> Work:
-        """Records an operation; real tensors become what they would be if all ranks were alike."""
         if not call.tensor.is_meta:
             self.set_values(call)
         if call.kind in ("send", "recv"):

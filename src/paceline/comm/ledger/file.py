@@ -46,7 +46,6 @@ UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
 GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
 FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
-# The cells.
 MAGIC_CELL, RANK, WORLD, PID, TABLE_USED, IS_FINISHED, PHASE, STEP = range(8)
 ISSUED, WAITING, LAPS, THREAD, WALL_NS, CLOCK_NS, BORN_NS, HEARTBEAT = range(8, 16)
 TIMED_STEPS, STEP_NS, DATA_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = range(16, 22)  # sums over so many timed steps
@@ -55,7 +54,6 @@ WORLD_GROUP: Final = 0  # the number of the first group of a ledger: all ranks
 FINISHED, FAILED = 1, 2  # how a rank has left, in IS_FINISHED
 _PHASE_CELLS = {"data": DATA_NS, "forward": FORWARD_NS, "backward": BACKWARD_NS, "optimizer": OPTIMIZER_NS}
 _COUNTERS = (ISSUED, WAITING, LAPS)
-_LAST = 96  # records that a look takes
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
@@ -91,8 +89,6 @@ class Pulse(NamedTuple):
 
 
 class LedgerReader:
-    """Reads a ledger that somebody else may be writing."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
         self._cells = memoryview(buffer)[:COUNTS_AT].cast("Q")
@@ -131,20 +127,19 @@ class LedgerReader:
         counters = tuple([cells[place] for place in _COUNTERS])
         return Pulse(bool(cells[IS_FINISHED]), _phase(cells[PHASE]), cells[STEP], counters)
 
-    def view(
-        self, *, state: State = "running", changed_s: float = 0.0, last: int = _LAST, host: str = ""
-    ) -> LedgerView:
-        """Returns what the ledger says now, with the ``last`` operations."""
-        cells = self._cells
-        entries = self._entries(min(last, NUM_RECORDS - 1))
-        groups = self._tables["g"]
+    def view(self, *, state: State = "running", changed_s: float = 0.0, last: int = 96, host: str = "") -> LedgerView:
+        cells, newest = self._cells, self._cells[ISSUED]
+        numbers = range(max(1, newest - min(last, NUM_RECORDS - 1) + 1), newest + 1)
+        places = [(number, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES) for number in numbers]
+        found = [raw for number, at in places if (raw := RECORD.unpack_from(self._buffer, at))[0] == number]
+        self._read_table()  # which by now names all that was found
         return LedgerView(
             rank=self.rank,
             state=_ENDS.get(cells[IS_FINISHED], state),
             phase=_phase(cells[PHASE]),
             step=cells[STEP],
-            entries=entries,
-            issued={name: self._counts[number] for number, name in groups.items() if number < NUM_GROUPS},
+            entries=tuple(self._entry(*raw) for raw in found if raw[2] in self._tables["g"]),
+            issued={name: self._counts[each] for each, name in self._tables["g"].items() if each < NUM_GROUPS},
             waiting=cells[WAITING] or None,
             changed_s=changed_s,
             host=host,
@@ -174,27 +169,18 @@ class LedgerReader:
         group, site = self._tables["g"][WORLD_GROUP], self._tables["s"].get(update.place >> 32, "")
         return LedgerEntry(number=0, group=group, sequence=update.collectives - 1, call=call, site=site)
 
-    def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
-        newest = self._cells[ISSUED]
-        numbers = range(max(1, newest - last + 1), newest + 1)
-        places = [(number, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES) for number in numbers]
-        found = [raw for number, at in places if (raw := RECORD.unpack_from(self._buffer, at))[0] == number]
-        self._read_table()
-        groups, calls, sites = self._tables["g"], self._tables["c"], self._tables["s"]
-        return tuple(
-            LedgerEntry(
-                number=number,
-                group=groups[group],
-                sequence=sequence,
-                call=calls.get(call, _UNKNOWN),
-                site=sites.get(site, ""),
-                phase=_phase(phase),
-                step=step,
-                issued_s=issued_s,
-                done_s=done_s or None,
-            )
-            for number, sequence, group, phase, _, call, site, issued_s, done_s, step in found
-            if group in groups
+    def _entry(self, number: int, sequence: int, group: int, phase: int, *more: Any) -> LedgerEntry:
+        _, call, site, issued_s, done_s, step = more
+        return LedgerEntry(
+            number=number,
+            group=self._tables["g"][group],
+            sequence=sequence,
+            call=self._tables["c"].get(call, _UNKNOWN),
+            site=self._tables["s"].get(site, ""),
+            phase=_phase(phase),
+            step=step,
+            issued_s=issued_s,
+            done_s=done_s or None,
         )
 
     def _read_table(self) -> None:

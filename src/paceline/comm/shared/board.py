@@ -38,6 +38,7 @@ DTYPES = (
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 _KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_Move = Callable[[int, int], None]  # of a chunk, by its number and its ticket
 
 
 class Board:
@@ -54,7 +55,6 @@ class Board:
         self._ticket = 0
 
     def take(self, rounds: int) -> int:
-        """Returns the number of the first of the next ``rounds``."""
         first = self._ticket + 1
         self._ticket += rounds
         return first
@@ -89,7 +89,6 @@ class Board:
                 raise self.mismatch(stamp, rank, ticket)
 
     def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
-        """Returns the error of a round in which ``rank`` called something else."""
         theirs = self.words[rank * WORDS + _STAMPS + ticket % SLOTS]
         return CollectiveMismatchError(
             f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
@@ -166,10 +165,8 @@ class Collectives:
 
         yield from self._in_rounds(1, stamp, put, take)
 
-    def _in_rounds(
-        self, count: int, stamp: int, put: Callable[[int, int], None], take: Callable[[int, int], None]
-    ) -> Steps:
-        """Puts chunks in and takes them out, one round later; both get a chunk's number and its ticket."""
+    def _in_rounds(self, count: int, stamp: int, put: _Move, take: _Move) -> Steps:
+        """Puts chunks in and takes them out, one round later."""
         board = self.board
         first = board.take(count)
         for step in range(count + 1):
@@ -183,7 +180,6 @@ class Collectives:
                 board.publish(_DONE, first + step - 1)
 
     def _reduce_slices(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-        """Reduces this rank's slice of ``whole`` into ``output``, which may be that slice itself."""
         board = self.board
         size, me, dtype = board.size, board.rank, whole.dtype
         cell = cell_of(board, whole.element_size())

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,10 +39,7 @@ _PAGE = 4096
 
 
 def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a communicator of the same ranks through shared memory, or ``comm`` where they cannot share any.
-
-    Called by every rank. Raises CommunicationError where memory could be shared but there is too little of it.
-    """
+    """Returns the ranks as a group that shares memory, or ``comm`` where they cannot. Raises where it is too little."""
     if comm.size == 1 or comm.device.type != "cpu":
         return comm
     everyone = gather_objects(comm, (RankLocation.here(), FOLDER.is_dir()))
@@ -52,8 +50,6 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupResources:
-    """What all groups that were made from one another use."""
-
     progress: ProgressLoop
     code: ctypes.CDLL | None
     timeout_s: float
@@ -70,17 +66,14 @@ class _SharedWork:
 
     def wait(self) -> None:
         if not self.operation.is_done:
-            self.comm._resources.progress.wait(
-                self.operation, lambda waited_s: self.comm._watch(self.operation, self.lane, waited_s)
-            )
+            watch = partial(self.comm._watch, self.operation, self.lane)
+            self.comm._resources.progress.wait(self.operation, watch)
         if self.operation.error is not None:
             raise type(self.operation.error)(str(self.operation.error))  # a new one: each has its own traceback
 
 
 @dataclass(slots=True, eq=False)
 class _JointWork:
-    """Several works, and what is done when all are."""
-
     works: list[Work]
     finish: Callable[[], object] | None
 
@@ -122,11 +115,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
-        """Makes the group of the ranks of ``inner``, through which they meet. Called by all of them.
-
-        Collectives run as compiled code where every rank can have it, and in Python otherwise. Raises
-        CommunicationError, on every rank, where they do not share a host or it has too little shared memory.
-        """
+        """Makes the group of the ranks of ``inner``, compiled where every rank can have that. All call it, or raise."""
         if inner.size == 1 or inner.device.type != "cpu":
             ranks = f"{inner.size} rank(s) on {inner.device}"
             raise UsageError(f"shared memory for {ranks}: it joins two or more ranks on CPUs")
@@ -207,10 +196,7 @@ class SharedMemoryCommunicator(Communicator):
         return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._resources)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
-
-        The memory is freed with the last tensor in it, on each rank.
-        """
+        """Returns zeros that all ranks can reach, freed with the last tensor in them; None without room for them."""
         calls = self._calls
         if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
             return None
@@ -237,14 +223,11 @@ class SharedMemoryCommunicator(Communicator):
         return _SharedWork(self, operation, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
-        """Returns the values of some ranks of this group, in their order."""
         sends = [work for rank in ranks for work in send_object(self, value, rank, tag)]
         found = [receive_object(self, rank, tag) for rank in ranks]
         for work in sends:
             work.wait()
         return found
-
-    # Failures.
 
     def _watch(self, operation: PendingOperation, lane: OperationLane, waited_s: float) -> None:
         """Ends an operation whose ranks will not come: they are gone, have given up, or are too late."""
@@ -286,8 +269,11 @@ class SharedMemoryCommunicator(Communicator):
             lane.fail(error)
 
 
+_Exchange = Callable[[Any], list[Any]]  # gives a value to all ranks of a group, and returns theirs
+
+
 def _establish(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], resources: _GroupResources
+    exchange: _Exchange, rank: int, ranks: tuple[int, ...], resources: _GroupResources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
@@ -303,9 +289,7 @@ def _establish(
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
 
-def _common_segment(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int
-) -> SharedSegment:
+def _common_segment(exchange: _Exchange, rank: int, ranks: tuple[int, ...], num_bytes: int) -> SharedSegment:
     """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
     segment: SharedSegment | None = None
     try:

@@ -41,10 +41,7 @@ _WATCH_S = 0.1
 
 
 class Fence:
-    """Keeps memory accesses before it before those after it: see [Note: fences].
-
-    ``crossings`` counts its uses: as long as it grows, something goes on.
-    """
+    """Keeps memory accesses before and after it apart: see [Note: fences]. ``crossings`` counts its uses."""
 
     __slots__ = ("_give", "_take", "crossings")
 
@@ -63,8 +60,6 @@ class Fence:
 
 @dataclass(slots=True, eq=False)
 class PendingOperation:
-    """One operation of this rank: done, failed, or waiting for others."""
-
     kind: str
     finish: Callable[[], object] | None = None
     is_done: bool = False
@@ -127,7 +122,6 @@ class ProgressLoop:
         self._lock = threading.Lock()
 
     def issue(self, lane: OperationLane, operation: PendingOperation, *what: Any) -> None:
-        """Adds an operation to a lane and does what can be done now."""
         with self._lock:
             lane.add(operation, *what)
             if lane not in self._lanes:
@@ -135,10 +129,7 @@ class ProgressLoop:
             self._pump()
 
     def wait(self, operation: PendingOperation, watch: Callable[[float], None]) -> None:
-        """Returns when ``operation`` is done or has failed.
-
-        Calls ``watch(seconds without progress)`` about ten times a second; it ends operations that cannot be done.
-        """
+        """Returns when ``operation`` is over; ``watch(seconds without progress)`` ends it where it cannot be done."""
         turn, crossings = 0, -1
         start_s = next_watch_s = 0.0
         while not operation.is_done:
@@ -231,8 +222,6 @@ class _ArrivingMessage:
 
 
 class Inbox:
-    """What one rank receives from one other."""
-
     def __init__(self, ring: Ring, source: int, on_error: Callable[[str, BaseException], None]) -> None:
         self._ring, self._source, self._on_error = ring, source, on_error
         self._posted: deque[tuple[PendingOperation, torch.Tensor, int]] = deque()

@@ -104,7 +104,6 @@ class SharedSegment:
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
-        """Makes a new segment of zeros; raises CommunicationError where there is no room for it."""
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
         remove_stale_segments()
@@ -164,9 +163,8 @@ class SharedSegment:
 class SegmentLayout:
     """Where in a segment everything is, for a group of ``size`` ranks: offsets in bytes.
 
-    The words of each rank for the board come first, then a line of each rank for its failure, the counters of the
-    rings, the headers of their cells, the areas of the ranks, and the cells. Groups that are ``is_quick`` have compiled
-    code and a core for each rank: rounds cost next to nothing, and slots are small.
+    In this order: the board's words, a cache line of each rank for its failure, counters of rings, headers of cells,
+    areas, cells. Groups that are ``is_quick`` have compiled code and a core for each rank: slots are small.
     """
 
     def __init__(self, size: int, *, is_quick: bool) -> None:

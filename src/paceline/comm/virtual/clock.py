@@ -67,7 +67,6 @@ class VirtualClock:
         self.communication_s = 0.0  # that operations it took part in were on their way
 
     def take(self) -> float:
-        """Returns the time now; on CUDA waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self._add_measured()

@@ -125,10 +125,7 @@ class Background:
 
 
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
-    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
-
-    Where neither has any, both reasons are given.
-    """
+    """Returns the dry run's figures where there are any, with the estimate's memory if need be; else both reasons."""
     if dry is None or formula is None:
         return dry or formula
     if dry.step_s is None:

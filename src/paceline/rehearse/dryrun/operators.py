@@ -170,15 +170,13 @@ class Operators:
         )
 
     def _sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-        return tuple((self._number(tensor), _touched(tensor)) for tensor in tensors)
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor; what is expanded is there once."""
-    if 0 not in tensor.stride():
-        return tensor.numel() * tensor.element_size()
-    counts = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
-    return math.prod(counts) * tensor.element_size()
+        found = []
+        for tensor in tensors:
+            count, sides = tensor.numel(), zip(tensor.shape, tensor.stride(), strict=True)
+            if 0 in tensor.stride():  # what is expanded is there once
+                count = math.prod(size for size, stride in sides if stride != 0 or size == 0)
+            found.append((self._number(tensor), count * tensor.element_size()))
+        return tuple(found)
 
 
 def _layout(left: torch.Tensor, right: torch.Tensor) -> str:

@@ -32,9 +32,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from paceline.checkpoint.find import spots_in
+from paceline.checkpoint.find import retention_of, spots_in
 from paceline.checkpoint.manifest import Spot, line_from
-from paceline.checkpoint.retention import retention_of
 from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Work

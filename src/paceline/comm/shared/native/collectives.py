@@ -38,8 +38,6 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The compiled code, or why there is none."""
-
     code: ctypes.CDLL | None
     problem: str = ""
 
@@ -54,7 +52,6 @@ def load() -> Library:
 
 
 def find_compiler() -> str:
-    """Returns the path of a C++ compiler; raises CommunicationError where there is none."""
     for name in _COMPILERS:
         if path := shutil.which(name):
             return path
@@ -62,7 +59,6 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, folder: Path) -> Path:
-    """Returns the library in ``folder``, compiled if it is not there yet."""
     source = _SOURCE.read_bytes()
     what = [compiler, *_FLAGS, platform.machine(), _processor()]
     name = hashlib.sha256(source + "\0".join(what).encode()).hexdigest()[:16]
@@ -176,10 +172,7 @@ class CompiledCollectives(plain.Collectives):
         return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
-        """Makes a buffer known in which each rank has an area of so many bytes; returns what forgets it.
-
-        Called by every rank, in the same order. The ranks' tensors are reduced in place where all lie in one buffer.
-        """
+        """Makes a buffer of an area for each rank known, on all in the same order; returns what forgets it."""
         number, self._num_buffers = self._num_buffers, self._num_buffers + 1
         self._common[number], self._common_bytes[number] = address, area_bytes
         start = address + self.board.rank * area_bytes
