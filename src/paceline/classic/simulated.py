@@ -40,9 +40,7 @@ class SimulatedTrainer:
     network they have ("4x dgx-h100"). ``compute`` is "measured" here, or "modelled" for the cluster's device. Without
     either, a DistributedConfig with ``backend = "nccl"``, its default, is simulated on as many A100, modelled; any
     other config on processes of one host, measured. ``slow`` multiplies the compute of ranks: {2: 1.5}. ``device`` is
-    where it really runs.
-
-    Evaluates after each epoch, unless a config says otherwise. Raises ConfigError and UsageError before anything runs.
+    where it really runs. It evaluates after each epoch, unless a config says otherwise.
     """
 
     def __init__(

@@ -149,12 +149,9 @@ class DistributedTrainer(MicrobatchTrainer):
             return loader
         everyone = gather_objects(comm, _describe(loader, comm.device))
         first = everyone[0]
-        if (
-            first is None
-            or not isinstance(loader, DataLoader)
-            or any(each is None or each[1:] != first[1:] for each in everyone)
-        ):
+        if first is None or any(each is None or each[1:] != first[1:] for each in everyone):
             return loader
+        assert isinstance(loader, DataLoader)  # no other is described
         shared = shard_weighed(loader, comm, seed=first[0])
         shared.load_state_dict({**shared.state_dict(), "position": epoch * shared.order.samples_per_epoch})
         return shared

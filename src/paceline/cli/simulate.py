@@ -252,15 +252,15 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
             numbers = []
         match numbers:
             case [forward]:
-                cost = StageCost(forward=forward, backward_input=forward, backward_weight=forward)
+                inputs = weights = forward
             case [forward, backward]:
-                cost = StageCost(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
+                inputs = weights = backward / 2
             case [forward, inputs, weights]:
-                cost = StageCost(forward=forward, backward_input=inputs, backward_weight=weights)
+                pass
             case _:
                 raise UsageError(
                     f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
                     "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
                 )
-        stages.append(cost)
+        stages.append(StageCost(forward=forward, backward_input=inputs, backward_weight=weights))
     return ScheduleCosts(stages=tuple(stages), communication=communication)

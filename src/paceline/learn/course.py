@@ -102,8 +102,7 @@ def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
             f"there is no file {str(path)!r}\n  exercise {exercise.number} asks for a Python file that defines "
             f"{exercise.function}\n  write one, and run: paceline learn check {exercise.number} FILE.py"
         )
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
+    if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     try:
         defined = runpy.run_path(str(path), run_name="answer")  # nothing is cached, so that an edit always counts

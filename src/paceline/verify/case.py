@@ -23,7 +23,7 @@ from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.plan.rule_case import RuleCase,  field_problems, unknown_word
+from paceline.plan.rule_case import RuleCase, field_problems, unknown_word
 from paceline.plan.rules import rules
 from paceline.train.assemble import build_workload
 from paceline.train.loss import Loss, Normalise, OutputLoss, build_loss
