@@ -99,10 +99,10 @@ def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]
     """Returns a check of the path of a file to write, whose name has one of some endings."""
 
     def check(path: Path | None) -> Path | None:
-        if path is not None and path.suffix.lower() not in endings:
+        if (path := check_file(path)) is not None and path.suffix.lower() not in endings:
             rule = f"its name ends in {', '.join(endings)}"
             raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
-        return check_file(path)
+        return path
 
     return check
 
