@@ -1,4 +1,4 @@
-"""The communicators of a rank, one for each question: see ``plan/groups.py``, which says who is in which group.
+"""The communicators of a rank, one for each question: see ``plan/layout.py``, which says who is in which group.
 
 A parameter knows its own groups. Most are *dense*: every rank that shares the batch has the same one, in slices or
 whole. Of a parameter that ``mark_expert`` has marked, the ranks of ``expert`` hold different parts along one dim. Its
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.comm.base import Communicator, ReduceOp
-from paceline.plan.groups import GROUP_NAMES, groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import GROUP_NAMES, Layout, groups_of
 
 
 @dataclass(frozen=True, slots=True)

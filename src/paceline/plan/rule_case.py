@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -59,9 +59,6 @@ class RuleCase:
     def divides(self) -> bool:
         """Whether the number of ranks is known, and is one that the degrees divide."""
         return self.ranks is not None and self.ranks % self.parts == 0
-
-
-Rule = Callable[[RuleCase], Iterator[Problem]]
 
 
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
