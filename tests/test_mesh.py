@@ -26,7 +26,7 @@ def test_the_last_axis_varies_fastest() -> None:
     assert mesh.group(5, "shard") == (4, 5, 6, 7)
     assert mesh.group(5, "replicate") == (1, 5)
     assert mesh.groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert (mesh.axis_size("replicate"), mesh.axis_size("shard")) == (2, 4)
+    assert dict(mesh.axes) == {"replicate": 2, "shard": 4}
     assert str(mesh) == "mesh(replicate 2 x shard 4)"
 
 
@@ -96,6 +96,6 @@ def test_a_coordinate_off_the_mesh_is_refused(place: int) -> None:
 
 def test_an_unknown_axis_is_refused() -> None:
     mesh = Mesh.of(replicate=2)
-    for call in (mesh.axis_size, mesh.groups, lambda axis: mesh.group(0, axis), lambda axis: mesh.rank(**{axis: 0})):
+    for call in (mesh.groups, lambda axis: mesh.group(0, axis), lambda axis: mesh.rank(**{axis: 0})):
         with pytest.raises(UsageError, match=r"no axis .*'stage'.* on mesh\(replicate 2\)"):
             call("stage")

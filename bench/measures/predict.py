@@ -21,10 +21,10 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
 from paceline.bench.engines import clean_up
-from paceline.bench.interleave import quartiles, time_step
-from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.calibrate.entry import entry_of, write_entry
+from paceline.bench.timing import quartiles, time_step
+from paceline.calibrate.entry import entry_of
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
@@ -115,7 +115,7 @@ def clusters(device: str, name: str | None, entry: Path | None, tell: Callable[[
     if name is None and device == "cuda":
         text = _calibrated(tell)
         if entry is not None:
-            write_entry(text, entry)
+            entry.write_text(text, encoding="utf-8")
         with TemporaryDirectory() as folder:
             path = Path(folder) / "measured.yaml"
             path.write_text(text, encoding="utf-8")

@@ -50,8 +50,7 @@ class BoundedLoader(yaml.SafeLoader):
         if len(text) > MOST_BYTES:
             raise BoundError(f"it has {len(text):,} characters, and YAML is read up to {MOST_BYTES:,}")
         super().__init__(text)
-        self._level = 0
-        self._num_values = 0
+        self._level = self._num_values = 0
         self._extents: dict[int, tuple[int, int]] = {}  # of a node: how many values it has, and how many levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -69,8 +68,9 @@ class BoundedLoader(yaml.SafeLoader):
             self._check(self._level + levels)
         else:
             self._num_values += 1
-            if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
-                _check_text(node)
+            if isinstance(node, yaml.ScalarNode) and any("\ud800" <= each <= "\udfff" for each in node.value):
+                # Half of a pair, which an escape can name, cannot be printed or written.
+                raise BoundError("a text holds half of a character", node.start_mark)
             children = node.value if isinstance(node, yaml.CollectionNode) else []
             inner = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
             levels = 1 + max((self._extents.get(id(each), (1, 1))[1] for each in inner), default=0)
@@ -90,18 +90,10 @@ class BoundedLoader(yaml.SafeLoader):
         return BoundError(problem, None if event is None else event.start_mark)
 
 
-def _check_text(node: yaml.ScalarNode) -> None:
-    try:
-        node.value.encode()
-    except UnicodeEncodeError:  # half of a pair, which an escape can name: it cannot be printed or written
-        raise BoundError("a text holds half of a character", node.start_mark) from None
-
-
 def _integer(_: yaml.SafeLoader, node: yaml.Node) -> int:
     digits = str(node.value).replace("_", "")
     if len(digits) > MOST_DIGITS:
-        problem = f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most"
-        raise BoundError(problem, node.start_mark)
+        raise BoundError(f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most", node.start_mark)
     return int(digits)
 
 

@@ -1,24 +1,12 @@
 """The errors of Paceline, in one tree.
 
-    PacelineError                    everything we raise on purpose; the command line prints it without a traceback
-    ├── ConfigError                  one or more problems of a config, each with values, rule and fix
-    ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
-    │   └── UntraceableError         a model that asks for values where it is run without any
-    ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
-    │   └── BadSampleError           what a source holds is wrong, however often it is read
-    ├── CheckpointError              a checkpoint that is missing or damaged
-    │   └── MisfitError              one of another model or optimizer
-    ├── RunFolderError               a run folder that exists already, or holds no readable records
-    ├── LaunchError                  ranks that could not be started, or one that failed
-    ├── TrainingError                a run that must stop: a loss that is not finite
-    │   ├── MemoryExhaustedError     a rank that ran out of memory
-    │   └── PreemptedError           a run that a signal asked to stop
-    └── CommunicationError           ranks that cannot talk
-        ├── CollectiveMismatchError  ranks that called different operations
-        ├── LateRankError            a rank that did not come in time
-        ├── LostRankError            a rank that is gone
-        ├── StuckRankError           ranks that wait for something that will not come
-        └── RankFailedError          a rank that raised; carries its traceback
+    PacelineError            everything we raise on purpose; the command line prints it without a traceback
+    ├── ConfigError, RunFolderError, LaunchError
+    ├── UsageError           UntraceableError
+    ├── DataError            BadSampleError
+    ├── CheckpointError      MisfitError
+    ├── TrainingError        MemoryExhaustedError, PreemptedError
+    └── CommunicationError   CollectiveMismatchError, LateRankError, LostRankError, StuckRankError, RankFailedError
 
 A message says what is wrong, with the actual values and names; then the rule; then the fix.
 """
@@ -27,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 
 class PacelineError(Exception):
@@ -40,15 +29,12 @@ class PacelineError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with a config: what (with values), the rule that it breaks, and what to do.
-
-    ``idle_key`` is the key that nothing reads, where that is all that is wrong.
-    """
+    """One thing wrong with a config: what (with values), the rule that it breaks, and what to do."""
 
     what: str
     rule: str = ""
     fix: str = ""
-    idle_key: str = ""
+    idle_key: str = ""  # the key that nothing reads, where that is all that is wrong
 
     def __str__(self) -> str:
         return "\n  ".join(part for part in (self.what, self.rule, self.fix) if part)
@@ -76,11 +62,7 @@ class ConfigError(PacelineError):
         return self.problems[0].what.partition("\n")[0]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_config_error, (self.problems, self.source)
-
-
-def _rebuild_config_error(problems: list[Problem], source: str) -> ConfigError:
-    return ConfigError(problems, source=source)
+        return partial(ConfigError, source=self.source), (self.problems,)
 
 
 class UsageError(PacelineError):

@@ -16,14 +16,10 @@ _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def import_from_path(spec: str, what: str) -> Callable[..., Any]:
-    """Imports the callable that ``spec`` names, such as ``"my_project.nets:build"`` or ``"torch.optim:Adam"``.
+    """Imports the callable that ``spec`` names, such as ``"my_project.nets:build"``; messages call its field ``what``.
 
-    ``what`` is the field that holds the spec, for messages. The current working directory is searched first, as for a
-    script that is started there, and stays on ``sys.path``: the code may import its neighbours later, and worker
-    processes that are started afterwards inherit it.
-
-    Raises UsageError when the spec has another form, its module cannot be imported, or the name is missing or cannot
-    be called.
+    The current working directory is searched first, and stays on ``sys.path``: code may import neighbours later, and
+    worker processes inherit it. Raises UsageError for another form, module or name, or what cannot be called.
     """
     if _FORM.fullmatch(spec) is None:
         raise UsageError(
@@ -66,20 +62,15 @@ def _import_module(name: str, spec: str, what: str) -> ModuleType:
     importlib.invalidate_caches()  # the file may be younger than the finder's view of its folder
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken_module(name, spec, what, error) from error
-        raise UsageError(
-            f"{what} = {spec!r}: there is no module {error.name!r}\n"
-            f"  the current directory ({here}) is searched first, then the installed packages\n"
-            "  start from the folder that holds the module, or install its package"
-        ) from error
     except Exception as error:
-        raise _broken_module(name, spec, what, error) from error
-
-
-def _broken_module(name: str, spec: str, what: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}\n"
-        f"  the module was found, but fails on its own; try: python -c 'import {name}'"
-    )
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"{what} = {spec!r}: there is no module {missing!r}\n"
+                f"  the current directory ({here}) is searched first, then the installed packages\n"
+                "  start from the folder that holds the module, or install its package"
+            ) from error
+        raise UsageError(
+            f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}\n"
+            f"  the module was found, but fails on its own; try: python -c 'import {name}'"
+        ) from error

@@ -31,12 +31,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh has."""
         return math.prod(size for _, size in self.axes)
-
-    def axis_size(self, axis: str) -> int:
-        """How many ranks stand along ``axis``."""
-        return self.axes[self._index(axis)][1]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the coordinate of ``rank`` on each axis."""
@@ -63,21 +58,14 @@ class Mesh:
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, in order, ``rank`` among them."""
         place = self.coordinates(rank)
-        ranges = [range(self.axis_size(name)) if name in axes else (place[name],) for name, _ in self.axes]
-        for axis in axes:
-            self._index(axis)
-        names = [name for name, _ in self.axes]
-        return tuple(self.rank(**dict(zip(names, each, strict=True))) for each in itertools.product(*ranges))
+        if unknown := [axis for axis in axes if axis not in place]:
+            raise UsageError(f"no axis {unknown[0]!r} on {self}")
+        ranges = [range(size) if name in axes else (place[name],) for name, size in self.axes]
+        return tuple(self.rank(**dict(zip(place, each, strict=True))) for each in itertools.product(*ranges))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Returns every group along ``axes``; together they cover each rank once."""
         return sorted({self.group(rank, *axes) for rank in range(self.size)})
-
-    def _index(self, axis: str) -> int:
-        for index, (name, _) in enumerate(self.axes):
-            if name == axis:
-                return index
-        raise UsageError(f"no axis {axis!r} on {self}")
 
     def __str__(self) -> str:
         return "mesh(" + " x ".join(f"{name} {size}" for name, size in self.axes) + ")"

@@ -7,6 +7,7 @@ All text is escaped: names and messages of a run are text, wherever they are sho
 from __future__ import annotations
 
 import html
+import io
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,7 @@ _MOST_POINTS = 240
 
 
 class Shown:
-    """A result that is one line as text, and a table in a notebook. A class says what is in it: ``facts``.
-
-    A dataclass takes it with ``repr=False``, which would otherwise write its own.
-    """
+    """A result: one line as text, a table of its ``facts`` in a notebook. A dataclass takes it with ``repr=False``."""
 
     __slots__ = ()
 
@@ -32,7 +30,6 @@ class Shown:
         raise NotImplementedError
 
     def charts(self) -> Sequence[str]:
-        """Returns charts as SVG."""
         return ()
 
     def __repr__(self) -> str:
@@ -47,15 +44,13 @@ class Shown:
 def table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns rows as a table of HTML; the first column is text, the others are to the right."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names) if any(names) else ""
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td style="text-align:{"right" if place else "left"}">{html.escape(_text(value))}</td>'
-            for place, value in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    body = ""
+    for row in rows:
+        body += "<tr>"
+        for place, value in enumerate(row):
+            side = "right" if place else "left"
+            body += f'<td style="text-align:{side}">{html.escape(_text(value))}</td>'
+        body += "</tr>"
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
@@ -86,25 +81,17 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-# Pictures.
-
-
 def new_figure(**options: Any) -> Figure:
     """Returns an empty figure of matplotlib that a notebook shows when a cell returns it, without a magic line."""
     from matplotlib.figure import Figure as Plain
 
     class Figure(Plain):
         def _repr_svg_(self) -> str:
-            import io
-
             text = io.StringIO()
             self.savefig(text, format="svg")
             return text.getvalue()
 
     return Figure(**options)
-
-
-# Progress.
 
 
 def is_notebook() -> bool:

@@ -8,10 +8,7 @@ beginning at a multiple of ``align`` elements, and is padded to a multiple of th
 
 A *region* says which elements of a whole tensor somebody holds: what is left of the dims that are cut (by tensor
 parallelism, by experts), and of that an interval in the order of memory. What two regions have in common comes out as
-*runs*, elements that follow one another in both; there are as many as rows that a cut goes through, and one for
-regions that are cut along the first dim.
-
-``own_states`` tells the state of what a rank holds from a whole one, for the torch objects that can give both.
+*runs*, elements that follow one another in both: as many as rows that a cut goes through, one along the first dim.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
         return math.prod(self.shape)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -68,7 +64,6 @@ class FlatLayout:
         return shard * size, (shard + 1) * size
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors in a whole buffer."""
         return [slot.view(buffer) for slot in self.slots]
 
 
@@ -109,10 +104,7 @@ def flat_layout(
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the dims of a dense tensor from the slowest to the fastest in memory; None where that is row-major.
-
-    Dims of one element lie anywhere: they come first, and do not count.
-    """
+    """Returns the dims of a dense tensor from slowest to fastest, those of one element first; None: row-major."""
     real = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: (-stride[dim], dim))
     if real == sorted(real):
         return None
@@ -136,7 +128,6 @@ class Region:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
         return self.end - self.begin
 
     @property

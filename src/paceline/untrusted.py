@@ -107,7 +107,7 @@ def plain_name(name: Any) -> str:
 
 
 def file_inside(folder: Path, name: Any) -> Path:
-    """Returns the path of a file that a manifest or an index names. Raises ValueError where it is not in the folder.
+    """Returns the path of a file that a manifest names. Raises ValueError where it is not in the folder.
 
     A link may lead to another file of the folder; in a snapshot of Hugging Face's cache also to ``../../blobs``.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.doctor import devices, machine, network
+from paceline.doctor import machine, network
 from paceline.doctor.findings import DoctorInputs, MachineFinding, examine, missing_packages
 
 HERE = DoctorInputs(environment={}, is_quick=True)
@@ -37,7 +37,7 @@ def test_a_check_that_fails_is_a_problem_and_the_others_still_run() -> None:
 def test_every_check_says_what_it_found_and_what_that_means() -> None:
     checks = [
         *(machine.python, machine.processors, machine.memory, machine.open_files, machine.disk),
-        *(machine.shared_memory, machine.compiler, machine.packages, devices.torch_build, devices.gpus),
+        *(machine.shared_memory, machine.compiler, machine.packages, machine.torch_build, machine.gpus),
         *(network.interfaces, network.host_name, network.chosen_interfaces, network.ports, network.listening),
     ]
     findings = examine(checks, HERE)
@@ -127,14 +127,14 @@ def test_what_paceline_itself_lacks_is_told_before_anything_needs_it() -> None:
 
 
 def test_a_machine_without_gpus_is_fine_and_one_whose_gpus_are_not_reached_is_not() -> None:
-    assert devices.no_gpu([], None, None).status == "ok"
-    wrong_build = devices.no_gpu(["nvidia0"], None, None)
+    assert machine.no_gpu([], None, None).status == "ok"
+    wrong_build = machine.no_gpu(["nvidia0"], None, None)
     assert (wrong_build.status, "built for CUDA" in wrong_build.fix) == ("problem", True)
-    old_driver = devices.no_gpu(["nvidia0", "nvidia1"], "12.8", "0,1")
+    old_driver = machine.no_gpu(["nvidia0", "nvidia1"], "12.8", "0,1")
     assert old_driver.status == "problem"
     assert "2 in this machine" in old_driver.found
     assert "older than CUDA 12.8" in old_driver.meaning
-    hidden = devices.no_gpu(["nvidia0"], "12.8", "")
+    hidden = machine.no_gpu(["nvidia0"], "12.8", "")
     assert (hidden.status, "CUDA_VISIBLE_DEVICES=''" in hidden.found) == ("note", True)
 
 

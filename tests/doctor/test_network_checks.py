@@ -16,11 +16,13 @@ from paceline.doctor.network import (
     gloo_interface,
     launcher,
     name_finding,
+    nccl_files,
     nccl_interfaces,
     resolve_host,
+    run,
+    variables,
 )
 from paceline.doctor.self_test import shake_hands
-from paceline.doctor.settings import nccl_files, run, variables
 from paceline.run.processes import loopback_interface
 
 LOOPBACK = Interface(name="lo", addresses=("127.0.0.1", "::1"))

@@ -24,12 +24,10 @@ from paceline.schedule.grid import Action, Schedule
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import LossValue
-from paceline.verify.case import FunctionCase
+from paceline.verify.case import FunctionCase, Settings, complete
 from paceline.verify.certificate import certify
 from paceline.verify.measure import absolute, compare
-from paceline.verify.reference import run_reference
-from paceline.verify.runs import run_distributed
-from paceline.verify.settings import Settings, complete
+from paceline.verify.runs import run_distributed, run_reference
 
 exhaustive = pytest.mark.exhaustive
 LAYERS = 4  # with the two ends, one for each of the six stages that three ranks have at most

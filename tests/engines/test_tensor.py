@@ -632,6 +632,14 @@ def test_a_pattern_that_fits_nothing() -> None:
     assert "layers.*.moe fits no module" in refused(lambda: make("current"), plan=plan)
 
 
+def test_a_split_part_that_begins_at_no_input() -> None:
+    rules = [rule for rule in ready_plans()["paceline GPT"].rules if rule.pattern != "layers.*.mlp"]
+    plan = TensorPlan(name="mine", rules=tuple(rules))
+    message = refused(lambda: make("current"), plan=plan)
+    assert "layers.0.mlp.up is inside no module with the role input" in message
+    assert "attention" not in message
+
+
 def test_a_model_that_is_split_already() -> None:
     def twice(comm: VirtualCommunicator) -> None:
         model = make("current")

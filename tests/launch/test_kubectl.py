@@ -14,12 +14,11 @@ import pytest
 from paceline.config import config_from_dict
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, REFUSED
-from paceline.launch.job import LaunchJob
+from paceline.launch.job import LaunchJob, follow
 from paceline.launch.kubectl import Kubectl, PodState, exit_code_of
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
 from paceline.launch.start import prepare, start
-from paceline.launch.target import follow
 
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1", nodes=2, namespace="here")
 CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 10}})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launched_runs import environment, make_project, paceline, steps
@@ -12,17 +14,16 @@ from launched_runs import environment, make_project, paceline, steps
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import remote, slurm, ssh
-from paceline.launch.job import LaunchJob, all_launches, find_launch, reserve
-from paceline.launch.start import prepare, ranks_of_node, settle
-from paceline.launch.target import TargetMachines, find_target
+from paceline.launch.job import LaunchJob, TargetMachines, all_launches, find_launch, find_target
+from paceline.launch.start import prepare, ranks_of_node, settle, start
 
 GIB = 2**30
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> LaunchJob:
-    folder = reserve(tmp_path / "runs", "tiny")
-    assert folder is not None
+    folder = tmp_path / "runs" / ".launches" / "tiny"
+    folder.mkdir(parents=True)
     where = {"config": "/w/my config.yaml", "workdir": "/w", "folder": str(folder), "python": "/usr/bin/python3"}
     return LaunchJob(name="tiny", target="slurm", run="tiny", nodes=2, least=2, **where)
 
@@ -73,7 +74,9 @@ def test_gpus_by_what_a_site_calls_them() -> None:
 
 
 def test_launches_are_kept_and_names_are_taken_once(job: LaunchJob, tmp_path: Path) -> None:
-    assert reserve(tmp_path / "runs", "tiny") is None
+    again = start(SimpleNamespace(submit=lambda _: "8"), job)  # type: ignore[arg-type]
+    assert (again.name, again.id, LaunchJob.read(Path(again.folder))) == ("tiny-start-2", "8", again)
+    shutil.rmtree(again.folder)
     replace(job, id="7", hosts=("a", "b")).write()
     (tmp_path / "runs" / ".launches" / "broken").mkdir()
     (tmp_path / "runs" / ".launches" / "broken" / "job.json").write_text("{}")
@@ -141,7 +144,7 @@ def test_a_name_that_a_launch_will_use_is_not_given_twice(tmp_path: Path, monkey
     asked = LaunchJob(target="local")
     _, job, _ = prepare(Path("tiny.yaml"), [], asked)
     assert (job.run, job.ranks) == ("tiny", 1)
-    assert reserve(tmp_path / "runs", "tiny") is not None
+    (tmp_path / "runs" / ".launches" / "tiny").mkdir(parents=True)
     _, job, _ = prepare(Path("tiny.yaml"), [], asked)
     assert job.run == "tiny-2"
     with pytest.raises(UsageError, match="--resume, and there is no run"):
@@ -176,12 +179,12 @@ def test_a_slurm_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path, mo
 
 
 def test_the_page_lists_the_words_that_every_target_takes() -> None:
-    from paceline.launch import kubernetes_options, ray_settings
-    from paceline.launch.target import TARGETS
+    from paceline.launch import kubernetes_options, ray_cluster
+    from paceline.launch.job import TARGETS
 
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
-    for target, words in (("kubernetes", kubernetes_options.SETTINGS), ("ray", ray_settings.SETTINGS)):
+    for target, words in (("kubernetes", kubernetes_options.SETTINGS), ("ray", ray_cluster.SETTINGS)):
         listed = [
             line.split("`")[1]
             for line in parts[target].splitlines()

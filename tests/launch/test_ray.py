@@ -14,7 +14,7 @@ import pytest
 from launched_runs import checkpoints, environment, events, make_project, paceline, starts, steps, wait_until
 
 from paceline.launch.job import find_launch
-from paceline.launch.ray_target import PLACES
+from paceline.launch.ray_cluster import PLACES
 from paceline.run.folder import is_in_use
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]

@@ -11,11 +11,10 @@ import pytest
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps, after_failure
-from paceline.launch import ray_target
+from paceline.launch import ray_cluster
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker
-from paceline.launch.ray_hosts import HostEnd, _Host, _names, code_of, ended_by, rank_variables
-from paceline.launch.ray_settings import read_options
+from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker, read_options
+from paceline.launch.ray_hosts import HostEnd, _names, code_of, ended_by, rank_variables
 
 JOB = LaunchJob(
     name="tiny",
@@ -86,15 +85,15 @@ def test_restarts_are_limited_and_a_run_that_was_cancelled_does_not_start_again(
 
 
 def test_the_placement_is_shown() -> None:
-    text = ray_target.render(JOB)
+    text = ray_cluster.render(JOB)
     assert 'placement group: STRICT_SPREAD, 2 bundles of {"CPU": 4.0}\n' in text
     assert "bundle 0: ranks 0 to 3, where the others meet\nbundle 1: ranks 4 to 7\n" in text
     assert "--nnodes 2 --rdzv ADDRESS-OF-BUNDLE-0:PORT --node-ranks 4" in text
-    ranks = ray_target.render(replace(JOB, gpus=4, settings={"actor": "rank"}))
+    ranks = ray_cluster.render(replace(JOB, gpus=4, settings={"actor": "rank"}))
     assert 'PACK, 8 bundles of {"CPU": 1.0, "GPU": 1.0}' in ranks
     assert "bundle 7: rank 7\n" in ranks
     assert "--nnodes" not in ranks
-    fewer = ray_target.command_of(JOB, read_options(JOB), 1, "a", "1")
+    fewer = ray_cluster.command_of(JOB, read_options(JOB), 1, "a", "1")
     assert "parallel.ranks=4" in fewer
 
 
@@ -120,17 +119,16 @@ def test_hosts_that_fit_are_counted() -> None:
         RayNode(id="a", address="1", resources={"CPU": 8.0, "accelerator_type:H100": 1.0}),
         RayNode(id="b", address="2", resources={"CPU": 2.0}),
     ]
-    assert ray_target.num_hosts(nodes, read_options(JOB)) == 1
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"spread": "pack"}))) == 2
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"actor": "rank"}))) == 2
-    assert ray_target.num_hosts(nodes, read_options(replace(JOB, gpus=1))) == 0
+    assert ray_cluster.num_hosts(nodes, read_options(JOB)) == 1
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, settings={"spread": "pack"}))) == 2
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, settings={"actor": "rank"}))) == 2
+    assert ray_cluster.num_hosts(nodes, read_options(replace(JOB, gpus=1))) == 0
     assert nodes[1].gpu_bytes is None
 
 
 def test_ranks_of_a_node_share_its_gpus() -> None:
     workers = [PlacedWorker(actor=None, node=node, address=node, gpus=(gpu,)) for node, gpu in ("a0", "a3", "b1")]
-    hosts = [_Host(name=str(rank), worker=worker, is_first=rank == 0) for rank, worker in enumerate(workers)]
-    found = list(rank_variables(hosts, 29500))
+    found = list(rank_variables(workers, 29500))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,3", "0,3", "1"]
     assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in found] == [
         ("0", "0", "2"),
@@ -152,7 +150,7 @@ def test_a_worker_hands_over_orders_output_and_the_exit_code(tmp_path: Path) -> 
     while code is None:
         lines, code = worker.news()
     assert (lines, code) == ([], 7)
-    worker.close()
+    worker._process.communicate()
     dumb = RemoteWorker(["bash", "-c", "echo no such module; exit 1"], str(tmp_path))
     assert dumb.ask({"do": "look"}) == "does not start Paceline: no such module"
-    dumb.close()
+    dumb._process.communicate()

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.kernels import memory_seconds
-from paceline.cluster.nccl import Group, collective_seconds, group_of
+from paceline.cluster.wires import Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from paceline.errors import RunFolderError
 from paceline.records.records import CommRecord, EventRecord
-from paceline.records.report import summarize
-from paceline.records.tables import render
+from paceline.records.report import render, summarize
 from paceline.search.expectation import Expectation
 
 

@@ -10,8 +10,7 @@ from made_records import END, RUN, STEP
 
 from paceline.health.straggler import find_straggler
 from paceline.records.facts import Goodput, MemoryUse, RunFacts, find_goodput
-from paceline.records.gains import Gains
-from paceline.records.limits import Limits, judge_run
+from paceline.records.limits import Gains, Limits, judge_run
 from paceline.records.records import Record, RunRecord, StepRecord
 from paceline.records.summary import StepTable, split_attempts
 

@@ -17,10 +17,9 @@ from rich.console import Console
 from paceline.errors import RunFolderError
 from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
-from paceline.records.report import RankSummary, RunSummary, summarize, to_json
-from paceline.records.tables import render
+from paceline.records.report import RankSummary, RunSummary, render, summarize
 from paceline.search.expectation import Expectation, read_expectation
-from paceline.view.words import summary_of
+from paceline.view.html import summary_of
 
 START = 1000.0
 
@@ -252,7 +251,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, content: str) 
 
 def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     write_records(tmp_path, 0, _run(0, world_size=1), _step(1, loss_sum=math.nan), _end())
-    values = to_json(summarize(tmp_path))
+    values = summarize(tmp_path).to_json()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["final_loss"] == "nan"
     assert values["folder"] == str(tmp_path)
@@ -296,7 +295,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
         "predicted 2.00 s a step (band 25 %), measured 2.00 s: as predicted",
         "predicted 200 B of memory a rank, measured 300 B: 50 % more",
     ]
-    found = to_json(summary)["prediction"]
+    found = summary.to_json()["prediction"]
     assert (found["predicted"]["step_s"], found["measured_step_s"], found["memory_ratio"]) == (2.0, 2.0, 1.5)
 
 
@@ -310,7 +309,7 @@ def test_a_prediction_made_while_the_run_went_on_stands_beside_the_earlier_one(t
         "predicted 200 B of memory a rank, measured 300 B: 50 % more",
         "predicted 1.00 s a step while it ran (band 10 %), measured 2.00 s: 100 % more, outside the band",
     ]
-    predicted = to_json(summary)["prediction"]["predicted"]
+    predicted = summary.to_json()["prediction"]["predicted"]
     assert (predicted["step_s"], predicted["later"]["step_s"], predicted["later"]["is_later"]) == (2.0, 1.0, True)
     assert read_expectation(tmp_path) == kept
 
@@ -334,7 +333,7 @@ def test_a_damaged_prediction_is_left_out_with_its_reason(tmp_path: Path, conten
     _ragged_run(tmp_path)
     (tmp_path / "prediction.json").write_text(content)
     summary = summarize(tmp_path)
-    assert "prediction.json cannot be read" in to_json(summary)["prediction"]["predicted"]["reason"]
+    assert "prediction.json cannot be read" in summary.to_json()["prediction"]["predicted"]["reason"]
     assert "predicted" not in _draw(summary, 80)
 
 
@@ -399,7 +398,7 @@ def test_the_report_says_how_good_the_run_was(tmp_path: Path) -> None:
     assert "model FLOP/s 4.0 TFLOP/s" in text
     assert "MFU 20.0 % of 10.0 TFLOP/s (bf16, data sheet), 25.0 % of 8.0 TFLOP/s (measured)" in text
     assert "limited by host: 75 % of the step waits for the host to launch kernels" in text
-    values = to_json(summary)
+    values = summary.to_json()
     assert (values["limits"]["what"], values["limits"]["found"][0]["share"]) == ("host", 0.75)
     assert (values["mfu"], values["unit"]) == (0.2, "tokens")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.refit import rescale
+from paceline.calibrate.entry import rescale
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.rehearse.dryrun.expected import Background, better_of, expect_by_dry_run, plain_start
-from paceline.run.prediction import is_worth_dry_run
+from paceline.run.decide import is_worth_dry_run
 from paceline.search.expectation import Expectation
 from paceline.units import GIB
 

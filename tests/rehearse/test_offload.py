@@ -13,7 +13,7 @@ from program_counts import count_bytes, events_of
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.kernels import Operation
 from paceline.config import Config, config_from_dict, layout_of
-from paceline.engines.flat.shard_layout import host_empty
+from paceline.engines.flat.shard import host_empty
 from paceline.errors import UsageError
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import COMPOSED_P90

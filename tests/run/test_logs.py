@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 from made_records import END, RUN, STEP
 
-from paceline.records.log_sink import LogSink
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
-from paceline.run.console import say
-from paceline.run.logs import append_line, log, rank_logs, run_log
+from paceline.records.sinks import LogSink
+from paceline.run.logs import append_line, log, rank_logs, run_log, say
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<rest>.*)")
 

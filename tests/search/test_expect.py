@@ -12,7 +12,7 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
 from paceline.predict.memory.memory import EngineMemory
-from paceline.run.prediction import predict_run
+from paceline.run.decide import predict_run
 from paceline.search.expect import expect_run
 from paceline.search.expectation import Expectation, compare
 from paceline.search.request import task_of, workload_as_written

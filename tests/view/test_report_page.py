@@ -16,10 +16,8 @@ from made_records import RUN, write_records
 from view_runs import steps_of, write_run
 
 from paceline.search.expectation import Expectation
-from paceline.view.export import write_figure
-from paceline.view.html import as_json, live_page, report_page
+from paceline.view.html import as_json, live_page, report_page, summary_of, write_figure
 from paceline.view.runs import read_runs
-from paceline.view.words import summary_of
 
 HOSTILE = "</script><script>alert(1)</script><!--\u2028"
 

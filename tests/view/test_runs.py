@@ -205,7 +205,7 @@ def test_runs_are_found_named_apart_and_never_outside_of_the_folder(tmp_path: Pa
     assert names_of(found) == ["b/run", "a/run"]
     (one / "records" / "rank-1.jsonl").unlink()
     (one / "records" / "rank-1.jsonl").symlink_to(outside / "records" / "rank-1.jsonl")
-    assert read(one).columns.ranks == [0]
+    assert list(read(one).columns.ranks) == [0]
 
 
 def test_a_link_to_itself_beside_a_run_does_not_end_the_page(tmp_path: Path) -> None:

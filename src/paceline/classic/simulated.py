@@ -56,10 +56,7 @@ class SimulatedTrainer:
         device: str | None = None,
     ) -> None:
         if not isinstance(config, DistributedConfig | Config):
-            raise UsageError(
-                f"config is of type {type(config).__name__}\n  it is a DistributedConfig or a Config\n"
-                "  for a file: paceline.config.load_config(path)"
-            )
+            raise UsageError(f"config is of type {type(config).__name__}\n  it is a DistributedConfig, or a Config")
         asked = config.to_config() if isinstance(config, DistributedConfig) else config
         is_for_gpus = isinstance(config, DistributedConfig) and config.backend == "nccl"
         self._is_on_gpus = cluster is None and is_for_gpus and compute != "measured"

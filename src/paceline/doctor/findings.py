@@ -34,15 +34,12 @@ class MachineFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorInputs:
-    """What checks may look at: the environment's variables, the run that is meant if any, and where runs are kept.
-
-    ``is_quick`` leaves out what starts processes or compiles.
-    """
+    """What checks may look at: the environment's variables, the run that is meant if any, and where runs are kept."""
 
     environment: Mapping[str, str]
     config: Config | None = None
     runs: Path = Path("runs")
-    is_quick: bool = False
+    is_quick: bool = False  # leaves out what starts processes or compiles
 
 
 def finding(name: str, found: str, meaning: str, *, problem: str = "", note: str = "") -> MachineFinding:
@@ -59,14 +56,9 @@ def missing_packages(names: Iterable[str] = NEEDED) -> list[MachineFinding]:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if not missing:
         return []
-    return [
-        finding(
-            "packages",
-            f"not installed: {', '.join(missing)}",
-            "Paceline needs them, and nothing else could be looked at",
-            problem="install paceline with pip, which brings them, into this Python: " + sys.executable,
-        )
-    ]
+    meaning = "Paceline needs them, and nothing else could be looked at"
+    fix = f"install paceline with pip, which brings them, into this Python: {sys.executable}"
+    return [finding("packages", f"not installed: {', '.join(missing)}", meaning, problem=fix)]
 
 
 def examine(checks: Iterable[MachineCheck], surroundings: DoctorInputs) -> list[MachineFinding]:

@@ -55,30 +55,21 @@ def handshake(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterator[MachineFinding]:
-    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory.
-
-    Never takes longer than it may.
-    """
+    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory."""
     name = "handshake" + (f" over {interface}" if interface else "")
     places = [RankHost(enter=_stay, interface=interface)] * 2 if interface else None
     start = time.monotonic()
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
     except PacelineError as error:
-        yield finding(
-            name,
-            f"two ranks cannot talk: {_two_lines(error)}",
-            "a run would fail, or hang, in the same place",
-            problem="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
-        )
+        fix = "allow connections between processes of this host (firewall, sandbox), or set comm.interface"
+        found, meaning = f"two ranks cannot talk: {_two_lines(error)}", "a run would fail, or hang, in the same place"
+        yield finding(name, found, meaning, problem=fix)
         return
     seconds = format_seconds(time.monotonic() - start)
     latency = format_seconds(max(each.gloo_s for each in greetings))
-    yield finding(
-        name,
-        f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}",
-        "processes of this host can start and talk",
-    )
+    found = f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}"
+    yield finding(name, found, "processes of this host can start and talk")
     if interface is not None:
         return
     times = [each.shared_s for each in greetings if each.shared_s is not None]
@@ -117,7 +108,6 @@ class RankReport:
 
     rank: int
     host: str
-    device: str
     versions: tuple[str, str]
     latency_s: float
     bandwidth: float
@@ -126,17 +116,12 @@ class RankReport:
 
 
 def self_test(comm: Communicator) -> list[RankReport]:
-    """Adds up, exchanges and compares clocks on all ranks; every rank gets what all saw.
-
-    Raises PacelineError where a sum is wrong.
-    """
-    latency_s = _latency(comm, 10)
-    large_s = min(sum_up(comm, _LARGE) for _ in range(3))
+    """Adds up and compares clocks on all ranks; each gets what all saw. Raises PacelineError where a sum is wrong."""
+    latency_s, large_s = _latency(comm, 10), min(sum_up(comm, _LARGE) for _ in range(3))
     ahead_s, error_s = clock_offset(comm)
     report = RankReport(
         rank=comm.rank,
         host=socket.gethostname(),
-        device=torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu",
         versions=(platform.python_version(), torch.__version__),
         latency_s=latency_s,
         bandwidth=_LARGE * 4 / large_s,
@@ -151,39 +136,31 @@ def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
     latency = format_seconds(max(report.latency_s for report in reports))
     speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
     shown = ", ".join(f"{host} ({count})" for host, count in hosts.items())
-    yield finding(
-        "self-test",
-        f"{len(reports)} ranks on {shown} add up; an all-reduce takes {latency}, a large one moves {speed}",
-        "ranks of a run between these hosts can talk",
-    )
+    found = f"{len(reports)} ranks on {shown} add up; an all-reduce takes {latency}, a large one moves {speed}"
+    yield finding("self-test", found, "ranks of a run between these hosts can talk")
     versions = {report.versions for report in reports}
     listed = "; ".join(f"Python {python}, torch {version}" for python, version in sorted(versions))
-    yield finding(
-        "versions",
-        listed,
-        "all ranks run the same" if len(versions) == 1 else "ranks of different versions may not agree",
-        problem="" if len(versions) == 1 else "install the same Python and torch on every host",
-    )
+    if len(versions) == 1:
+        yield finding("versions", listed, "all ranks run the same")
+    else:
+        fix = "install the same Python and torch on every host"
+        yield finding("versions", listed, "ranks of different versions may not agree", problem=fix)
     if len(hosts) == 1:
         return
     worst = max(reports, key=lambda report: abs(report.clock_ahead_s))
-    apart = format_seconds(abs(worst.clock_ahead_s))
-    is_far = abs(worst.clock_ahead_s) - worst.clock_error_s > _FAR_S
-    yield finding(
-        "clocks",
-        f"at most {apart} apart ({worst.host}, to within {format_seconds(worst.clock_error_s)})",
-        "logs and records of these hosts do not line up" if is_far else "times of two hosts can be compared",
-        note="let a time service (chrony, ntpd) set the clocks" if is_far else "",
-    )
+    found = f"at most {format_seconds(abs(worst.clock_ahead_s))} apart"
+    found += f" ({worst.host}, to within {format_seconds(worst.clock_error_s)})"
+    if abs(worst.clock_ahead_s) - worst.clock_error_s > _FAR_S:
+        meaning = "logs and records of these hosts do not line up"
+        yield finding("clocks", found, meaning, note="let a time service (chrony, ntpd) set the clocks")
+    else:
+        yield finding("clocks", found, "times of two hosts can be compared")
 
 
 def failed_test(error: PacelineError) -> MachineFinding:
-    return finding(
-        "self-test",
-        _two_lines(error),
-        "a run between these ranks would fail, or hang, in the same place",
-        problem="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
-    )
+    meaning = "a run between these ranks would fail, or hang, in the same place"
+    fix = "open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO"
+    return finding("self-test", _two_lines(error), meaning, problem=fix)
 
 
 def _two_lines(error: PacelineError) -> str:

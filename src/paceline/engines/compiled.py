@@ -34,6 +34,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 from torch.utils._pytree import tree_leaves
 
 from paceline.models.registry import model_blocks
@@ -192,8 +193,7 @@ def _run_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradient(g: Tensor, _: Tensor, height: int, width: int) -> Tensor:
-    shape = (*g.shape[:2], height, width)
-    return torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=_LAST)
+    return torch.empty((*g.shape[:2], height, width), dtype=g.dtype, device=g.device, memory_format=_LAST)
 
 
 def _run_gradient(g: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
@@ -220,11 +220,9 @@ def _backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
     return cast("Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
 
 
-_pool = torch.library.custom_op(
-    "paceline::max_pool", _run_pool, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
-)
+_pool = custom_op("paceline::max_pool", _run_pool, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
 _pool.register_fake(_empty_pooled)
-_gradient = torch.library.custom_op(
+_gradient = custom_op(
     "paceline::max_pool_gradient",
     _run_gradient,
     mutates_args=(),

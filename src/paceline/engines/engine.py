@@ -136,13 +136,17 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def num_parameters(self) -> int:
-        """How many parameters the whole model has."""
+    def _totals(self) -> tuple[int, int]: ...
 
     @property
-    @abstractmethod
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self._totals[0]
+
+    @property
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
+        return self._totals[1]
 
     @property
     def holds_parts(self) -> bool:
@@ -163,8 +167,6 @@ class Engine(ABC):
         ranks = f"rank {self.world.rank} of {self.world.size}"
         count = f"{self.num_parameters:,} parameters"
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
-
-    # Passes.
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,8 +239,6 @@ class Engine(ABC):
         """Puts the module into evaluation mode."""
         return self.train(False)
 
-    # Parameters and gradients.
-
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names, the same on every rank."""
@@ -305,8 +305,6 @@ class Engine(ABC):
                 f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
             )
         self.checked_optimizer = weakref.ref(optimizer)
-
-    # States.
 
     @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:

@@ -1,10 +1,7 @@
 """``--on local``: this machine, in the background; the run outlives the terminal.
 
-    python -m paceline.launch.background FOLDER -- COMMAND ...
-
-It runs a command, keeps its output, and leaves its exit code. Signals that ask a run to save and leave go on to the
-command. The processes that hold runs elsewhere (``ssh_hosts.py``, ``ray_hosts.py``, ``kubectl.py``) are started so,
-too.
+``python -m paceline.launch.background FOLDER -- COMMAND ...`` runs a command, keeps its output, hands signals on to it,
+and leaves its exit code. What holds runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) is started so, too.
 """
 
 from __future__ import annotations
@@ -15,15 +12,16 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from paceline.cluster.detect import detect_machine
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options, refuse_settings
-from paceline.launch.target import TargetMachines
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
 
 _NOT_HERE = {
     "--array": "it is an option of Slurm",
@@ -52,12 +50,10 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the command."""
     return f"{shlex.join(job.command())}\n"
 
 
 def submit(job: LaunchJob) -> str:
-    """Starts it in the background."""
     return start(job, job.command())
 
 
@@ -69,21 +65,14 @@ def hold(job: LaunchJob, module: str) -> str:
 
 def start(job: LaunchJob, command: list[str]) -> str:
     """Starts a command in a session of its own; returns an id by which its process is known also to others."""
-    words = [sys.executable, "-m", "paceline.launch.background", job.folder, "--", *command]
+    words = ["/usr/bin/env", f"{LAUNCHED}={job.name}", sys.executable, "-m", "paceline.launch.background", job.folder]
+    options: dict[str, Any] = {"cwd": job.workdir, "stdin": subprocess.DEVNULL, "start_new_session": True}
     with job.log.open("ab") as log:
-        process = subprocess.Popen(
-            ["/usr/bin/env", f"{LAUNCHED}={job.name}", *words],
-            cwd=job.workdir,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = subprocess.Popen([*words, "--", *command], stdout=log, stderr=log, **options)
     return f"{process.pid}:{psutil.Process(process.pid).create_time():.2f}"
 
 
 def state(job: LaunchJob) -> JobState:
-    """Says whether the process lives."""
     process = _process(job)
     if process is not None:
         return JobState(kind="running", words=f"running as process {process.pid} of this machine")
@@ -92,7 +81,6 @@ def state(job: LaunchJob) -> JobState:
 
 
 def cancel(job: LaunchJob) -> None:
-    """Asks the command to save and leave."""
     process = _process(job)
     if process is None:
         raise LaunchError(f"{job.name} does not run any more\n  paceline launch status {job.name}")
@@ -110,20 +98,30 @@ def _process(job: LaunchJob) -> psutil.Process | None:
     return process if is_ours else None
 
 
+def run_command(command: Sequence[str], stdin: int | None = None) -> tuple[int, list[int]]:
+    """Runs a command and hands signals on to it; returns its exit code, and the signals, those to come among them."""
+    asked: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        if process is not None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, hand_on)
+    process = subprocess.Popen(command, stdin=stdin)
+    if asked:
+        process.send_signal(asked[0])  # it came while the process was starting
+    code = process.wait()
+    return (code if code >= 0 else 128 - code), asked
+
+
 def main(arguments: list[str]) -> int:
     """Runs the command, and leaves its exit code in the launch's folder."""
     folder, command = Path(arguments[0]), arguments[2:]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-
-    def hand_on(number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, hand_on)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code = process.wait()
-    code = 128 - code if code < 0 else code
+    code, _ = run_command(command, stdin=subprocess.DEVNULL)
     partial = folder / f".exit-{os.getpid()}"
     partial.write_text(f"{code}\n", encoding="ascii")
     partial.replace(folder / "exit")

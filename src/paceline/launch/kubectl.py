@@ -1,10 +1,8 @@
 """``--on kubernetes``: a run as objects of a cluster, through the user's own kubectl. No torch in here.
 
 ``--set`` has the options of a cluster (``kubernetes_options.py``). The job's secret is made here and goes to kubectl's
-standard input: it is in no file and on no command line. A process in the background follows the run: it keeps the log
-of the first pod and, in the end, the exit code.
-
-    python -m paceline.launch.kubectl FOLDER
+standard input: it is in no file and on no command line. ``python -m paceline.launch.kubectl FOLDER`` in the background
+follows the run: it keeps the log of the first pod and, in the end, the exit code.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, load_config
+from paceline.config import load_config
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED
 from paceline.launch import background
-from paceline.launch.job import JobState, LaunchJob, refuse_options
+from paceline.launch.job import JobState, LaunchJob, TargetMachines, refuse_options
 from paceline.launch.kubernetes import Manifest, labels_of, secret_object, to_text
 from paceline.launch.kubernetes import render as render_manifests
 from paceline.launch.kubernetes_options import KubernetesOptions, read_options
-from paceline.launch.target import TargetMachines
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
@@ -60,14 +57,6 @@ class PodState:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRun:
-    """Where a run on the cluster stands. ``exit_code``: None until it has ended."""
-
-    exit_code: int | None
-    pods: tuple[PodState, ...]
-
-
 class Kubectl:
     """The user's kubectl, with the user's own cluster and credentials. ``program``: its path."""
 
@@ -79,8 +68,7 @@ class Kubectl:
                 "  install it, or print the manifests with --dry-run and apply them elsewhere"
             )
         self._options = options
-        place = [] if options.namespace is None else ["--namespace", options.namespace]
-        self._command = [found, *place]
+        self._command = [found, *([] if options.namespace is None else ["--namespace", options.namespace])]
 
     def check(self) -> str:
         """Returns the name of the cluster. Raises LaunchError where it does not answer, or takes no such run."""
@@ -90,8 +78,7 @@ class Kubectl:
                 f"kubectl has no cluster: {found.stderr.strip().removeprefix('error: ')}\n  it applies the manifests\n"
                 "  choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
             )
-        context = found.stdout.strip()
-        kind = _RESOURCES[self._options.kind]
+        context, kind = found.stdout.strip(), _RESOURCES[self._options.kind]
         done = self._run(["auth", "can-i", "create", kind])
         if done.stdout.strip() != "yes":
             said = (done.stderr or done.stdout).strip()
@@ -103,7 +90,8 @@ class Kubectl:
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
         """Makes all objects, and before them the job's secret where several nodes need one and there is none."""
-        if self._options.nodes > 1 and not self._exists("secret", self._options.secret_name):
+        asked = ["get", "secret", self._options.secret_name, "--ignore-not-found", "--output", "name"]
+        if self._options.nodes > 1 and not self._call(asked).strip():
             if self._options.secret is not None:
                 raise UsageError(
                     f"there is no Secret {self._options.secret} in the cluster\n  the nodes prove themselves with it\n"
@@ -115,29 +103,27 @@ class Kubectl:
         whole = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
         self._call(["apply", "--filename", "-"], given=json.dumps(whole))
 
-    def look(self) -> ClusterRun:
-        """Returns where the run stands."""
-        options = self._options
-        kind = _RESOURCES[options.kind]
-        selector = ",".join(f"{key}={value}" for key, value in labels_of(options, "worker").items())
+    def look(self) -> tuple[int | None, list[PodState]]:
+        """Returns the exit code of the run, None until it has ended, and its pods."""
+        selector = ",".join(f"{key}={value}" for key, value in labels_of(self._options, "worker").items())
         pods = self._get(["pods", "--selector", selector]).get("items", [])
-        states = tuple(sorted((_pod_state(pod) for pod in pods), key=lambda pod: pod.name))
-        return ClusterRun(exit_code=exit_code_of(self._get([kind, options.name]), states), pods=states)
+        states = sorted((_pod_state(pod) for pod in pods), key=lambda pod: pod.name)
+        return exit_code_of(self._get([_RESOURCES[self._options.kind], self._options.name]), states), states
 
     def follow(self, tell: Callable[[str], None] = echo, *, look_s: float = _LOOK_S) -> int:
         """Shows the log of the first pod until the run has ended; returns its exit code."""
         shown: set[str] = set()
         waits_for = ""
         while True:
-            now = self.look()
-            first = next((pod for pod in now.pods if pod.phase in ("Running", "Succeeded", "Failed")), None)
+            code, pods = self.look()
+            first = next((pod for pod in pods if pod.phase in ("Running", "Succeeded", "Failed")), None)
             if first is not None and first.name not in shown:
                 shown.add(first.name)
                 subprocess.run([*self._command, "logs", "--follow", f"pod/{first.name}"], check=False)
                 continue
-            if now.exit_code is not None:
-                return now.exit_code
-            waiting = ", ".join(f"{pod.name}: {pod.reason or pod.phase}" for pod in now.pods) or "no pods yet"
+            if code is not None:
+                return code
+            waiting = ", ".join(f"{pod.name}: {pod.reason or pod.phase}" for pod in pods) or "no pods yet"
             if waiting != waits_for:
                 tell(f"paceline: {self._options.name}: {waiting}")
                 waits_for = waiting
@@ -145,19 +131,15 @@ class Kubectl:
 
     def cancel(self) -> None:
         """Asks the pods to save and to end, and removes the run's objects; its volume and its secret stay."""
-        chosen = "configmap,service,networkpolicy,deployment"
         options = self._options
         kinds = _RESOURCES[options.kind]
         if options.kind == "trainjob":
             kinds += ",trainingruntime.trainer.kubeflow.org"
-        if options.placement.gang == "volcano" and options.kind != "trainjob":
+        elif options.placement.gang == "volcano":
             kinds += ",podgroup.scheduling.volcano.sh"
+        kinds += ",configmap,service,networkpolicy,deployment"
         selector = f"app.kubernetes.io/instance={options.name}"
-        self._call(["delete", f"{kinds},{chosen}", "--selector", selector, "--ignore-not-found"])
-
-    def _exists(self, kind: str, name: str) -> bool:
-        found = self._call(["get", kind, name, "--ignore-not-found", "--output", "name"])
-        return bool(found.strip())
+        self._call(["delete", kinds, "--selector", selector, "--ignore-not-found"])
 
     def _get(self, words: Sequence[str]) -> dict[str, Any]:
         return parse_json_object(self._call(["get", *words, "--output", "json"]))
@@ -173,21 +155,15 @@ class Kubectl:
 
 
 def exit_code_of(workload: dict[str, Any], pods: Sequence[PodState]) -> int | None:
-    """Returns the exit code of a run whose workload is done or has failed; None while it goes on.
-
-    A StatefulSet is never done: its pods stay behind a run that is (``pod.py``), and it ends by ``cancel``.
-    """
-    conditions = {each.get("type") for each in _inside(workload, "status").get("conditions", []) if _holds(each)}
+    """Returns the exit code of a run that has ended, else None. A StatefulSet ends by ``cancel`` alone (``pod.py``)."""
+    found = _inside(workload, "status").get("conditions", [])
+    conditions = {each.get("type") for each in found if each.get("status") == "True"}
     if conditions & {"Complete", "Completed", "SuccessCriteriaMet"}:
         return DONE
     if "Failed" in conditions:
         codes = [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE, PREEMPTED)]
         return next((code for code in codes if code != FAILED), FAILED) if codes else FAILED
     return None
-
-
-def _holds(condition: dict[str, Any]) -> bool:
-    return condition.get("status") == "True"
 
 
 def _inside(found: dict[str, Any], key: str) -> dict[str, Any]:
@@ -205,19 +181,17 @@ def _pod_state(pod: dict[str, Any]) -> PodState:
         code = ended.get("exitCode", code)
         reason = str(_inside(now, "waiting").get("reason", reason))
     for condition in status.get("conditions", []):
-        if condition.get("type") == "PodScheduled" and not _holds(condition):
+        if condition.get("type") == "PodScheduled" and condition.get("status") != "True":
             reason = str(condition.get("message", reason))
-    return PodState(
-        name=str(_inside(pod, "metadata").get("name")), phase=str(status.get("phase")), exit_code=code, reason=reason
-    )
+    name = str(_inside(pod, "metadata").get("name"))
+    return PodState(name=name, phase=str(status.get("phase")), exit_code=code, reason=reason)
 
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
     refuse_options(job, _NOT_HERE)
-    options = read_options(job)
-    render_manifests(options, config_of(job))
-    return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
+    _manifests(job)
+    return replace(given(job), notes=(f"the cluster is {Kubectl(read_options(job)).check()}",))
 
 
 def given(job: LaunchJob) -> TargetMachines:
@@ -227,29 +201,25 @@ def given(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the manifests."""
-    return to_text(render_manifests(read_options(job), config_of(job)))
+    return to_text(_manifests(job))
 
 
 def submit(job: LaunchJob) -> str:
-    """Applies the manifests, and follows the run in the background. Returns the id of the process that does."""
-    options = read_options(job)
-    manifests = render_manifests(options, config_of(job))
-    Kubectl(options).apply(manifests)
+    manifests = _manifests(job)
+    Kubectl(read_options(job)).apply(manifests)
     (Path(job.folder) / "script").write_text(to_text(manifests), encoding="utf-8")
     return background.hold(job, "paceline.launch.kubectl")
 
 
 def state(job: LaunchJob) -> JobState:
-    """Says what the cluster says of the pods."""
     if (code := job.exit_code()) is not None:
         return JobState(kind="ended", words="ended", code=code)
-    now = Kubectl(read_options(job)).look()
-    words = ", ".join(f"{pod.name} {pod.reason or pod.phase}" for pod in now.pods) or "no pods yet"
+    code, pods = Kubectl(read_options(job)).look()
+    words = ", ".join(f"{pod.name} {pod.reason or pod.phase}" for pod in pods) or "no pods yet"
     is_followed = background.state(job).kind == "running"  # it has yet to write the rest of the log
-    if now.exit_code is not None and not is_followed:
-        return JobState(kind="ended", words=words, code=now.exit_code)
-    is_running = any(pod.phase == "Running" for pod in now.pods)
+    if code is not None and not is_followed:
+        return JobState(kind="ended", words=words, code=code)
+    is_running = any(pod.phase == "Running" for pod in pods)
     return JobState(kind="running" if is_running else "waiting", words=words)
 
 
@@ -258,9 +228,9 @@ def cancel(job: LaunchJob) -> None:
     Kubectl(read_options(job)).cancel()
 
 
-def config_of(job: LaunchJob) -> Config:
-    """Returns the config that the pods get as a file."""
-    return load_config(Path(job.config), [*job.overrides, f"name={job.run}"])
+def _manifests(job: LaunchJob) -> list[Manifest]:
+    config = load_config(Path(job.config), [*job.overrides, f"name={job.run}"])  # the pods get it as a file
+    return render_manifests(read_options(job), config)
 
 
 if __name__ == "__main__":

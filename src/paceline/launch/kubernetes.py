@@ -72,14 +72,13 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
     values["init_containers"] = [fill("init_container", values)] if options.nodes > 1 else None
     values["pod"] = fill("pod", values)
     values["job_set_spec"] = fill("job_set_spec", values)
-    is_volcano = options.placement.gang == "volcano" and options.kind != "trainjob"
     wanted = {
         "config_map": True,
         "volume_claim": options.volume.claim is None,
         "worker_policy": True,
         "view_policy": options.shows_page,
         "service": options.kind in ("job", "statefulset"),  # the others make their own
-        "pod_group": is_volcano,
+        "pod_group": options.placement.gang == "volcano" and options.kind != "trainjob",
         "runtime": options.kind == "trainjob",
         options.kind: True,
         "view": options.shows_page,
@@ -90,9 +89,8 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
 
 def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
     """Returns the object that has the job's secret, which is in no file."""
-    labels = labels_of(options, "secret")
-    made: Manifest = fill("secret", {**_names(options), "secret_labels": labels, "secret": secret})
-    return made
+    values = {**_names(options), "secret_labels": labels_of(options, "secret"), "secret": secret}
+    return dict(fill("secret", values))
 
 
 def labels_of(options: KubernetesOptions, component: str) -> dict[str, str]:
@@ -125,10 +123,8 @@ def fill(name: str, values: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _objects() -> dict[str, Any]:
-    text = Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = load_shipped(text)
-    return found
+def _objects() -> Any:
+    return load_shipped(Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8"))
 
 
 def _names(options: KubernetesOptions) -> dict[str, Any]:
@@ -184,11 +180,18 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
     secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": options.secret_name, "key": "secret"}}}
     toleration = {"key": resources.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
     group = {"scheduling.k8s.io/group-name": options.name}
+    words = ["train", CONFIG, f"monitor.folder={RUNS}"]
+    if options.nodes == 1 and not resources.gpus:
+        words.append(f"parallel.ranks={resources.ranks}")
+    words += ["--resume", "auto"]
+    if options.nodes > 1:
+        nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
+        words += ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(resources.num_ranks)]
     return {
         "image": options.image,
         "container": "node" if kind == "trainjob" else "paceline",
         "command": [*(["python", "-m", "paceline.launch.pod", "stay"] if stays else []), "paceline"],
-        "arguments": _train_arguments(options, head),
+        "arguments": words,
         "secret_variable": secret if options.nodes > 1 else None,
         "requests": {"cpu": str(resources.cpus), **limits},
         "limits": limits,
@@ -206,14 +209,3 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
         "user": USER_ID,
         "head": head,
     }
-
-
-def _train_arguments(options: KubernetesOptions, head: str) -> list[str]:
-    """Returns the arguments of ``paceline`` in each pod. ``head`` is the host name of the first one."""
-    words = ["train", CONFIG, f"monitor.folder={RUNS}"]
-    if options.nodes == 1:
-        ranks = [] if options.resources.gpus else [f"parallel.ranks={options.resources.ranks}"]
-        return [*words, *ranks, "--resume", "auto"]
-    nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
-    where = ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(options.resources.num_ranks)]
-    return [*words, "--resume", "auto", *where]

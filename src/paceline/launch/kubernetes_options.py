@@ -35,11 +35,7 @@ _SHM_BASE_GIB, _SHM_RANK_GIB = 0.25, 0.125
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodResources:
-    """What each pod gets. ``ranks``: of a pod without GPUs; with GPUs one rank has one of them.
-
-    ``network`` are resources of fast networks and how many of each a pod takes: ``{"rdma/hca": 8}`` for InfiniBand,
-    ``{"vpc.amazonaws.com/efa": 32}`` for EFA.
-    """
+    """What each pod gets. ``ranks``: of a pod without GPUs; with GPUs one rank has one of them."""
 
     gpus: int = 0
     ranks: int = 1
@@ -47,11 +43,10 @@ class PodResources:
     memory_gib: int = 16
     shm_gib: float = 2.0
     gpu_resource: str = "nvidia.com/gpu"
-    network: Mapping[str, int] = field(default_factory=dict)
+    network: Mapping[str, int] = field(default_factory=dict)  # {"rdma/hca": 8}, {"vpc.amazonaws.com/efa": 32}
 
     @property
     def num_ranks(self) -> int:
-        """Returns the ranks of one pod."""
         return self.gpus or self.ranks
 
 
@@ -66,12 +61,9 @@ class PodPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunsVolume:
-    """The volume with the run folders, which all pods share.
+    """The volume with the run folders, which all pods share."""
 
-    ``claim`` is a PersistentVolumeClaim that exists; None: one of ``size_gib`` and ``storage_class`` is made.
-    """
-
-    claim: str | None = None
+    claim: str | None = None  # one that exists; None: one of size_gib and storage_class is made
     size_gib: int = 100
     storage_class: str | None = None
     access_mode: AccessMode = "ReadWriteMany"
@@ -97,12 +89,10 @@ class KubernetesOptions:
 
     @property
     def fewest(self) -> int:
-        """Returns the fewest pods that the run trains on."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
     @property
     def claim(self) -> str:
-        """Returns the name of the claim of the volume with the run folders."""
         return self.volume.claim or f"{self.name}-runs"
 
     @property
@@ -124,17 +114,12 @@ def check_options(options: KubernetesOptions, config: Config) -> None:
 
 def _names(options: KubernetesOptions) -> Iterator[Problem]:
     if not _NAME.fullmatch(options.name) or len(options.name) > _MOST_NAME:
-        yield Problem(
-            what=f"the name {options.name!r} is no name of Kubernetes",
-            rule=f"a name has at most {_MOST_NAME} small letters, digits and dashes, and begins with a letter",
-            fix="give another name",
-        )
+        rule = f"a name has at most {_MOST_NAME} small letters, digits and dashes, and begins with a letter"
+        yield Problem(what=f"the name {options.name!r} is no name of Kubernetes", rule=rule, fix="give another name")
     if not _IMAGE.fullmatch(options.image):
-        yield Problem(
-            what=f"the image {options.image!r} is no reference of an image",
-            rule="it is a registry, a name, and a tag or digest without spaces",
-            fix="try paceline:0.1",
-        )
+        rule = "it is a registry, a name, and a tag or digest without spaces"
+        what = f"the image {options.image!r} is no reference of an image"
+        yield Problem(what=what, rule=rule, fix="try paceline:0.1")
     named = {
         "namespace": options.namespace,
         "secret": options.secret,
@@ -144,21 +129,16 @@ def _names(options: KubernetesOptions) -> Iterator[Problem]:
     }
     for what, name in named.items():
         if name is not None and (not _OBJECT_NAME.fullmatch(name) or len(name) > 63):
-            yield Problem(
-                what=f"the {what} {name!r} is no name of a Kubernetes object",
-                rule="such a name has at most 63 small letters, digits, dashes and dots",
-                fix="kubectl get lists the names that there are",
-            )
+            rule = "such a name has at most 63 small letters, digits, dashes and dots"
+            fix = "kubectl get lists the names that there are"
+            yield Problem(what=f"the {what} {name!r} is no name of a Kubernetes object", rule=rule, fix=fix)
 
 
 def _counts(options: KubernetesOptions) -> Iterator[Problem]:
     least, most = options.fewest, options.nodes
     if not 1 <= least <= most:
-        yield Problem(
-            what=f"{least} to {most} nodes",
-            rule="a run has at least one node, and the fewest are not more than the most",
-            fix="try --nodes 2, or --nodes 2:4",
-        )
+        rule = "a run has at least one node, and the fewest are not more than the most"
+        yield Problem(what=f"{least} to {most} nodes", rule=rule, fix="try --nodes 2, or --nodes 2:4")
     resources = options.resources
     counts = {
         "gpus": (resources.gpus, 0),
@@ -175,17 +155,13 @@ def _counts(options: KubernetesOptions) -> Iterator[Problem]:
             yield Problem(what=f"{what} = {count}", rule=f"it is at least {least_count}")
     for name in (resources.gpu_resource, *resources.network):
         if not _RESOURCE.fullmatch(name):
-            yield Problem(
-                what=f"{name!r} is no name of a device resource",
-                rule="it is a domain, a slash and a name, such as nvidia.com/gpu or rdma/hca",
-                fix="kubectl describe node lists the resources of a machine",
-            )
+            rule = "it is a domain, a slash and a name, such as nvidia.com/gpu or rdma/hca"
+            fix = "kubectl describe node lists the resources of a machine"
+            yield Problem(what=f"{name!r} is no name of a device resource", rule=rule, fix=fix)
     if options.time_limit_s is not None and options.kind == "statefulset":
-        yield Problem(
-            what=f"a StatefulSet with a time limit of {options.time_limit_s} s",
-            rule="Kubernetes ends no StatefulSet by time",
-            fix="use --kind job, jobset or trainjob",
-        )
+        what = f"a StatefulSet with a time limit of {options.time_limit_s} s"
+        fix = "use --kind job, jobset or trainjob"
+        yield Problem(what=what, rule="Kubernetes ends no StatefulSet by time", fix=fix)
 
 
 def _memory(options: KubernetesOptions) -> Iterator[Problem]:
@@ -204,61 +180,45 @@ def _memory(options: KubernetesOptions) -> Iterator[Problem]:
             fix=f"set memory_gib = {round(4 * resources.shm_gib)}, or a smaller shm_gib",
         )
     if options.nodes > 1 and options.volume.access_mode != "ReadWriteMany":
-        yield Problem(
-            what=f"{options.nodes} nodes with a volume of {options.volume.access_mode}",
-            rule="all nodes write to the run's folder: its volume must be ReadWriteMany",
-            fix="use a storage class of a shared file system, or one node",
-        )
+        what = f"{options.nodes} nodes with a volume of {options.volume.access_mode}"
+        rule = "all nodes write to the run's folder: its volume must be ReadWriteMany"
+        yield Problem(what=what, rule=rule, fix="use a storage class of a shared file system, or one node")
 
 
 def _placement(options: KubernetesOptions) -> Iterator[Problem]:
     placement = options.placement
     if placement.gang == "none" and placement.queue is not None:
-        yield Problem(
-            what=f"queue {placement.queue} without a scheduler that has queues",
-            rule="queues are of Kueue or Volcano",
-            fix="set gang = kueue or gang = volcano",
-        )
+        what = f"queue {placement.queue} without a scheduler that has queues"
+        fix = "set gang = kueue or gang = volcano"
+        yield Problem(what=what, rule="queues are of Kueue or Volcano", fix=fix)
     if placement.gang == "kueue" and placement.queue is None:
-        yield Problem(
-            what="Kueue without a queue",
-            rule="Kueue takes a run by the name of a LocalQueue",
-            fix="kubectl get localqueues lists them",
-        )
+        rule = "Kueue takes a run by the name of a LocalQueue"
+        yield Problem(what="Kueue without a queue", rule=rule, fix="kubectl get localqueues lists them")
     for key, value in placement.node_selector.items():
         if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
-            yield Problem(
-                what=f"the node selector {key}={value} is no label",
-                rule="a label is a name, with a domain before it or not, and a value of at most 63 characters",
-                fix="kubectl get nodes --show-labels lists those that there are",
-            )
+            rule = "a label is a name, with a domain before it or not, and a value of at most 63 characters"
+            fix = "kubectl get nodes --show-labels lists those that there are"
+            yield Problem(what=f"the node selector {key}={value} is no label", rule=rule, fix=fix)
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise ValueError("a whole number")
-    return int(text)
+def _of_form(form: str, convert: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    """Returns a reader of texts of a form, which raises ValueError with ``what`` for others."""
 
-
-def _number(text: str) -> float:
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
-        raise ValueError("a number")
-    return float(text)
-
-
-def _switch(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError("yes or no")
-    return text == "yes"
-
-
-def _one_of(kind: Any) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in get_args(kind):
-            raise ValueError(f"one of {', '.join(get_args(kind))}")
-        return text
+    def read(text: str) -> Any:
+        if re.fullmatch(form, text) is None:
+            raise ValueError(what)
+        return convert(text)
 
     return read
+
+
+_count = _of_form(r"\d{1,9}", int, "a whole number")
+_number = _of_form(r"\d{1,9}(\.\d{1,6})?", float, "a number")
+_switch = _of_form(r"yes|no", "yes".__eq__, "yes or no")
+
+
+def _one_of(kind: Any) -> Callable[[str], Any]:
+    return _of_form("|".join(get_args(kind)), str, f"one of {', '.join(get_args(kind))}")
 
 
 def _device_counts(text: str) -> dict[str, int]:
@@ -323,10 +283,7 @@ def read_options(job: LaunchJob) -> KubernetesOptions:
 
 
 def object_name(name: str) -> str:
-    """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes.
-
-    One that is too long ends with a number made of all of it, so that ``NAME`` and ``NAME-2`` stay two.
-    """
+    """Returns the name of a run as Kubernetes takes it; one that is too long ends with a number made of all of it."""
     found = _NAME_PARTS.sub("-", name.lower()).strip("-")
     found = found if found[:1].isalpha() else f"run-{found}".strip("-")
     if len(found) <= _MOST_NAME:

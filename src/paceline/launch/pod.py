@@ -4,29 +4,25 @@
     python -m paceline.launch.pod wait HOST PORT  waits until the launcher of the first pod listens there
     python -m paceline.launch.pod stay COMMAND    runs a command; where it must not be started again, stays behind it
 
-``alive`` judges no progress: a rank that hangs gets a verdict from Paceline itself, with its name and its line, and a
-probe that ends slow runs does more harm than good. A process that is stopped or dead beside a living container is what
-nobody else would notice.
-
-``stay`` is for a StatefulSet, which starts every container again that ends. A run that is done, that was refused or
-that gave up would then be started for ever.
+``alive`` judges no progress, which Paceline itself does: it finds a process that is stopped or dead beside a living
+container. ``stay`` is for a StatefulSet, which starts every container again that ends: a run that is done, was refused
+or gave up would be started for ever.
 """
 
 from __future__ import annotations
 
-import signal
+import contextlib
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 import psutil
 
 from paceline.errors import UsageError
 from paceline.health.exit_codes import DONE, FAILED, MEANINGS, NO_PROGRESS, REFUSED
-from paceline.run.nodes import address_towards
+from paceline.launch.background import run_command
+from paceline.run.whereami import address_towards
 from paceline.terminal import echo
 
 FINAL = (DONE, REFUSED, NO_PROGRESS)  # after these a start of the same command would change nothing
@@ -41,61 +37,32 @@ def alive(first: int = 1) -> str:
         process = psutil.Process(first)
         if process.status() == psutil.STATUS_ZOMBIE:
             return f"process {first} has ended"
-        return _stopped([process, *process.children(recursive=True)])
+        processes = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return f"there is no process {first}"
-
-
-def _stopped(processes: Iterable[psutil.Process]) -> str:
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
             if process.status() in _STOPPED:
                 return f"process {process.pid} ({process.name()}) is stopped"
-        except psutil.NoSuchProcess:
-            continue  # it ended while we looked
     return ""
 
 
 def wait_for_host(host: str, port: int, *, within_s: float = _WAIT_S) -> bool:
-    """Waits until somebody listens at ``host``, or until that turns out to be this pod; says whether it did.
-
-    Kubernetes publishes the name of a pod once it has an address, which may be minutes before its image is there.
-    """
+    """Waits until somebody listens at ``host``, which may take minutes, or until that is this pod; says whether."""
     deadline = time.monotonic() + within_s
-    while not _is_there(host, port):
+    while True:
+        with contextlib.suppress(OSError, UsageError):
+            if address_towards(host, port) != socket.getaddrinfo(host, port)[0][4][0]:
+                socket.create_connection((host, port), timeout=_LOOK_S).close()
+            return True
         if time.monotonic() >= deadline:
             return False
         time.sleep(min(_LOOK_S, within_s))
-    return True
-
-
-def _is_there(host: str, port: int) -> bool:
-    try:
-        if address_towards(host, port) == socket.getaddrinfo(host, port)[0][4][0]:
-            return True
-        with socket.create_connection((host, port), timeout=_LOOK_S):
-            return True
-    except (OSError, UsageError):
-        return False
 
 
 def stay(command: Sequence[str]) -> int:
     """Runs a command, hands signals on to it, and returns its exit code; after a final one only once SIGTERM comes."""
-    asked: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
-
-    def hand_on(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-        if child is not None:
-            child.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, hand_on)
-    child = subprocess.Popen(command)
-    if asked:
-        child.send_signal(asked[0])  # it came while the process was starting
-    code = child.wait()
-    code = code if code >= 0 else 128 - code
+    code, asked = run_command(command)
     if code in FINAL and not asked:
         echo(f"paceline: exit code {code} ({MEANINGS[code]}): this pod stays until it is deleted", err=True)
         while not asked:
@@ -104,7 +71,6 @@ def stay(command: Sequence[str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs one of the three verbs; returns the exit code."""
     match list(words):
         case ["alive"]:
             problem = alive()

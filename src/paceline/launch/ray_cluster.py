@@ -1,27 +1,103 @@
-"""What this package calls of Ray, in one place: the nodes of a cluster, placement groups, and actors in their bundles.
+"""``--on ray``: one actor for each host (or rank) on a Ray cluster that runs already, in a placement group.
 
-Ray is an extra (``pip install 'paceline[ray]'``) without types of its own here, so that it is loaded by name.
+A process on this machine (``ray_hosts.py``) holds the actors, keeps the log and, in the end, the exit code. Ray has no
+part in the training: the actors start ``paceline train`` on their machines, which meet at the first of them. All that
+this package calls of Ray is here; it is an extra (``pip install 'paceline[ray]'``) without types, loaded by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import queue
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.ray_settings import RayOptions
+from paceline.launch import background
+from paceline.launch.background import cancel as cancel
+from paceline.launch.job import JobState, LaunchJob, TargetMachines, gpu_memory, refuse_options, refuse_settings
 from paceline.launch.remote import give_order
 from paceline.untrusted import parse_json_object
+
+# Each word: the form of its value, and what it is.
+SETTINGS: Mapping[str, tuple[str, str]] = {
+    "address": (r"\S+", "where the Ray cluster is; without it RAY_ADDRESS, then the cluster of this machine"),
+    "actor": (r"host|rank", "host: an actor for each host, which starts the ranks there; rank: one for each rank"),
+    "spread": (r"strict|pack", "strict: each host on a Ray node of its own; pack: as few Ray nodes as possible"),
+    "cpus": (r"\d{1,5}", "CPUs of each actor, by default one for each rank"),
+    "wait_s": (r"\d{1,7}", "seconds to wait for Ray nodes, by default 600"),
+    "autoscale": (r"yes|no", "yes: Ray nodes that are missing will come"),
+    "pythonpath": (r"\S+", "PYTHONPATH of the runs, where Paceline is not installed"),
+}
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--hosts": "Ray chooses the machines",
+    "--time": "Ray has no time limits",
+    "--queue": "Ray has no queues",
+}
+_STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """How a run takes its place on a Ray cluster: ``actors_of_host`` bundles of ``bundle`` for each host."""
+
+    address: str
+    actor: Literal["host", "rank"]
+    strategy: str
+    cpus: int
+    gpus: int
+    ranks: int
+    wait_s: float
+    waits_for_nodes: bool
+    pythonpath: str
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray sets aside for one actor."""
+        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+    @property
+    def actors_of_host(self) -> int:
+        return 1 if self.actor == "host" else self.ranks
+
+
+def read_options(job: LaunchJob) -> RayOptions:
+    """Returns the options of a launch. Raises UsageError for a word or a value that Ray's target does not take."""
+    refuse_options(job, _NOT_HERE)
+    refuse_settings(job, SETTINGS)
+    for word, text in job.settings.items():
+        form, meaning = SETTINGS[word]
+        if re.fullmatch(form, text) is None:
+            raise UsageError(f"--set {word}={text}\n  {meaning}\n  give another value")
+    actor = cast(Literal["host", "rank"], job.settings.get("actor", "host"))
+    spread = job.settings.get("spread", "strict" if actor == "host" else "pack")
+    if (actor, spread) not in _STRATEGIES:
+        what = "--set actor=rank with --set spread=strict"
+        raise UsageError(f"{what}\n  ranks of one host share a Ray node\n  use actor=host")
+    return RayOptions(
+        address=job.settings.get("address", "auto"),
+        actor=actor,
+        strategy=_STRATEGIES[actor, spread],
+        cpus=int(job.settings.get("cpus", job.ranks if actor == "host" else 1)),
+        gpus=job.gpus if actor == "host" else min(1, job.gpus),
+        ranks=job.ranks,
+        wait_s=float(job.settings.get("wait_s", 600)),
+        waits_for_nodes=job.settings.get("autoscale") == "yes",
+        pythonpath=job.settings.get("pythonpath", ""),
+    )
+
 
 _NAMESPACE = "paceline"
 _CALLS = 4  # of an actor at once: one waits for output while others signal
@@ -52,21 +128,19 @@ class RayNode:
     @property
     def gpu_bytes(self) -> float | None:
         """The memory of its GPUs, if the catalog knows the kind that Ray has found."""
-        kinds = [name.removeprefix(_ACCELERATOR) for name in self.resources if name.startswith(_ACCELERATOR)]
-        for kind in kinds:
-            with contextlib.suppress(UsageError):
-                return float(load_cluster(f"1x {kind.lower()}").device.memory_bytes)
-        return None
+        kinds = (name.removeprefix(_ACCELERATOR).lower() for name in self.resources if name.startswith(_ACCELERATOR))
+        return next((memory for kind in kinds if (memory := gpu_memory(kind)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWorker:
-    """An actor, and the node that it is on."""
+    """An actor, the node that it is on, and its name in messages."""
 
     actor: Any
     node: str
     address: str
     gpus: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass(slots=True)
@@ -83,12 +157,13 @@ class RayCluster:
         try:
             ray = importlib.import_module("ray")
         except ImportError as error:
-            raise LaunchError(
-                "Ray is not installed here\n  --on ray starts actors on a Ray cluster\n  pip install 'paceline[ray]'"
-            ) from error
+            why = "Ray is not installed here\n  --on ray starts actors on a Ray cluster"
+            raise LaunchError(f"{why}\n  pip install 'paceline[ray]'") from error
         if not ray.is_initialized():
             try:
-                _check_listens(address)
+                host, _, port = address.rpartition(":")
+                if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute where nothing listens
+                    socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
                 ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
@@ -115,33 +190,26 @@ class RayCluster:
         self._groups.append(group)
         return group
 
-    def is_reserved(self, group: Any, wait_s: float) -> bool:
-        """Waits for the bundles; says whether they are there."""
-        return bool(group.wait(timeout_seconds=wait_s))
-
     def start_workers(
         self, group: Any, options: RayOptions, command: Sequence[str], workdir: str
     ) -> list[PlacedWorker]:
         """Starts an actor in each bundle. Raises LostWorkerError where one does not start."""
-        scheduling = importlib.import_module("ray.util.scheduling_strategies")
+        place = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         kind = self.ray.remote(RemoteWorker)
         actors = [
             kind.options(
                 num_cpus=options.cpus,
                 num_gpus=options.gpus,
                 max_concurrency=_CALLS,
-                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=index
-                ),
+                scheduling_strategy=place(placement_group=group, placement_group_bundle_index=index),
                 **({"runtime_env": {"env_vars": {"PYTHONPATH": path}}} if (path := options.pythonpath) else {}),
             ).remote(list(command), workdir)
             for index in range(len(group.bundle_specs))
         ]
-        places = [self.call(actor.place.remote(), _ANSWER_S) for actor in actors]
-        placed = [
-            PlacedWorker(actor=actor, node=node, address=address, gpus=tuple(gpus))
-            for actor, (node, address, gpus) in zip(actors, places, strict=True)
-        ]
+        placed = []
+        for actor in actors:
+            node, address, gpus = self.call(actor.place.remote(), _ANSWER_S)
+            placed.append(PlacedWorker(actor=actor, node=node, address=address, gpus=tuple(gpus)))
         return sorted(placed, key=lambda worker: (worker.address, worker.node))
 
     def call(self, reference: Any, within_s: float) -> Any:
@@ -164,33 +232,21 @@ class RayCluster:
         while self._groups:
             group = self._groups.pop()
             util.remove_placement_group(group)
-            self._wait_removed(util, group)
-
-    def _wait_removed(self, util: Any, group: Any) -> None:
-        deadline = time.monotonic() + _ANSWER_S
-        while util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
-            time.sleep(0.1)
-
-
-def _check_listens(address: str) -> None:
-    """Raises OSError at once where nothing listens at HOST:PORT: Ray itself tries for a minute."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
+            deadline = time.monotonic() + _ANSWER_S
+            while util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
+                time.sleep(0.1)
 
 
 class RemoteWorker:
     """The actor: it has ``paceline.launch.remote`` run on its machine by ``command``, and hands over orders and output.
 
-    Ray calls its methods from several threads at once. When the actor is gone, the pipe to ``remote`` closes, and the
-    run on that machine is asked to save and to leave.
+    Several threads call it at once. When it is gone, the pipe closes, and the run there is asked to save and to leave.
     """
 
     def __init__(self, command: Sequence[str], workdir: str) -> None:
         self._lines: queue.Queue[str] = queue.Queue()
-        self._process = subprocess.Popen(
-            list(command), cwd=workdir, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=workdir, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
         self._reader = threading.Thread(target=self._read, name="output", daemon=True)
 
     def place(self) -> tuple[str, str, list[str]]:
@@ -231,7 +287,6 @@ class RemoteWorker:
         return found, 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """Hands a signal on to the command."""
         give_order(self._process, {"do": "signal", "number": number})
 
     def stop(self) -> None:
@@ -243,15 +298,89 @@ class RemoteWorker:
                 return
         self._process.kill()
 
-    def close(self) -> None:
-        """Ends the orders, by which the command is asked to save and to leave, and waits for it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        self._process.wait()
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line.decode("utf-8", "replace").rstrip())
+
+
+PLACES = "places"  # in the launch's folder: which host is where
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Asks the cluster for its nodes. Raises UsageError where too few of them are large enough."""
+    options = read_options(job)
+    cluster = RayCluster.connect(options.address)
+    able = [node for node in cluster.nodes() if node.num_bundles(options.bundle) > 0]
+    room = num_hosts(able, options)
+    notes = [f"the Ray cluster is {cluster.address}", *(_describe(node) for node in able)]
+    if room < job.least:
+        if not options.waits_for_nodes:
+            needs = " and ".join(f"{amount:g} {name}" for name, amount in options.bundle.items())
+            there = "; ".join(map(_describe, cluster.nodes()))
+            where = "a Ray node of its own" if options.strategy == "STRICT_SPREAD" else "a Ray node"
+            raise UsageError(
+                f"--nodes {job.least}, and the Ray cluster {cluster.address} has room for {room}\n"
+                f"  each {options.actor} needs {needs} on {where}: {there or 'no node lives'}\n"
+                "  ask for less (--nodes, --gpus-per-node, --set cpus=N), or let nodes come: --set autoscale=yes"
+            )
+        notes.append(f"there is room for {room} hosts now; the run waits for {job.least}")
+    elif room < job.nodes:
+        notes.append(f"there is room for {room} hosts of {job.nodes} now, and {job.least} are enough")
+    memory = [node.resources["memory"] for node in able if "memory" in node.resources]
+    gpus = [node.gpu_bytes for node in able]
+    return TargetMachines(
+        where="a node of the Ray cluster",
+        device_bytes=None if not gpus or None in gpus else min(each for each in gpus if each is not None),
+        host_bytes=min(memory, default=None),
+        notes=tuple(notes),
+    )
+
+
+def num_hosts(nodes: list[RayNode], options: RayOptions) -> int:
+    """Returns how many hosts of the run would fit on these nodes, if nothing else ran there."""
+    room = [node.num_bundles(options.bundle) for node in nodes]
+    if options.strategy == "STRICT_SPREAD":
+        return sum(each > 0 for each in room)
+    return sum(room) // options.actors_of_host
+
+
+def render(job: LaunchJob) -> str:
+    options = read_options(job)
+    per_host, hosts = options.actors_of_host, job.nodes
+    lines = [f"placement group: {options.strategy}, {hosts * per_host} bundles of {json.dumps(options.bundle)}"]
+    each = job.ranks // per_host
+    for bundle in range(hosts * per_host):
+        ranks = f"rank {bundle}" if each == 1 else f"ranks {bundle * each} to {(bundle + 1) * each - 1}"
+        lines.append(f"bundle {bundle}: {ranks}{', where the others meet' if bundle == 0 and hosts > 1 else ''}")
+    command = command_of(job, options, hosts, "ADDRESS-OF-BUNDLE-0", str(job.port or "PORT"))
+    lines.append(f"each runs: {shlex.join(command)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def command_of(job: LaunchJob, options: RayOptions, hosts: int, address: str, port: str) -> list[str]:
+    """Returns what each actor runs: a launcher of several, the only launcher, or a rank."""
+    if hosts < job.nodes:
+        job = replace(job, overrides=(*job.overrides, f"parallel.ranks={hosts * job.ranks}"))
+    if options.actor == "rank" or hosts == 1:
+        return job.command()
+    return job.command("--nnodes", str(hosts), "--rdzv", f"{address}:{port}", "--node-ranks", str(job.ranks))
+
+
+def submit(job: LaunchJob) -> str:
+    (Path(job.folder) / "script").write_text(render(job), encoding="utf-8")
+    return background.hold(job, "paceline.launch.ray_hosts")
+
+
+def state(job: LaunchJob) -> JobState:
+    found, places = background.state(job), Path(job.folder) / PLACES
+    if found.kind != "running":
+        return found
+    if not places.is_file():
+        return JobState(kind="waiting", words="waiting for Ray nodes")
+    return JobState(kind="running", words=f"running: {places.read_text(encoding='utf-8').strip()}")
+
+
+def _describe(node: RayNode) -> str:
+    gpus = f", {node.resources['GPU']:g} GPUs" if node.resources.get("GPU") else ""
+    return f"Ray node {node.address} ({node.id[:8]}): {node.resources.get('CPU', 0):g} CPUs{gpus}"

@@ -1,6 +1,4 @@
-"""The process that holds the actors of a run on Ray, until it has ended.
-
-    python -m paceline.launch.ray_hosts FOLDER
+"""The process that holds the actors of a run on Ray until it has ended: ``python -m paceline.launch.ray_hosts FOLDER``.
 
 Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
 what they print, and asks ``health/diagnosis.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts
@@ -15,7 +13,6 @@ as the cluster has room for, at each start. What the ends of hosts mean:
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 import sys
@@ -33,9 +30,16 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.exit_codes import DONE, FAILED, NO_PROGRESS, PREEMPTED, REFUSED
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import LostWorkerError, PlacedWorker, RayCluster
-from paceline.launch.ray_settings import RayOptions, read_options
-from paceline.launch.ray_target import PLACES, command_of, num_hosts
+from paceline.launch.ray_cluster import (
+    PLACES,
+    LostWorkerError,
+    PlacedWorker,
+    RayCluster,
+    RayOptions,
+    command_of,
+    num_hosts,
+    read_options,
+)
 from paceline.launch.remote import forget_mark, look_order, run_order, start_command
 from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
@@ -67,20 +71,10 @@ class HostEnd:
 
     def __str__(self) -> str:
         if self.code is None:
-            return f"host {self.host} was lost ({self.words})" if self.words else f"host {self.host} was lost"
+            return f"host {self.host} was lost" + (f" ({self.words})" if self.words else "")
         if self.code > _BY_SIGNAL:
             return f"the launcher on host {self.host} was killed by signal {self.code - _BY_SIGNAL}"
         return f"host {self.host} left with exit code {self.code}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Host:
-    """An actor with its name in messages, and how its command ended."""
-
-    name: str
-    worker: PlacedWorker
-    is_first: bool
-    end: HostEnd | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,22 +90,16 @@ class Supervisor:
     signals: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
-    @property
-    def folder(self) -> Path:
-        """The run's folder, which all hosts see."""
-        return self.job.runs / self.job.run
-
     def run(self) -> int:
         """Runs attempts until one says that the run has ended; returns its exit code."""
+        folder = self.job.runs / self.job.run
         while True:
             ended = self._attempt()
             if isinstance(ended, int):
                 return ended
-            progress = read_progress(self.folder).values()
-            steps = TrainedSteps(
-                first_step=min((each.first_step for each in progress), default=0),
-                last_step=max((each.last_step for each in progress), default=0),
-            )
+            progress = read_progress(folder).values()
+            first_step = min((each.first_step for each in progress), default=0)
+            steps = TrainedSteps(first_step=first_step, last_step=max((each.last_step for each in progress), default=0))
             found = ended_by(ended, steps, options=self.options, is_cancelled=self.is_cancelled)
             if isinstance(found, int):
                 return found
@@ -123,7 +111,9 @@ class Supervisor:
             most = self.job.most_requeues if found.kind == "preempted" else self.policy.max_restarts
             count = f"restart {decision.number} of {most}"
             echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
-            self._wait_until_free()
+            deadline = time.monotonic() + _FREE_S  # the launcher of a lost actor saves first
+            while is_in_use(folder) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
 
     def hear(self, number: int, _: object = None) -> None:
         """Takes a signal, which the loop hands on."""
@@ -132,31 +122,34 @@ class Supervisor:
 
     def _attempt(self) -> list[HostEnd] | int:
         """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
-        hosts: list[_Host] = []
-        with contextlib.suppress(FileNotFoundError):
-            (Path(self.job.folder) / PLACES).unlink()
+        hosts: list[PlacedWorker] = []
+        places = Path(self.job.folder) / PLACES
+        places.unlink(missing_ok=True)
         try:
             reserved = self._reserve()
             if isinstance(reserved, int):
                 return reserved
             group, number = reserved
-            hosts = self._start_workers(group)
-            answers = self._ask(hosts)
-            if problems := list(
-                compare(self._compared(hosts), answers, Path(self.job.config).read_text(encoding="utf-8"))
-            ):
+            command = ["bash", "-c", start_command(self.job)]
+            workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
+            named = zip(_names([worker.address for worker in workers]), workers, strict=True)
+            hosts = [replace(worker, name=name) for name, worker in named]
+            answers, names = self._ask(hosts), tuple(host.name for host in hosts)
+            # An actor of one rank has one GPU.
+            asked = replace(self.job, hosts=names, nodes=len(names), least=len(names), gpus=self.options.gpus)
+            if problems := list(compare(asked, answers, Path(self.job.config).read_text(encoding="utf-8"))):
                 echo("paceline: " + "\n\n".join(map(str, problems)), err=True)
                 return REFUSED
             first = answers[hosts[0].name]
             assert isinstance(first, dict)
             self._run(hosts, number, int(first["port"]))
-            places = ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts)
-            (Path(self.job.folder) / PLACES).write_text(f"{places}\n", encoding="utf-8")
+            told = ", ".join(f"{host.name} on Ray node {host.node[:8]}" for host in hosts)
+            places.write_text(f"{told}\n", encoding="utf-8")
             return self._follow(hosts)
         except LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
         finally:
-            self.cluster.release([host.worker for host in hosts])
+            self.cluster.release(hosts)
 
     def _reserve(self) -> tuple[Any, int] | int:
         """Waits for a placement group; returns it and its hosts, or an exit code: cancelled, or nothing came."""
@@ -169,7 +162,7 @@ class Supervisor:
                 if group is not None:
                     self.cluster.release([])
                 number, group = wanted, self.cluster.reserve(self.options, wanted * self.options.actors_of_host)
-            if self.cluster.is_reserved(group, _ASK_S):
+            if group is not None and group.wait(timeout_seconds=_ASK_S):
                 return group, number
             if time.monotonic() > deadline:
                 echo(f"paceline: Ray had no room for {number} hosts within {self.options.wait_s:g} s", err=True)
@@ -180,49 +173,35 @@ class Supervisor:
                 said = words
         return _CANCELLED
 
-    def _start_workers(self, group: Any) -> list[_Host]:
-        command = ["bash", "-c", start_command(self.job)]
-        workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
-        names = _names([worker.address for worker in workers])
-        return [
-            _Host(name=name, worker=worker, is_first=index == 0)
-            for index, (name, worker) in enumerate(zip(names, workers, strict=True))
-        ]
-
-    def _ask(self, hosts: Sequence[_Host]) -> dict[str, dict[str, Any] | str]:
+    def _ask(self, hosts: Sequence[PlacedWorker]) -> dict[str, dict[str, Any] | str]:
         """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
         mark, found = secrets.token_hex(8), dict[str, dict[str, Any] | str]()
         try:
             for some in (hosts[:1], hosts[1:]):
-                addresses = [host.worker.address if host.is_first else "" for host in some]
+                addresses = [host.address if host is hosts[0] else "" for host in some]
                 orders = [look_order(self.job, mark, address) for address in addresses]
-                calls = [host.worker.actor.ask.remote(order) for host, order in zip(some, orders, strict=True)]
+                calls = [host.actor.ask.remote(order) for host, order in zip(some, orders, strict=True)]
                 for host, call in zip(some, calls, strict=True):
                     found[host.name] = self.cluster.call(call, _ANSWER_S)
         finally:
             forget_mark(self.job.runs)
         return found
 
-    def _compared(self, hosts: Sequence[_Host]) -> LaunchJob:
-        """Returns the job as machines are compared with it: an actor of one rank has one GPU."""
-        count = len(hosts)
-        return replace(
-            self.job, hosts=tuple(host.name for host in hosts), nodes=count, least=count, gpus=self.options.gpus
-        )
-
-    def _run(self, hosts: Sequence[_Host], number: int, port: int) -> None:
-        command = command_of(self.job, self.options, number, hosts[0].worker.address, str(port))
+    def _run(self, hosts: Sequence[PlacedWorker], number: int, port: int) -> None:
+        command = command_of(self.job, self.options, number, hosts[0].address, str(port))
         ranks = list(rank_variables(hosts, port)) if self.options.actor == "rank" else [{SWITCH: "none"}] * len(hosts)
         calls = [
-            host.worker.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
+            host.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
             for host, variables in zip(hosts, ranks, strict=True)
         ]
         for call in calls:
             self.cluster.call(call, _ANSWER_S)
 
-    def _follow(self, hosts: Sequence[_Host]) -> list[HostEnd]:
+    def _follow(self, hosts: Sequence[PlacedWorker]) -> list[HostEnd]:
         """Prints what all hosts print, hands signals on, and ends the others when one is lost; returns all ends."""
-        threads = [threading.Thread(target=self._print, args=(host,), daemon=True) for host in hosts]
+        ends: dict[str, HostEnd] = {}
+        each = [(host, "" if host is hosts[0] else f"{host.name}: ", ends) for host in hosts]
+        threads = [threading.Thread(target=self._print, args=arguments, daemon=True) for arguments in each]
         for thread in threads:
             thread.start()
         since, is_stopping = None, False
@@ -230,46 +209,35 @@ class Supervisor:
             while self.signals:
                 number = self.signals.pop(0)
                 for host in hosts:
-                    host.worker.actor.signal.remote(number)
-            ended = [host.end for host in hosts if host.end is not None]
-            if ended and since is None:
+                    host.actor.signal.remote(number)
+            if ends and since is None:
                 since = time.monotonic()
-            patience = _DONE_S if any(end.code == DONE for end in ended) else _LATE_S
+            patience = _DONE_S if any(end.code == DONE for end in list(ends.values())) else _LATE_S
             if since is not None and time.monotonic() - since > patience and not is_stopping:
                 is_stopping = True
                 for host in hosts:
-                    if host.end is None:
-                        host.worker.actor.stop.remote()
+                    if host.name not in ends:
+                        host.actor.stop.remote()
             time.sleep(_LOOK_S)
-        return [host.end for host in hosts if host.end is not None]
+        return [ends[host.name] for host in hosts if host.name in ends]
 
-    def _print(self, host: _Host) -> None:
-        """Prints what a host prints, with its name before that of all but the first, until it has ended."""
-        prefix = "" if host.is_first else f"{host.name}: "
+    def _print(self, host: PlacedWorker, prefix: str, ends: dict[str, HostEnd]) -> None:
+        """Prints what a host prints until it has ended, and notes its end."""
         code: int | None = None
         try:
             while code is None:
-                lines, code = self.cluster.call(host.worker.actor.news.remote(), _ANSWER_S)
+                lines, code = self.cluster.call(host.actor.news.remote(), _ANSWER_S)
                 for line in lines:
                     echo(f"{prefix}{line}")
-            host.end = HostEnd(host=host.name, code=code)
+            ends[host.name] = HostEnd(host=host.name, code=code)
         except LostWorkerError as error:
-            host.end = HostEnd(host=host.name, code=None, words=str(error))
-
-    def _wait_until_free(self) -> None:
-        """Waits for the launcher of a lost actor, which is asked to save when its actor is gone."""
-        deadline = time.monotonic() + _FREE_S
-        while is_in_use(self.folder) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            ends[host.name] = HostEnd(host=host.name, code=None, words=str(error))
 
 
 def ended_by(
     ends: Sequence[HostEnd], steps: TrainedSteps, *, options: RayOptions, is_cancelled: bool
 ) -> FailedAttempt | int:
-    """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again.
-
-    ``steps`` says how far it came.
-    """
+    """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again."""
     codes = {end.code for end in ends}
     for code in (REFUSED, DONE):
         if code in codes:
@@ -297,19 +265,19 @@ def code_of(ends: Sequence[HostEnd]) -> int:
     return next((code for code in (PREEMPTED, NO_PROGRESS) if code in special), special[0] if special else FAILED)
 
 
-def rank_variables(hosts: Sequence[_Host], port: int) -> Iterator[dict[str, str]]:
+def rank_variables(hosts: Sequence[PlacedWorker], port: int) -> Iterator[dict[str, str]]:
     """Yields what torch's own launcher would set for each actor, where an actor is a rank; ranks of a node adjoin."""
-    of_node = Counter(host.worker.node for host in hosts)
-    gpus = {node: [gpu for host in hosts if host.worker.node == node for gpu in host.worker.gpus] for node in of_node}
+    of_node = Counter(host.node for host in hosts)
+    gpus = {node: [gpu for host in hosts if host.node == node for gpu in host.gpus] for node in of_node}
     seen: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
-        node = host.worker.node
+        node = host.node
         yield {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(hosts)),
             "LOCAL_RANK": str(seen[node]),
             "LOCAL_WORLD_SIZE": str(of_node[node]),
-            "MASTER_ADDR": hosts[0].worker.address,
+            "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(port),
             **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {}),
         }
@@ -327,7 +295,6 @@ def _names(addresses: Sequence[str]) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Runs the launch of a folder until it has ended."""
     job = LaunchJob.read(folder)
     try:
         options = read_options(job)

@@ -31,7 +31,7 @@ from paceline import __version__
 from paceline.cluster.detect import detect_machine
 from paceline.comm.control.wire import SECRET
 from paceline.launch.job import LAUNCHED, LaunchJob
-from paceline.run.nodes import HOST
+from paceline.run.whereami import HOST
 from paceline.untrusted import parse_json_object, read_regular
 
 _MARK = ".launch-mark"
@@ -90,9 +90,11 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         "gpus": len(machine.gpus),
         "gpu_bytes": min(machine.gpu_memory_bytes, default=0.0),
         "memory_bytes": machine.memory_bytes,
-        "config": _content(order["config"]),
+        "config": "",
         "port": _free_port(order["address"], order["port"]),
     }
+    with contextlib.suppress(OSError):
+        found["config"] = read_regular(Path(order["config"]), _MOST_BYTES).decode("utf-8", "replace")
     folder, mark = Path(order["folder"]), str(order["mark"])
     try:
         if order["is_first"]:
@@ -112,14 +114,6 @@ def forget_mark(folder: Path) -> None:
         (folder / _MARK).unlink()
 
 
-def _content(path: str) -> str:
-    """Returns what a config has in it; empty where it cannot be read."""
-    try:
-        return read_regular(Path(path), _MOST_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
 def _free_port(address: str, asked: int) -> int | str:
     """Returns a port on which this host can listen at an address; else why it cannot."""
     if not address:
@@ -136,18 +130,15 @@ def _free_port(address: str, asked: int) -> int | str:
 
 
 def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
-    environment = {**os.environ, **order["environment"]}
-    system = ctypes.CDLL(None)
+    system, is_linux = ctypes.CDLL(None), sys.platform == "linux"
     process = subprocess.Popen(
         order["command"],
         cwd=order["workdir"],
-        env=environment,
+        env={**os.environ, **order["environment"]},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         # No other thread runs yet.
-        preexec_fn=(lambda: system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM)))
-        if sys.platform == "linux"
-        else None,
+        preexec_fn=(lambda: system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))) if is_linux else None,
     )
 
     def listen() -> None:

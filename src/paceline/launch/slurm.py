@@ -15,11 +15,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED, PREEMPTED
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, read_time, refuse_options
-from paceline.launch.target import TargetMachines
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, gpu_memory, read_time, refuse_options
 
 _ASK_S = 60.0
 _NOT_HERE = {
@@ -28,17 +26,7 @@ _NOT_HERE = {
 }
 _OWN = ("task", "save_s")  # settings that are not options of sbatch
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-)
+_ENDED = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED")
 _SILENT = ("Unable to contact slurm controller", "Unable to establish config", "Could not establish a configuration")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
 _CANCELLED = 143  # as ended by SIGTERM
@@ -80,20 +68,17 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the batch script."""
     _check_time(job)
     save_s, tasks = job.settings.get("save_s", "90"), max(1, job.gpus) if job.settings.get("task") == "gpu" else 1
     if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
         raise UsageError("--set save_s=SECONDS and --set task=node|gpu are what Slurm's script knows besides sbatch")
-    lines = [f"#SBATCH --{name}" for name in _options(job, tasks, save_s)]
     suffix = "-${SLURM_ARRAY_TASK_ID}" if job.tasks else ""
-    command = " ".join(_quoted(word) for word in job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))
     values = {
-        "options": "\n".join(lines),
+        "options": "\n".join(f"#SBATCH --{name}" for name in _options(job, tasks, save_s)),
         "launch": f"{LAUNCHED}={shlex.quote(job.name)}",
         "workdir": shlex.quote(job.workdir),
         "setup": "".join(f"{line}\n" for line in job.setup),
-        "command": command,
+        "command": " ".join(map(_quoted, job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))),
         "preempted": PREEMPTED,
         "by_signal": 128 + signal.SIGUSR1,
         "most": job.most_requeues,
@@ -104,7 +89,6 @@ def render(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> str:
-    """Submits the script. Raises LaunchError with what sbatch says."""
     script = Path(job.folder) / "script"
     script.write_text(render(job), encoding="utf-8")
     script.chmod(0o755)
@@ -117,13 +101,10 @@ def submit(job: LaunchJob) -> str:
 def state(job: LaunchJob) -> JobState:
     """Says where the job stands, by scontrol; a job that Slurm has forgotten has ended."""
     found = _slurm("scontrol", "show", "job", "--oneliner", job.id, is_needed=False)
-    if job.tasks:
-        return _array_state(found)
-    return _read_state(found, job.exit_code())
+    return _array_state(found) if job.tasks else _read_state(found, job.exit_code())
 
 
 def cancel(job: LaunchJob) -> None:
-    """Cancels the job: Slurm asks the run to leave, which saves, and ends it after its KillWait."""
     _slurm("scancel", job.id)
 
 
@@ -133,7 +114,7 @@ def _read_state(found: str, code: int | None) -> JobState:
         return JobState(kind="ended", words="ended; Slurm does not know it any more", code=code)
     name, why = kind[1], "" if reason is None or reason[1] == "None" else f" ({reason[1]})"
     nodes = re.search(r"\bNodeList=(\S+)", found)
-    if name in _ENDED:
+    if _ENDED.fullmatch(name):
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
             left = int(own[1]) if own else FAILED
@@ -159,26 +140,23 @@ def _array_state(found: str) -> JobState:
 
 
 def _options(job: LaunchJob, tasks: int, save_s: str) -> list[str]:
-    nodes = str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}"
-    log = f"{job.log}-%a" if job.tasks else str(job.log)
     options = {
         "job-name": job.run,
-        "nodes": nodes,
+        "nodes": str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}",
         "ntasks-per-node": str(tasks),
         "gpus-per-node": str(job.gpus) if job.gpus else None,
         "time": job.time,
         "partition": job.queue,
         "array": job.tasks,
-        "output": log,
+        "output": f"{job.log}-%a" if job.tasks else str(job.log),
         "open-mode": "append",
         "signal": f"B:USR1@{save_s}",
     }
     own = {name: value for name, value in job.settings.items() if name not in _OWN}
     wrong = [name for name in own if _OPTION.fullmatch(name) is None]
     if wrong or any(re.search(r"[\r\n]", value or "") for value in (*options.values(), *own.values())):
-        raise UsageError(
-            f"--set {', '.join(wrong) or 'with a line break'}\n  settings are long options of sbatch: --set qos=high"
-        )
+        what = ", ".join(wrong) or "with a line break"
+        raise UsageError(f"--set {what}\n  settings are long options of sbatch: --set qos=high")
     words = [name if value == "" else f"{name}={value}" for name, value in (options | own).items() if value is not None]
     return [*words, "requeue"]
 
@@ -194,12 +172,8 @@ def _gpus(gres: str) -> int:
 
 
 def _gpu_memory(gres: str) -> float | None:
-    """Returns the memory of a node's GPU, if the catalog knows the name that the site has given it."""
     found = re.search(r"gpu:([^:(,]+):\d+", gres)
-    try:
-        return None if found is None else float(load_cluster(f"1x {found[1]}").device.memory_bytes)
-    except UsageError:
-        return None
+    return None if found is None else gpu_memory(found[1])
 
 
 def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
@@ -214,20 +188,16 @@ def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
         done = subprocess.run([path, *words], capture_output=True, text=True, check=False, timeout=_ASK_S)
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{program} did not answer within {_ASK_S:g} s\n  is slurmctld running?") from error
+    said = done.stderr.strip() or f"exit code {done.returncode}"
+    if done.returncode and is_needed and any(sign in said for sign in _SILENT):
+        last = said.splitlines()[-1].rpartition("error: ")[2].strip()
+        raise LaunchError(
+            f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
+            "  run scontrol ping, and try again when the controller is up"
+        )
     if done.returncode and is_needed:
-        raise LaunchError(_explain(program, done.stderr.strip() or f"exit code {done.returncode}"))
+        raise LaunchError(f"{program}: {said}")
     return done.stdout
-
-
-def _explain(program: str, said: str) -> str:
-    """Returns what one of Slurm's commands says; one sentence where its controller does not answer."""
-    if not any(sign in said for sign in _SILENT):
-        return f"{program}: {said}"
-    last = said.splitlines()[-1].rpartition("error: ")[2].strip()
-    return (
-        f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
-        "  run scontrol ping, and try again when the controller is up"
-    )
 
 
 def _check_time(job: LaunchJob) -> None:

@@ -1,29 +1,40 @@
 """``--on ssh --hosts A,B``: one launcher on each of the listed hosts, through the user's own ssh.
 
 Every host is asked first, all at once: whether it answers, its versions, GPUs and memory, whether its config is the
-same and it sees the folder of the runs. The first host of the list has the server at which the others meet. A process
-in the background (``ssh_hosts.py``) holds the connections.
+same and it sees the folder of the runs. The first host of the list has the server at which the others meet.
+
+    python -m paceline.launch.ssh FOLDER
+
+This process in the background holds the connections until the run has ended. It has one launcher started on each host,
+prints what they print, and leaves with the code of the first host. With hosts to spare (``--nodes 2:4``), one that is
+lost or did not answer is tried again: it joins the run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shlex
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
+from paceline.health.exit_codes import FAILED
 from paceline.launch.background import cancel as cancel
 from paceline.launch.background import hold
 from paceline.launch.background import state as state
-from paceline.launch.job import LAUNCHED, LaunchJob, refuse_options, refuse_settings
-from paceline.launch.remote import forget_mark, look_order, start_command
-from paceline.launch.target import TargetMachines
+from paceline.launch.job import LAUNCHED, LaunchJob, TargetMachines, refuse_options, refuse_settings
+from paceline.launch.remote import forget_mark, give_order, look_order, run_order, start_command
+from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
 ANSWER_S = 10
@@ -35,7 +46,7 @@ _NOT_HERE = {
     "--max-requeues": "nothing queues the run again: it leaves with code 75",
 }
 _LOOK_S = 90.0
-_LONGEST_HOST, _SHOWN = 320, 40  # a user, and a name of the network
+_HOST, _SHOWN = r"[^- ][^ ]{0,319}|", 40  # a user, and a name of the network; no option of ssh
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
 
 
@@ -46,7 +57,6 @@ def ssh_command(job: LaunchJob, host: str) -> list[str]:
 
 
 def train_command(job: LaunchJob, address: str, port: int) -> list[str]:
-    """Returns what each host runs."""
     hosts = str(job.nodes) if job.least == job.nodes else f"{job.least}:{job.nodes}"
     return job.command("--nnodes", hosts, "--rdzv", f"{address}:{port}", "--node-ranks", str(job.ranks))
 
@@ -55,12 +65,8 @@ def machines(job: LaunchJob) -> TargetMachines:
     """Asks all hosts at once. Raises UsageError without hosts, and ConfigError with all that is wrong with them."""
     refuse_options(job, _NOT_HERE)
     refuse_settings(job, SETTINGS)
-    wrong = [
-        repr(host[:_SHOWN])
-        for host in job.hosts
-        if host.startswith("-") or not host.isprintable() or " " in host or len(host) > _LONGEST_HOST
-    ]
-    if len(job.hosts) < 1 or wrong:
+    wrong = [repr(host[:_SHOWN]) for host in job.hosts if re.fullmatch(_HOST, host) is None or not host.isprintable()]
+    if not job.hosts or wrong:
         raise UsageError(
             f"--on ssh with {'hosts ' + ', '.join(wrong[:3]) if wrong else 'no hosts'}\n"
             "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
@@ -102,50 +108,36 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
     for host, each in found.items():
         if isinstance(each, str):
             continue
-        if each["paceline"] != __version__:
-            yield _differs(host, "Paceline", each["paceline"], "this machine", __version__)
-        reference = found[first]
-        if isinstance(reference, dict) and each["torch"] != reference["torch"]:
-            yield _differs(host, "torch", each["torch"], f"host {first}", reference["torch"])
+        versions, reference = [("Paceline", "this machine", __version__)], found[first]
+        if isinstance(reference, dict):
+            versions.append(("torch", f"host {first}", reference["torch"]))
+        for name, other, wanted in versions:
+            if (own := each[name.lower()]) != wanted:
+                what = f"host {host} has {name} {own}, and {other} has {wanted}"
+                rule = "all hosts of a run have the same versions"
+                yield Problem(what=what, rule=rule, fix=f"install {name} {wanted} on {host}")
         if each["gpus"] < job.gpus:
             what = f"host {host} has {each['gpus']} GPUs, and --gpus-per-node is {job.gpus}"
-            yield Problem(
-                what=what, rule="every rank needs a GPU of its own", fix="leave the host out, or ask for fewer"
-            )
+            fix = "leave the host out, or ask for fewer"
+            yield Problem(what=what, rule="every rank needs a GPU of its own", fix=fix)
         if each["config"] != config:
             state = "does not have" if not each["config"] else "has another"
             fix = "keep the config and the runs in a folder that all hosts share"
             yield Problem(what=f"host {host} {state} {job.config}", rule="all hosts start the same run", fix=fix)
         if not each["sees"]:
-            yield Problem(
-                what=f"host {host} does not see {job.runs} of host {first}",
-                rule="all hosts write to one folder: each would save a part of every checkpoint",
-                fix="mount the same file system there, or set monitor.folder to one that all hosts have",
-            )
+            rule = "all hosts write to one folder: each would save a part of every checkpoint"
+            fix = "mount the same file system there, or set monitor.folder to one that all hosts have"
+            yield Problem(what=f"host {host} does not see {job.runs} of host {first}", rule=rule, fix=fix)
         if host == first and isinstance(each["port"], str):
             fix = "name a free port with --port, and an address of that host"
             yield Problem(what=f"host {host} cannot listen on {each['port']}", rule="the hosts meet there", fix=fix)
 
 
-def _differs(host: str, what: str, found: str, other: str, reference: str) -> Problem:
-    return Problem(
-        what=f"host {host} has {what} {found}, and {other} has {reference}",
-        rule="all hosts of a run have the same versions",
-        fix=f"install {what} {reference} on {host}",
-    )
-
-
 def _ask(job: LaunchJob, host: str, order: dict[str, Any]) -> dict[str, Any] | str:
     """Gives one order to a host; returns its answer, or why there is none."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": _LOOK_S}
     try:
-        done = subprocess.run(
-            ssh_command(job, host),
-            input=json.dumps(order) + "\n",
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_LOOK_S,
-        )
+        done = subprocess.run(ssh_command(job, host), input=json.dumps(order) + "\n", **options)
     except subprocess.TimeoutExpired:
         return f"did not answer within {_LOOK_S:g} s"
     except FileNotFoundError as error:
@@ -170,12 +162,83 @@ def _address(job: LaunchJob, host: str) -> str:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the command of every host."""
     address, port = _address(job, job.hosts[0]), job.port or 29400
     command = shlex.join(train_command(job, address, port))
     return "".join(f"{host}: cd {shlex.quote(job.workdir)} && {LAUNCHED}={job.name} {command}\n" for host in job.hosts)
 
 
 def submit(job: LaunchJob) -> str:
-    """Starts the process that holds the connections."""
-    return hold(job, "paceline.launch.ssh_hosts")
+    return hold(job, "paceline.launch.ssh")
+
+
+_AGAIN_S = 5.0
+_LATE_S = 60.0  # for the other hosts, when the first has ended
+_LOST = 255  # ssh's own
+
+
+@dataclass(slots=True, kw_only=True)
+class _Supervisor:
+    job: LaunchJob
+    command: list[str]
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> int:
+        """Runs all hosts; returns the code of the first."""
+        threads = [threading.Thread(target=self._keep, args=(host,), daemon=True) for host in self.job.hosts[1:]]
+        first = self._start(self.job.hosts[0])
+        for thread in threads:
+            thread.start()
+        code = self._follow(self.job.hosts[0], first)
+        self.is_over.set()
+        for thread in threads:
+            thread.join(_LATE_S)
+        self.signal(signal.SIGTERM)
+        return FAILED if code == _LOST else code
+
+    def signal(self, number: int) -> None:
+        for process in list(self.processes.values()):
+            give_order(process, {"do": "signal", "number": int(number)})
+
+    def _keep(self, host: str) -> None:
+        """Has a host take part; again and again, where the run goes on without it."""
+        while True:
+            code = self._follow(host, self._start(host))
+            if code in (0, 2) or self.job.least == self.job.nodes:
+                return
+            echo(f"{host}: left with exit code {code}; it is tried again in {_AGAIN_S:g} s", err=True)
+            if self.is_over.wait(_AGAIN_S):
+                return
+
+    def _start(self, host: str) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(ssh_command(self.job, host), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        self.processes[host] = process
+        give_order(process, run_order(self.job, self.command, self.secret, host))
+        return process
+
+    def _follow(self, host: str, process: subprocess.Popen[bytes]) -> int:
+        """Prints what a host prints, with its name before that of all but the first; returns its exit code."""
+        assert process.stdout is not None
+        prefix = "" if host == self.job.hosts[0] else f"{host}: "
+        for line in process.stdout:
+            echo(f"{prefix}{line.decode('utf-8', 'replace').rstrip()}")
+        return process.wait()
+
+
+def main(folder: Path) -> int:
+    job = LaunchJob.read(folder)
+    address, found = ask_hosts(job)
+    first = found[job.hosts[0]]
+    if isinstance(first, str) or isinstance(first["port"], str):
+        echo(f"host {job.hosts[0]}: {first if isinstance(first, str) else first['port']}", err=True)
+        return FAILED
+    supervisor = _Supervisor(job=job, command=train_command(job, address, int(first["port"])))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda number, _: supervisor.signal(number))
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

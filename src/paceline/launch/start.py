@@ -17,8 +17,7 @@ from pathlib import Path
 from paceline.cluster.detect import Machine
 from paceline.config import Config, check_hosts, load_config, with_precision
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
-from paceline.launch.job import LaunchJob, launches_folder, reserve
-from paceline.launch.target import Target, TargetMachines, find_target
+from paceline.launch.job import LaunchJob, Target, TargetMachines, find_target, launches_folder
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.run.folder import check_folder, is_taken
@@ -28,7 +27,6 @@ from paceline.search.expect import MemoryVerdict, needed
 from paceline.search.make_plan import make_plan
 from paceline.units import format_bytes
 
-_LAUNCH_S = "-start-"
 _CPU_RANKS = 2
 
 
@@ -41,10 +39,9 @@ def prepare(
     checks_memory: bool = True,
     is_dry: bool = False,
 ) -> tuple[Target, LaunchJob, tuple[str, ...]]:
-    """Makes the job of ``asked``, which has the target and how much of it; refuses one that cannot run there.
+    """Makes the job of ``asked``, and lines that tell what was decided; refuses one that cannot run. Writes nothing.
 
-    Returns also lines that tell what was decided. Nothing is written. Raises UsageError, ConfigError, RunFolderError or
-    LaunchError for what is wrong with it.
+    Raises UsageError, ConfigError, RunFolderError or LaunchError for what is wrong with it.
     """
     target = find_target(asked.target)
     array = [word for word in overrides if "{task}" in word]
@@ -79,9 +76,12 @@ def prepare(
 
 def start(target: Target, job: LaunchJob) -> LaunchJob:
     """Reserves a name for the launch, submits the job, and writes down where it is."""
-    runs = job.runs
-    names = itertools.chain([job.run], (f"{job.run}{_LAUNCH_S}{number}" for number in itertools.count(2)))
-    folder = next(found for name in names if (found := reserve(runs, name)) is not None)
+    home = launches_folder(job.runs)
+    home.mkdir(parents=True, exist_ok=True)
+    for folder in itertools.chain([home / job.run], (home / f"{job.run}-start-{each}" for each in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
     job = replace(job, name=folder.name, folder=str(folder))
     try:
         job = replace(job, id=target.submit(job))
@@ -89,7 +89,7 @@ def start(target: Target, job: LaunchJob) -> LaunchJob:
         for path in folder.iterdir():
             path.unlink()
         with contextlib.suppress(OSError):  # until one that has something in it
-            for path in (folder, folder.parent, runs):
+            for path in (folder, home, home.parent):
                 path.rmdir()
         raise
     job.write()
@@ -97,25 +97,19 @@ def start(target: Target, job: LaunchJob) -> LaunchJob:
 
 
 def _free_run(config: Config, *, resumes: bool) -> str:
-    """Returns the name of the run: a new one, or with ``resumes`` the newest of this name.
-
-    Every start of a job continues the run, so that the name may not be another run's, nor one that a job will have.
-    """
-    if resumes:
-        runs = runs_of(config)
-        if not runs:
-            raise UsageError(f"--resume, and there is no run in {run_folder(config)}\n  leave it out for a new run")
-        return runs[0].name
+    """Returns a name that no run has and no job will have; with ``resumes`` that of the newest run of this name."""
     first = run_folder(config)
+    if resumes:
+        if not (runs := runs_of(config)):
+            raise UsageError(f"--resume, and there is no run in {first}\n  leave it out for a new run")
+        return runs[0].name
     names = itertools.chain([first.name], (f"{first.name}-{number}" for number in itertools.count(2)))
     launches = launches_folder(first.parent)
-    return next(
-        name
-        for name in names
-        if not is_taken(first.with_name(name))
-        and not (launches / name).exists()
-        and not runs_of(config.model_copy(update={"name": name}))
-    )
+    for name in names:
+        is_used = is_taken(first.with_name(name)) or (launches / name).exists()
+        if not is_used and not runs_of(config.model_copy(update={"name": name})):
+            return name
+    raise AssertionError("unreachable")
 
 
 def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
@@ -125,28 +119,21 @@ def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
         each = each or asked // nodes
         if each * nodes != asked:
             given = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" with {gpus} GPUs each" if gpus else "")
-            problem = Problem(
-                what=f"parallel.ranks = {asked} on {given}",
-                rule="every node has as many ranks as the others, and a rank a GPU of its own",
-                fix=f"set parallel.ranks = auto, or {max(1, each) * nodes}",
-            )
+            rule = "every node has as many ranks as the others, and a rank a GPU of its own"
+            fix = f"set parallel.ranks = auto, or {max(1, each) * nodes}"
+            problem = Problem(what=f"parallel.ranks = {asked} on {given}", rule=rule, fix=fix)
             raise ConfigError([problem], source="launch")
     return each or _CPU_RANKS
 
 
 def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Makes the plan for the target's machines; returns overrides of the config that say so, and lines that tell it.
-
-    Raises ConfigError or UsageError for a run that cannot be there.
-    """
+    """Makes the plan for the target's machines: overrides of the config, and lines. Raises ConfigError, UsageError."""
     each, nodes, device = job.ranks, job.nodes, "cuda" if job.gpus else "cpu"
     if config.parallel.device not in ("auto", device):
-        problem = Problem(
-            what=f"parallel.device = {config.parallel.device}, and --gpus-per-node is {job.gpus}",
-            rule="ranks on GPUs need as many of them on each node; ranks on CPUs need none",
-            fix="give --gpus-per-node" if device == "cpu" else "leave --gpus-per-node out",
-        )
-        raise ConfigError([problem], source="launch")
+        what = f"parallel.device = {config.parallel.device}, and --gpus-per-node is {job.gpus}"
+        rule = "ranks on GPUs need as many of them on each node; ranks on CPUs need none"
+        fix = "give --gpus-per-node" if device == "cpu" else "leave --gpus-per-node out"
+        raise ConfigError([Problem(what=what, rule=rule, fix=fix)], source="launch")
     if config.comm.backend == "virtual":
         raise UsageError("comm.backend = virtual\n  virtual ranks take turns in one process\n  use paceline train")
     ranks = each * nodes
@@ -154,9 +141,9 @@ def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tu
     if found := check_hosts(spread, each, range(job.least, nodes + 1)):
         raise ConfigError(found, source="launch")
     chosen, memory = _with_memory(spread, machines, each)
-    what = f"{ranks} rank{'s' if ranks > 1 else ''} on {'GPUs' if job.gpus else 'CPUs'}"
-    what += f", {each} on each of {nodes} nodes" if nodes > 1 else ""
-    what += f": {chosen.parallel.strategy}"
+    spans = f", {each} on each of {nodes} nodes" if nodes > 1 else ""
+    kind = "GPUs" if job.gpus else "CPUs"
+    what = f"{ranks} rank{'s' if ranks > 1 else ''} on {kind}{spans}: {chosen.parallel.strategy}"
     if "auto" not in (chosen.parallel.strategy, chosen.train.microbatch):
         plan = make_plan(chosen, RunMachine(device=device, ranks=ranks, node_ranks=each))
         what += f", microbatch {plan.layout.microbatch}"
@@ -164,16 +151,16 @@ def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tu
 
 
 def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[Config, str]:
-    """Returns the config with the strategy that fits, where it is left open, and what is known of memory.
-
-    Raises where nothing fits.
-    """
+    """Returns the config with a strategy that fits, and what is known of memory. Raises where nothing fits."""
     device, host, is_open = config.parallel.device, machines.host_bytes, config.parallel.strategy == "auto"
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:
-        of_rank, ranks = has if device == "cuda" else has / each, config.parallel.decided_ranks
         there = RunMachine(
-            device=device, device_bytes=int(of_rank), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each
+            device=device,
+            device_bytes=int(has if device == "cuda" else has / each),
+            host_bytes=int(host or 2**60),
+            ranks=config.parallel.decided_ranks,
+            node_ranks=each,
         )
         model = describe_model(config, device)
         known = Machine(processor="", cores=each, memory_bytes=float(there.host_bytes))

@@ -3,10 +3,9 @@
     speed-up     rate / (rate of the run with the fewest ranks / its ranks)
     efficiency   speed-up / ranks: 1 where every rank brings as much as a rank of that run
 
-Both say something where ranks are what differs: the model is the same, and so is the global batch (strong scaling) or
-the batch of a rank (weak scaling). Larger batches alone make a device faster, whatever the ranks do.
-
-The rate is that of the summary: samples a second of all ranks, in the median step.
+The rate is samples a second of all ranks, in the median step. Both say something where ranks are what differs: the
+model is the same, and so is the global batch (strong scaling) or the batch of a rank (weak scaling). Larger batches
+alone make a device faster, whatever the ranks do.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from rich.text import Text
 
 from paceline.errors import UsageError
 from paceline.records.console import format_loss
-from paceline.records.gains import settings_of
+from paceline.records.limits import settings_of
 from paceline.records.records import RunRecord, strict_json
-from paceline.records.tables import new_table
+from paceline.records.report import new_table
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ _UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
-    """A run among those of one strategy: ``ideal`` is the speed-up of ranks that never wait, which is their number.
-
-    ``scaling`` is what it has in common with the first: strong, or weak.
-    """
+    """A run among those of one strategy: ``ideal`` is its ranks; ``scaling``, strong or weak, is against the first."""
 
     name: str
     strategy: str
@@ -51,43 +47,32 @@ class ScalingPoint:
 
 
 def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -> str:
-    """Says how a run scales one on at most as many ranks: ``strong`` or ``weak``. Raises UsageError if it does not.
-
-    Takes the first records of two runs, or their summaries.
-    """
-    shared, batch = (run.global_batch, base.global_batch), (run.world_size, base.world_size)
-    is_strong, is_weak = shared[0] == shared[1], shared[0] * batch[1] == shared[1] * batch[0]
-    peaks = [f"{each.peak_flops:.3g} FLOP/s" for each in (run, base) if each.peak_flops is not None]
+    """Says how a run scales one on at most as many ranks: ``strong`` or ``weak``. Raises UsageError if it does not."""
     pairs = {
-        "parameters": (f"{run.num_parameters:,}", f"{base.num_parameters:,}"),
-        "compute": (run.compute, base.compute) if run.compute and base.compute else ("", ""),
-        "device peak": (peaks[0], peaks[-1]) if len(peaks) == 2 else ("", ""),
-        "ranks": (
-            "simulated" if run.backend == "virtual" else "real",
-            "simulated" if base.backend == "virtual" else "real",
-        ),
+        "parameters": [f"{each.num_parameters:,}" for each in (run, base)],
+        "compute": [each.compute for each in (run, base) if each.compute],
+        "device peak": [f"{each.peak_flops:.3g} FLOP/s" for each in (run, base) if each.peak_flops is not None],
+        "ranks": ["simulated" if each.backend == "virtual" else "real" for each in (run, base)],
     }
-    others = [f"{name}: {ours} against {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    others = [f"{name}: {both[0]} against {both[1]}" for name, both in pairs.items() if len(set(both)) > 1]
+    ours, theirs = run.global_batch, base.global_batch
+    weak = theirs / base.world_size * run.world_size
     if run.world_size < base.world_size:
-        others.append(f"ranks: {batch[0]} against {batch[1]}, which are more")
-    elif not is_strong and not is_weak:
-        others.append(f"global batch: {shared[0]} on {batch[0]} ranks against {shared[1]} on {batch[1]}")
+        others.append(f"ranks: {run.world_size} against {base.world_size}, which are more")
+    elif ours != theirs and ours * base.world_size != theirs * run.world_size:
+        others.append(f"global batch: {ours} on {run.world_size} ranks against {theirs} on {base.world_size}")
     if others:
-        weak = f"{base.global_batch / base.world_size * run.world_size:g}"
         raise UsageError(
             f"these runs differ in more than their ranks: {'; '.join(others)}\n"
             "  speed-up compares one model on one kind of device, with the same global batch or the same batch of a "
-            f"rank\n  run it once more on fewer ranks with train.global_batch={shared[0]}, or this one with "
-            f"train.global_batch={shared[1]} or {weak}"
+            f"rank\n  run it once more on fewer ranks with train.global_batch={ours}, or this one with "
+            f"train.global_batch={theirs} or {weak:g}"
         )
-    return "strong" if is_strong else "weak"
+    return "strong" if ours == theirs else "weak"
 
 
 def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
-    """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs.
-
-    Each run, in the order of their ranks, is put to the first that it scales, or begins a row of its own.
-    """
+    """Puts each run of a strategy, by its ranks, to the first that it scales; nothing where no two are such runs."""
     found: list[ScalingPoint] = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
         rows: list[list[tuple[RunSummary, str]]] = []
@@ -100,23 +85,22 @@ def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
             else:
                 rows.append([(run, "")])
         for row in rows:
-            if any(run.world_size != row[0][0].world_size for run, _ in row):
-                found += [_point(run, row[0][0], scaling) for run, scaling in row]
+            base = row[0][0]
+            if any(run.world_size != base.world_size for run, _ in row):
+                found += [
+                    ScalingPoint(
+                        name=run.name,
+                        strategy=strategy,
+                        ranks=run.world_size,
+                        samples_per_s=(rate := run.samples_per_s or 0.0),
+                        ideal=float(run.world_size),
+                        speed_up=(speed_up := rate / ((base.samples_per_s or 0.0) / base.world_size)),
+                        efficiency=speed_up / run.world_size,
+                        scaling=scaling,
+                    )
+                    for run, scaling in row
+                ]
     return tuple(found)
-
-
-def _point(run: RunSummary, base: RunSummary, scaling: str) -> ScalingPoint:
-    rate, alone = run.samples_per_s or 0.0, (base.samples_per_s or 0.0) / base.world_size
-    return ScalingPoint(
-        name=run.name,
-        strategy=run.strategy,
-        ranks=run.world_size,
-        samples_per_s=rate,
-        ideal=float(run.world_size),
-        speed_up=rate / alone,
-        efficiency=rate / alone / run.world_size,
-        scaling=scaling,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,22 +138,18 @@ class Comparison:
     limited: tuple[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns values of strict JSON."""
         return dict(strict_json(asdict(self)))
 
 
 def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
     """Sets two runs side by side. Reads their configs; a run without one has no keys to compare."""
     first, second = (settings_of(run.folder)[1] for run in (before, after))
-    changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+    keys = [key for key in dict.fromkeys([*first, *second]) if key not in _UNIMPORTANT]
+    pairs = [(key, first.get(key), second.get(key)) for key in keys]
     return Comparison(
         before=before.name,
         after=after.name,
-        config=tuple(
-            ConfigChange(key=key, before=first.get(key), after=second.get(key))
-            for key in changed
-            if key not in _UNIMPORTANT
-        ),
+        config=tuple(ConfigChange(key=key, before=old, after=new) for key, old, new in pairs if old != new),
         figures=tuple(_figures(before, after)),
         limited=(before.limits.sentence, after.limits.sentence),
     )
@@ -199,38 +179,29 @@ def _figure(name: str, before: float, after: float, *, higher_is_better: bool) -
 
 def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
     """Draws how speed grows with ranks; nothing without points."""
-    if not points:
-        return []
     table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency", "")
     for point in points:
-        table.add_row(
-            *(point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}"),
-            *(f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %"),
-            point.scaling,
-        )
-    return [table]
+        run = (point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}")
+        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %")
+        table.add_row(*run, *speed, point.scaling)
+    return [table] if points else []
 
 
 def draw_comparison(found: Comparison) -> RenderableType:
     """Draws what changed, with a mark at each figure that did: better or worse."""
-    parts: list[RenderableType] = []
     figures = new_table(f"{found.before} -> {found.after}", "figure", found.before, found.after, "change", "")
     for each in found.figures:
         change = "" if each.ratio is None or each.mark == "same" else f"{100 * (each.ratio - 1):+.1f} %"
         style = {"better": "green", "worse": "red"}.get(each.mark, "dim")
         shown = (_shown(each.name, each.before), _shown(each.name, each.after))
         figures.add_row(each.name.replace("_", " "), *shown, change, Text(each.mark, style=style))
-    parts.append(figures)
-    for name, sentence in zip((found.before, found.after), found.limited, strict=True):
-        parts.append(Text(f"{name}: {sentence}"))
-    if found.config:
-        keys = new_table("keys of the config that changed", "key", found.before, found.after)
-        for key in found.config:
-            keys.add_row(key.key, *(Text("-" if value is None else str(value)) for value in (key.before, key.after)))
-        parts += [Text(), keys]
-    else:
-        parts.append(Text("no key of the config changed", style="dim"))
-    return Group(*parts)
+    limits = [Text(f"{name}: {why}") for name, why in zip((found.before, found.after), found.limited, strict=True)]
+    if not found.config:
+        return Group(figures, *limits, Text("no key of the config changed", style="dim"))
+    keys = new_table("keys of the config that changed", "key", found.before, found.after)
+    for key in found.config:
+        keys.add_row(key.key, *(Text("-" if value is None else str(value)) for value in (key.before, key.after)))
+    return Group(figures, *limits, Text(), keys)
 
 
 def _shown(name: str, value: float) -> str:

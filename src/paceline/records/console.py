@@ -1,11 +1,8 @@
 """A run on the console: a live bar on a terminal and in a notebook, a line now and then elsewhere.
 
-``ProgressView`` is fed the records of one rank, normally rank 0: by the training loop, as a sink, or by a launcher in
-another process that follows the rank's file. What it shows for all ranks comes from ``position``, which counts the
-samples of all of them.
-
-It has no thread of its own and draws while a record is written, a few times a second at most; the records in between
-only update numbers.
+``ProgressView`` is fed the records of one rank, normally rank 0, by the training loop or by a launcher that follows its
+file. What it shows for all ranks comes from ``position``, which counts the samples of all of them. It has no
+thread of its own and draws while a record is written, a few times a second at most.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import IO, Any, cast
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.notebook import cell_display, show_bar
@@ -36,12 +33,10 @@ _END_STYLES = {"done": "green", "failed": "bold red", "stopped": "yellow"}
 
 
 class ProgressView:
-    """Shows a run as its records arrive.
+    """Shows a run as its records arrive: a bar with a line per evaluation and event, on a terminal and in a notebook.
 
-    On a terminal: a bar that stays at the bottom, with a line above it per evaluation and event. In a notebook: a bar
-    in the cell, with these lines below it. Elsewhere: plain lines, one update every ``plain_every_s`` seconds at most.
-    Several threads may write. A reader that went away (a closed pipe, a lost terminal) makes the view silent and never
-    stops the run.
+    Elsewhere plain lines, one update every ``plain_every_s`` seconds at most. Several threads may write. A reader that
+    went away (a closed pipe, a lost terminal) makes the view silent and never stops the run.
     """
 
     def __init__(
@@ -52,12 +47,10 @@ class ProgressView:
         self._lines: deque[str] = deque(maxlen=_CELL_LINES)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and self._cell is None
         self._every_s = _DRAW_EVERY_S if self._is_live or self._cell is not None else plain_every_s
-        self._clock = clock
-        self._lock = RLock()
+        self._clock, self._lock = clock, RLock()
         self._progress = _RunProgress()
         self._live: Live | None = None
-        self._shown_at = clock()
-        self._shown_step = 0
+        self._shown_at, self._shown_step = clock(), 0
         # Rich leaves the process when a pipe breaks, so errors of the stream must not reach it.
         self._stream = self._console.file
         self._console.file = cast("IO[str]", _LastingStream(self._stream))
@@ -86,26 +79,22 @@ class ProgressView:
                 if self._clock() - self._shown_at >= self._every_s:
                     self._show_step()
             case RunRecord():
-                self._start(record)
-            case EvalRecord():
-                self._print(_eval_line(record))
+                self._stop_live()  # of an attempt that was cut off
+                self._print(_line_of(record))
+                self._shown_step, self._shown_at = 0, self._clock()
+                if self._is_live:
+                    options: dict[str, Any] = {"auto_refresh": False, "transient": True}
+                    self._live = Live(console=self._console, get_renderable=self._progress.render, **options)
+                    self._live.start(refresh=True)
             case EventRecord(name="first_step" | "histogram" | "clock"):
                 pass  # of the report, TensorBoard and the page
-            case EventRecord():
-                self._print(_event_line(record))
+            case EvalRecord() | EventRecord():
+                self._print(_line_of(record))
             case EndRecord():
-                self._finish(record)
-
-    def _start(self, run: RunRecord) -> None:
-        self._stop_live()  # of an attempt that was cut off
-        self._print(_run_line(run))
-        self._shown_step = 0
-        self._shown_at = self._clock()
-        if self._is_live:
-            self._live = Live(
-                console=self._console, get_renderable=self._progress.render, auto_refresh=False, transient=True
-            )
-            self._live.start(refresh=True)
+                if not self._is_live:
+                    self._show_step()
+                self._stop_live()
+                self._print(_line_of(record))
 
     def _show_step(self) -> None:
         self._shown_at = self._clock()
@@ -116,12 +105,6 @@ class ProgressView:
         elif not self._is_live and self._progress.step > self._shown_step:
             self._shown_step = self._progress.step
             self._print(self._progress.line())
-
-    def _finish(self, end: EndRecord) -> None:
-        if not self._is_live:
-            self._show_step()
-        self._stop_live()
-        self._print(_end_line(end))
 
     def _stop_live(self) -> None:
         if self._live is not None:
@@ -159,11 +142,8 @@ class _RunProgress:
     """What is known of the run so far, smoothed over the last steps."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = self._total_steps = 0
         self._run: RunRecord | None = None
-        self._total_steps = 0
-        self._global_batch = 0
-        self._epoch = 0.0
         self._loss: float | None = None
         self._evaluation: EvalRecord | None = None
         self._window: deque[StepRecord] = deque(maxlen=_WINDOW_STEPS + 1)
@@ -171,12 +151,10 @@ class _RunProgress:
     def take(self, record: Record) -> None:
         match record:
             case RunRecord():
-                self._run = record
-                self._total_steps = record.total_steps
-                self._global_batch = record.global_batch
+                self._run, self._total_steps = record, record.total_steps
                 self._window.clear()
             case StepRecord():
-                self.step, self._epoch = record.step, record.epoch
+                self.step = record.step
                 self._loss = self._loss if record.loss is None else record.loss
                 self._window.append(record)
             case EvalRecord():
@@ -187,23 +165,10 @@ class _RunProgress:
         """How much of the run is done."""
         return self.step / self._total_steps if self._total_steps else 0.0
 
-    def step_seconds(self) -> float | None:
-        """Returns the mean time of the recent steps.
-
-        The oldest record in the window only marks where it begins. So the first step of a run, which pays for
-        start-up, counts only while it is the only one.
-        """
+    def _step_seconds(self) -> float | None:
+        """Returns the mean time of the recent steps; the first, which pays for start-up, counts only while alone."""
         timed = list(self._window)[1:] or list(self._window)
         return sum(record.step_s for record in timed) / len(timed) if timed else None
-
-    def samples_per_second(self) -> float | None:
-        """Returns the rate of all ranks over the recent steps."""
-        seconds = self.step_seconds()
-        if not seconds:
-            return None
-        first, last = self._window[0], self._window[-1]
-        num_steps = last.step - first.step
-        return (last.position - first.position) / num_steps / seconds if num_steps > 0 else self._global_batch / seconds
 
     def line(self) -> Text:
         """Returns one plain line for a log."""
@@ -212,19 +177,14 @@ class _RunProgress:
 
     def render(self) -> RenderableType:
         """Returns two lines for a terminal: how far, and how it goes."""
-        how_far = Table.grid(padding=(0, 3, 0, 0), expand=True)
-        how_far.add_column(ratio=1)
-        how_far.add_column(no_wrap=True)
-        how_far.add_column(no_wrap=True, style="dim")
-        how_far.add_row(
-            ProgressBar(total=max(1, self._total_steps), completed=self.step),
-            f"step {self.step}/{self._total_steps}",
-            self._left(),
-        )
+        columns = (Column(ratio=1), Column(no_wrap=True), Column(no_wrap=True, style="dim"))
+        how_far = Table.grid(*columns, padding=(0, 3, 0, 0), expand=True)
+        bar = ProgressBar(total=max(1, self._total_steps), completed=self.step)
+        how_far.add_row(bar, f"step {self.step}/{self._total_steps}", self._left())
         return Group(how_far, Text(_GAP.join(self._numbers()), no_wrap=True, overflow="ellipsis"))
 
     def _left(self) -> str:
-        seconds = self.step_seconds()
+        seconds = self._step_seconds()
         if seconds is None:
             return "waiting for the first step"
         if len(self._window) == 1 or self.step >= self._total_steps:  # nothing to guess from, or nothing left
@@ -234,25 +194,26 @@ class _RunProgress:
         return f"{format_seconds(left) if left >= 60 else f'{left:.0f} s'} left"
 
     def _numbers(self) -> list[str]:
-        rate = self.samples_per_second()
-        if rate is None:
+        """Returns how it goes: the rate is of all ranks over the recent steps, in what the run counts."""
+        seconds, run = self._step_seconds(), self._run
+        if not seconds:
             return []
-        numbers = [f"epoch {self._epoch:.2f}", f"loss {format_loss(self._loss)}", *_format_speed(rate, self._run)]
+        first, last = self._window[0], self._window[-1]
+        samples = 0.0 if run is None else run.global_batch
+        if last.step > first.step:
+            samples = (last.position - first.position) / (last.step - first.step)
+        rate = samples / seconds * (1.0 if run is None else run.units_per_sample)
+        unit = "samples" if run is None else run.unit
+        numbers = [f"epoch {last.epoch:.2f}", f"loss {format_loss(self._loss)}"]
+        numbers.append(f"{format_count(round(rate) if rate >= 10 else rate)} {unit}/s")
+        if run is not None and run.flops_per_sample:
+            flops = samples / seconds * run.flops_per_sample
+            numbers.append(format_flops(flops))
+            if run.peak_flops:
+                numbers.append(f"MFU {format_percent(flops / run.peak_flops / run.world_size)}")
         if self._evaluation is not None and self._evaluation.accuracy is not None:
             numbers.append(f"accuracy {format_percent(self._evaluation.accuracy)}")
         return numbers
-
-
-def _format_speed(samples_per_s: float, run: RunRecord | None) -> list[str]:
-    """Writes the rate of all ranks in what the run counts, and how good that is, as far as it is known."""
-    rate = samples_per_s * (1.0 if run is None else run.units_per_sample)
-    told = [f"{format_count(round(rate) if rate >= 10 else rate)} {'samples' if run is None else run.unit}/s"]
-    if run is not None and run.flops_per_sample:
-        flops = samples_per_s * run.flops_per_sample
-        told.append(format_flops(flops))
-        if run.peak_flops:
-            told.append(f"MFU {format_percent(flops / run.peak_flops / run.world_size)}")
-    return told
 
 
 class _LastingStream:
@@ -289,35 +250,27 @@ def parameters_text(count: int, num_trained: int | None) -> str:
     return f"{format_count(count)} parameters{rest}"
 
 
-def _run_line(run: RunRecord) -> Text:
-    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
-    return Text(
-        f"{run.strategy} on {ranks} ({run.backend}, {run.device.partition(':')[0]})"
-        f"{_GAP}{parameters_text(run.num_parameters, run.num_trained)}{_GAP}global batch {run.global_batch}"
-        f"{_GAP}{run.total_steps} steps",
-        style="dim",
-    )
-
-
-def _eval_line(evaluation: EvalRecord) -> Text:
-    parts = [f"step {evaluation.step}", "evaluation", f"loss {format_loss(evaluation.loss)}"]
-    if evaluation.accuracy is not None:
-        parts.append(f"accuracy {format_percent(evaluation.accuracy)}")
-    parts += [f"{name} {format_loss(value)}" for name, value in evaluation.metrics.items()]
-    line = Text(_GAP.join(parts))
-    cost = f"{_GAP}{evaluation.samples} samples in {format_seconds(evaluation.seconds)}"
-    return line.append(cost, style="dim")
-
-
-def _event_line(event: EventRecord) -> Text:
-    text = event_text(event)
-    if event.name == "straggler" or "note" in event.detail:
-        return Text(f"step {event.step}{_GAP}{text}", style="yellow" if event.name == "straggler" else "")
-    return Text(f"step {event.step}{_GAP}{event_name(event.name)}").append(f"{_GAP}{text}", style="dim")
-
-
-def _end_line(end: EndRecord) -> Text:
-    first_line = end.message.partition("\n")[0]  # the rest, such as a traceback, is in the log
-    line = Text().append(end.status, style=_END_STYLES.get(end.status, ""))
-    line.append(f"{_GAP}step {end.step}{_GAP}{format_seconds(end.seconds)}")
-    return line.append(f"{_GAP}{first_line}" if first_line else "")
+def _line_of(record: RunRecord | EvalRecord | EventRecord | EndRecord) -> Text:
+    match record:
+        case RunRecord():
+            ranks = "1 rank" if record.world_size == 1 else f"{record.world_size} ranks"
+            where = f"{record.strategy} on {ranks} ({record.backend}, {record.device.partition(':')[0]})"
+            size = parameters_text(record.num_parameters, record.num_trained)
+            parts = (where, size, f"global batch {record.global_batch}", f"{record.total_steps} steps")
+            return Text(_GAP.join(parts), style="dim")
+        case EvalRecord():
+            told = [f"step {record.step}", "evaluation", f"loss {format_loss(record.loss)}"]
+            told += [f"accuracy {format_percent(record.accuracy)}"] if record.accuracy is not None else []
+            told += [f"{name} {format_loss(value)}" for name, value in record.metrics.items()]
+            cost = f"{_GAP}{record.samples} samples in {format_seconds(record.seconds)}"
+            return Text(_GAP.join(told)).append(cost, style="dim")
+        case EventRecord():
+            text = event_text(record)
+            if record.name == "straggler" or "note" in record.detail:
+                return Text(f"step {record.step}{_GAP}{text}", style="yellow" if record.name == "straggler" else "")
+            return Text(f"step {record.step}{_GAP}{event_name(record.name)}").append(f"{_GAP}{text}", style="dim")
+        case EndRecord():
+            first_line = record.message.partition("\n")[0]  # the rest, such as a traceback, is in the log
+            line = Text().append(record.status, style=_END_STYLES.get(record.status, ""))
+            line.append(f"{_GAP}step {record.step}{_GAP}{format_seconds(record.seconds)}")
+            return line.append(f"{_GAP}{first_line}" if first_line else "")

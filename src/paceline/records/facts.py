@@ -1,10 +1,8 @@
-"""What a run is judged by: see limits.py and gains.py. What its records do not say comes from its plan and the catalog.
+"""What a run is judged by in limits.py. What its records do not say comes from its plan and the catalog.
 
 Of what the ranks sent one another, by collective and group, the rank counts that waited least: the others waited for it
 as well. Without records of operations, what a step sends follows from the strategy (``plan/layout.py``) and the
-parameters, in fp32.
-
-How much of a run's time became training that counts, and what restarts cost:
+parameters, in fp32. How much of a run's time became training that counts, and what restarts cost:
 
     useful    the steps that the final state is made of
     repeated  steps that were made again, because a restart or a roll-back went back to a checkpoint
@@ -17,9 +15,11 @@ A run that ended or was stopped, and was continued later, lost nothing in betwee
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from paceline.health.straggler import Straggler, find_straggler
 from paceline.plan.layout import SHARING
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt, RunRecords, StepTable, final_steps
-from paceline.untrusted import parse_json, read_regular
+from paceline.untrusted import parse_json_object, read_regular
 
 _MOST_RANKS = 2**16  # records that name more were not written by a run
 _BUCKET_BYTES = 25 * 2**20
@@ -63,7 +63,6 @@ class Goodput:
         return (self.repeated_s + self.down_s) / total if total > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values, with the shares."""
         return asdict(self) | {"share": self.share, "lost_share": self.lost_share}
 
 
@@ -95,16 +94,12 @@ def find_goodput(attempts: Sequence[RankAttempt]) -> Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """What is known of a run's memory: the peak of the rank that holds most, and what its device has.
-
-    ``cuts`` are the microbatches that ranks went on with after memory ran out, by step; ``by_category`` is the plan's
-    estimate.
-    """
+    """What is known of a run's memory: the peak of the rank that holds most, and what its device has."""
 
     peak_bytes: int = 0
     capacity_bytes: int | None = None
-    cuts: Mapping[int, int] = field(default_factory=dict)
-    by_category: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[int, int] = field(default_factory=dict)  # microbatches after memory ran out, by step
+    by_category: Mapping[str, int] = field(default_factory=dict)  # the plan's estimate
 
     @property
     def filled(self) -> float:
@@ -128,9 +123,8 @@ class RunFacts:
     @classmethod
     def of(cls, records: RunRecords) -> RunFacts:
         """Returns what the records alone say."""
-        steps = records.steps
-        straggler, goodput = find_straggler(steps.rows), find_goodput(records.lead)
-        return cls(run=records.run, steps=steps, goodput=goodput, straggler=straggler)
+        late, goodput = find_straggler(records.steps.rows), find_goodput(records.lead)
+        return cls(run=records.run, steps=records.steps, goodput=goodput, straggler=late)
 
     @property
     def is_inside_a_host(self) -> bool:
@@ -160,17 +154,12 @@ def _memory(folder: Path, records: RunRecords) -> MemoryUse:
     if run.device != "cpu":
         with contextlib.suppress(UsageError):  # a device that the catalog does not have
             capacity = int(Catalog().device(run.device).memory_bytes)
-    cuts = {
-        event.step: event.detail["microbatch"]
-        for attempt in records.lead
-        for event in attempt.events
-        if event.name == "microbatch" and isinstance(event.detail.get("microbatch"), int)
-    }
+    found = [event for attempt in records.lead for event in attempt.events if event.name == "microbatch"]
+    cuts = {event.step: size for event in found if isinstance(size := event.detail.get("microbatch"), int)}
     try:
-        plan: Any = parse_json(read_regular(folder / "plan.json"))
+        planned = parse_json_object(read_regular(folder / "plan.json")).get("memory")
     except (OSError, ValueError):  # there is no plan that can be read
-        plan = {}
-    planned = plan.get("memory") if isinstance(plan, dict) else None
+        planned = None
     known = planned.items() if isinstance(planned, dict) else ()
     sizes = {str(name): size for name, size in known if name != "device_bytes" and isinstance(size, int) and size > 0}
     peak = records.steps.totals().memory_bytes
@@ -179,26 +168,23 @@ def _memory(folder: Path, records: RunRecords) -> MemoryUse:
 
 def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRecord, ...]:
     """Adds up what ranks recorded of their operations, most bytes first; nothing where no rank recorded any."""
-    found: dict[tuple[str, str, int], list[CommRecord]] = {}
+    found: defaultdict[tuple[str, str, int], list[CommRecord]] = defaultdict(list)
     for own in attempts.values():
-        sums: dict[tuple[str, str, int], CommRecord] = {}
+        by_key: defaultdict[tuple[str, str, int], list[CommRecord]] = defaultdict(list)
         for each in (record for attempt in own for record in attempt.records if isinstance(record, CommRecord)):
-            key = each.kind, each.group, each.ranks
-            sums[key] = sums[key].with_more(each) if key in sums else each
-        for key, row in sums.items():
-            found.setdefault(key, []).append(row)
+            by_key[each.kind, each.group, each.ranks].append(each)
+        for key, some in by_key.items():
+            calls, size, seconds = (sum(map(attrgetter(name), some)) for name in ("calls", "bytes", "seconds"))
+            found[key].append(replace(some[-1], calls=calls, bytes=size, seconds=seconds))
     rows = [min(own, key=lambda row: row.seconds / max(row.bytes, 1)) for own in found.values()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.group)))
 
 
 def _priced(records: RunRecords, traffic: Sequence[CommRecord], cluster: str) -> float | None:
-    """Returns what the traffic of a step should take; None where links or traffic are not known.
-
-    Stages of a pipeline wait for one another besides, so that what they wait says nothing about links.
-    """
+    """Returns what the traffic of a step should take; None where it is not known, and of stages, which wait besides."""
     run = records.run
-    most = max((row.ranks for row in traffic), default=run.world_size)
-    if not 2 <= max(run.world_size, most) <= _MOST_RANKS or run.world_size < 2 or "pipeline" in run.strategy:
+    most = max((run.world_size, *(row.ranks for row in traffic)))
+    if run.world_size < 2 or most > _MOST_RANKS or "pipeline" in run.strategy:
         return None
     place: Cluster | None = None  # None is hosts
     for name in (cluster, catalog_name(f"{run.world_size}x {run.device}")) if run.device != "cpu" else ():
@@ -210,12 +196,11 @@ def _priced(records: RunRecords, traffic: Sequence[CommRecord], cluster: str) ->
     node_ranks = sum(own[-1].run.host == run.host for own in records.ranks.values())
     steps = sum(len(attempt.steps) for attempt in records.lead)
     with contextlib.suppress(UsageError, ValueError, KeyError, ArithmeticError):  # an operation that has no price
-        return priced_step_s(run, traffic, steps, wire_cost(place, run.world_size, node_ranks))
+        return _priced_step_s(run, traffic, steps, wire_cost(place, run.world_size, node_ranks))
     return None
 
 
-def priced_step_s(run: RunRecord, traffic: Sequence[CommRecord], steps: int, cost: WireCost) -> float | None:
-    """Returns what the operations of a step should take, one after another; None where they are not known."""
+def _priced_step_s(run: RunRecord, traffic: Sequence[CommRecord], steps: int, cost: WireCost) -> float | None:
     if traffic and steps > 0:
         times = (row.calls * cost(row.kind, row.bytes // max(row.calls, 1), tuple(range(row.ranks))) for row in traffic)
         return sum(times) / steps

@@ -8,8 +8,6 @@ a step or two later on CUDA.
 from __future__ import annotations
 
 import operator
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
@@ -19,19 +17,10 @@ import psutil
 import torch
 
 from paceline.clock import CudaMark, DeviceClock, Mark, on_device
-from paceline.comm.ledger.file import (
-    BACKWARD_NS,
-    DATA_NS,
-    FORWARD_NS,
-    LAPS,
-    NUM_CELLS,
-    OPTIMIZER_NS,
-    PHASE,
-    STEP,
-    STEP_NS,
-    TIMED_STEPS,
-)
+from paceline.comm.ledger import file as cells
+from paceline.comm.ledger.file import LAPS, NUM_CELLS, PHASE, STEP, TIMED_STEPS
 from paceline.comm.traced import Trace
+from paceline.free_memory import peak_memory_bytes
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 from paceline.records.records import CommRecord, StepRecord
 
@@ -46,6 +35,13 @@ _FIRST_PHASE = PHASES.index(DATA)
 _PHASE_AFTER = {
     name: PHASES.index(next_name)
     for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
+}
+_TIMES: dict[int, Callable[[StepRecord], float]] = {  # cells that add up seconds
+    cells.STEP_NS: operator.attrgetter("step_s"),
+    cells.DATA_NS: operator.attrgetter("data_s"),
+    cells.FORWARD_NS: operator.attrgetter("forward_s"),
+    cells.BACKWARD_NS: operator.attrgetter("backward_s"),
+    cells.OPTIMIZER_NS: operator.attrgetter("optimizer_s"),
 }
 _COMM_S = 1.0  # between records of communication, at least
 _MEMORY_EVERY = 50  # steps; to ask the system, or CUDA's allocator, takes longer than all the rest here
@@ -68,33 +64,21 @@ class StepFacts(Protocol):
     lr: float
 
     @property
-    def epoch(self) -> float:
-        """How many epochs the run has gone through."""
+    def epoch(self) -> float: ...
 
     @property
-    def samples(self) -> int:
-        """How many samples this rank had in the step."""
+    def samples(self) -> int: ...  # of this rank
 
     @property
-    def outcome(self) -> StepNumbers:
-        """What the step computed."""
+    def outcome(self) -> StepNumbers: ...
 
 
-_Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
-_Wait = tuple[Mark, Mark]
+_Moment = Mark | float
+_Lap = tuple[str, _Moment, int]  # phase, its end, waits so far in the step
+_Waits = Sequence[tuple[Mark, Mark]]
 # A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, memory, time of day,
 # seconds of the host. Bare tuples are made in half the time of named ones.
-_Issued = tuple[
-    StepFacts,
-    torch.Tensor | None,
-    Mark | float,
-    list[_Lap],
-    Mark | float,
-    Sequence[_Wait],
-    "_Memory",
-    float,
-    float | None,
-]
+_Issued = tuple[StepFacts, torch.Tensor | None, _Moment, list[_Lap], _Moment, _Waits, "_Memory", float, float | None]
 
 
 class _Memory(NamedTuple):
@@ -116,14 +100,13 @@ class StepMeter:
         groups: Mapping[tuple[int, ...], str] | None = None,
     ) -> None:
         """With a ``ledger``, phases and steps are noted there as they begin. ``groups`` are names by their ranks."""
-        self._device = device
-        self._is_device = device.type != "cpu"
+        self._device, self._is_device = device, device.type != "cpu"
         self._process = psutil.Process()
-        self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
-        self._trace = trace
-        self._waits = trace.waits
+        # Takes a mark of the time that steps are measured in.
+        self.take: Callable[[], _Moment] = (DeviceClock(device) if trace.clock is None else trace.clock).take
+        self._trace, self._waits = trace, trace.waits
         trace.adds_up = True
-        self._start = self._take()
+        self._start = self.take()
         self._laps: list[_Lap] = []
         self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
@@ -131,8 +114,7 @@ class StepMeter:
         self._groups = groups or {}
         self._drain_every = 1  # steps; a power of two
         self._drained_at = self._issued_at = self._comm_at = time.time()
-        self._flops_per_sample: float | None = None
-        self._peak_flops: float | None = None
+        self.rate_against(None, None)
         if ledger is not None:
             ledger.is_own_loop = False  # phases and steps are noted here
         self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
@@ -149,18 +131,14 @@ class StepMeter:
     def start(self) -> None:
         """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
         self._trace.take_waits()
-        self._start, self._issued_at = self._take(), time.time()
+        self._start, self._issued_at = self.take(), time.time()
         self._laps = []
         self._cells[PHASE] = _FIRST_PHASE
-
-    def take(self) -> Mark | float:
-        """Takes a mark of the time that steps are measured in."""
-        return self._take()
 
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
         number, order = len(self._laps), self._order
-        self._laps.append((phase, self._take(), len(self._waits)))
+        self._laps.append((phase, self.take(), len(self._waits)))
         self._cells[PHASE] = order[number] if number < len(order) else _PHASE_AFTER[phase]
 
     def finish(self, facts: StepFacts) -> bool:
@@ -170,9 +148,12 @@ class StepMeter:
         """
         if facts.step % _MEMORY_EVERY == 1 or not self._memory.peak:
             self._memory = _memory(self._device, self._process)
-        on_host = _to_host(facts.outcome) if self._is_device else None
-        # The copy to the host is ordered before this mark: once it is past, the values can be read.
-        end, now = self._take(), time.time()
+        on_host = None
+        if self._is_device:  # the copy waits for nothing, and is before the mark: once that is past, it can be read
+            device = facts.outcome.loss_sum.device
+            stacked = torch.stack([on_device(number, device) for number in _numbers(facts.outcome)])
+            on_host = stacked.to("cpu", non_blocking=True)
+        end, now = self.take(), time.time()
         host_s = _host_seconds(self._laps, now - self._issued_at) if self._is_device else None
         waits = self._trace.take_waits() if self._waits else ()
         self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory, now, host_s))
@@ -194,14 +175,17 @@ class StepMeter:
                 if not (wait or isinstance(end, float) or end.is_past()):
                     break
                 record = _record(self._pending.popleft())
-                if self._flops_per_sample:
-                    self._rate(record, self._flops_per_sample)
+                if self._flops_per_sample and record.samples and record.step_s > 0:
+                    record.flops_per_s = self._flops_per_sample * record.samples / record.step_s
+                    record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
                 done.append(record)
                 yield record
         finally:
             if done:
                 self._add_times(done)
-                self._drain_every = _steps_within(_DRAIN_S, done[-1].step_s)
+                self._drain_every = 1  # the most steps, a power of two, that take _DRAIN_S
+                while self._drain_every < _DRAIN_STEPS and 2 * self._drain_every * done[-1].step_s <= _DRAIN_S:
+                    self._drain_every *= 2
 
     def drain_comm(self, step: int, *, wait: bool = False) -> list[CommRecord]:
         """Returns records of the operations that ended, by kind and group: once a second, or of all with ``wait``."""
@@ -224,44 +208,19 @@ class StepMeter:
         ]
 
     def _now(self) -> float:
-        """Returns the time that records of communication have."""
+        """Returns the time that records of communication have: a simulation has its own."""
         return time.time()
-
-    def _rate(self, record: StepRecord, flops_per_sample: float) -> None:
-        """Completes a record with FLOP/s and MFU."""
-        flops = flops_per_sample * record.samples
-        if flops and record.step_s > 0:
-            record.flops_per_s = flops / record.step_s
-            record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
 
     def _add_times(self, records: Sequence[StepRecord]) -> None:
         """Adds steps to what whoever compares ranks reads; the number of steps last."""
-        cells = self._cells
-        cells[STEP_NS] += int(1e9 * sum(each.step_s for each in records))
-        cells[DATA_NS] += int(1e9 * sum(max(0.0, each.data_s) for each in records))
-        cells[FORWARD_NS] += int(1e9 * sum(max(0.0, each.forward_s) for each in records))
-        cells[BACKWARD_NS] += int(1e9 * sum(max(0.0, each.backward_s) for each in records))
-        cells[OPTIMIZER_NS] += int(1e9 * sum(max(0.0, each.optimizer_s) for each in records))
-        cells[TIMED_STEPS] += len(records)
-
-
-def _steps_within(seconds: float, step_s: float) -> int:
-    """Returns the largest power of two of steps that take so long at most; from 1 to ``_DRAIN_STEPS``."""
-    found = 1
-    while found < _DRAIN_STEPS and 2 * found * step_s <= seconds:
-        found *= 2
-    return found
+        for cell, seconds in _TIMES.items():
+            self._cells[cell] += int(1e9 * sum(max(0.0, seconds(each)) for each in records))
+        self._cells[TIMED_STEPS] += len(records)
 
 
 def _numbers(outcome: StepNumbers) -> list[torch.Tensor | float]:
     scale = 1.0 if outcome.loss_scale is None else outcome.loss_scale
     return [outcome.loss_sum, outcome.count, outcome.grad_norm, scale]
-
-
-def _to_host(outcome: StepNumbers) -> torch.Tensor:
-    """Starts the copy of a step's numbers to the host; nothing here waits for the device."""
-    stacked = torch.stack([on_device(number, outcome.loss_sum.device) for number in _numbers(outcome)])
-    return stacked.to("cpu", non_blocking=True)
 
 
 def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
@@ -336,11 +295,3 @@ def _memory(device: torch.device, process: psutil.Process) -> _Memory:
     found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # one question to the allocator
     allocated, reserved = (found.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
     return _Memory(allocated.get("peak", 0), allocated.get("current", 0), reserved.get("current", 0))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most memory that this process has held: the allocator's on CUDA, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

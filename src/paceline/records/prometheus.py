@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -35,15 +35,13 @@ from paceline.untrusted import open_regular
 _TAIL_BYTES = 2**18
 
 
+Sample = tuple[str, dict[str, str], float]
+
+
 @cache
 def metrics() -> dict[str, str]:
     """Returns the names of all metrics, with what they are."""
-    text = resources.files("paceline.records").joinpath("metrics.yaml").read_text(encoding="utf-8")
-    names: dict[str, str] = load_yaml(text)
-    return names
-
-
-Sample = tuple[str, dict[str, str], float]
+    return dict(load_yaml(resources.files("paceline.records").joinpath("metrics.yaml").read_text(encoding="utf-8")))
 
 
 def metrics_text(runs: Sequence[Path]) -> str:
@@ -59,36 +57,26 @@ class _Runs(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         by_name: dict[str, list[Sample]] = {}
-        for label, folder in _labels(self._runs):
-            for sample in _of_run(label, folder):
+        folders = list(dict.fromkeys(run.absolute() for run in self._runs))
+        names = Counter(folder.name for folder in folders)
+        for folder in folders:
+            for sample in _of_run(folder.name if names[folder.name] == 1 else str(folder), folder):
                 by_name.setdefault(sample[0], []).append(sample)
         for name, help_text in metrics().items():
-            samples = by_name.get(name)
-            if samples:
+            if name in by_name:
                 family = GaugeMetricFamily(name, help_text)
-                for _, labels, value in samples:
+                for _, labels, value in by_name[name]:
                     family.add_sample(name, labels, value)
                 yield family
 
 
-def _labels(runs: Iterable[Path]) -> list[tuple[str, Path]]:
-    """Returns each run with its name, and with its folder's where several have the same."""
-    folders = list(dict.fromkeys(run.absolute() for run in runs))
-    names = Counter(folder.name for folder in folders)
-    return [(folder.name if names[folder.name] == 1 else str(folder), folder) for folder in folders]
-
-
 def _of_run(label: str, folder: Path) -> Iterator[Sample]:
     for path in sorted((folder / "records").glob("*.jsonl")):
-        rank, host = re.fullmatch(r"rank-(\d+)", path.stem), path.stem.startswith("host-")
-        if rank is None and not host:
-            continue
         with contextlib.suppress(OSError):
-            newest = _newest(path)
-            if rank is not None:
-                yield from _of_rank({"run": label, "rank": rank[1]}, newest)
-            else:
-                yield from _of_host(label, newest)
+            if rank := re.fullmatch(r"rank-(\d+)", path.stem):
+                yield from _of_rank({"run": label, "rank": rank[1]}, _newest(path))
+            elif path.stem.startswith("host-"):
+                yield from _of_host(label, _newest(path))
 
 
 def _newest(path: Path) -> dict[object, Record]:
@@ -108,8 +96,7 @@ def _newest(path: Path) -> dict[object, Record]:
             record = parse_line(line)
             if isinstance(record, RunRecord):
                 found.clear()  # a new attempt
-            key = (record.kind, record.group) if isinstance(record, CommRecord) else type(record)
-            found[key] = record
+            found[(record.kind, record.group) if isinstance(record, CommRecord) else type(record)] = record
     return found
 
 
@@ -132,8 +119,7 @@ def _of_rank(labels: dict[str, str], newest: dict[object, Record]) -> Iterator[S
             case EndRecord():
                 yield "paceline_ended", {**labels, "status": record.status}, 1
     if newest:
-        newest_s = max(record.time for record in newest.values())
-        yield "paceline_last_record_timestamp_seconds", labels, newest_s
+        yield "paceline_last_record_timestamp_seconds", labels, max(record.time for record in newest.values())
 
 
 def _of_step(labels: dict[str, str], record: StepRecord, run: RunRecord | None) -> Iterator[Sample]:
@@ -161,11 +147,9 @@ def _of_step(labels: dict[str, str], record: StepRecord, run: RunRecord | None) 
 
 
 def _of_host(label: str, newest: dict[object, Record]) -> Iterator[Sample]:
-    record = newest.get(HostRecord)
-    if not isinstance(record, HostRecord):
-        return
-    for key, value in record.values.items():
-        name, _, device = key.partition("/")
-        metric = f"paceline_{name.replace('.', '_')}"
-        if metric in metrics():
-            yield metric, {"run": label, "host": record.host, **({"device": device} if device else {})}, value
+    if isinstance(record := newest.get(HostRecord), HostRecord):
+        for key, value in record.values.items():
+            name, _, device = key.partition("/")
+            metric = f"paceline_{name.replace('.', '_')}"
+            if metric in metrics():
+                yield metric, {"run": label, "host": record.host, **({"device": device} if device else {})}, value

@@ -2,13 +2,12 @@
 
     {"type":"step","schema":1,"step":7,"epoch":0.5, ...}\\n
 
-A record is complete when its newline is there: readers leave out an unterminated last line, which is what a killed
-process leaves behind. Lines are strict JSON, so a float that is not finite is written as the string "nan", "inf" or
-"-inf", and read back as the float (inside an event's detail, where no type is declared, it stays the string).
+A record is complete when its newline is there: readers leave out the half line that a killed process leaves behind.
+Lines are strict JSON: a float that is not finite is the string "nan", "inf" or "-inf", and read back as the float
+(inside an event's detail, where no type is declared, it stays the string).
 
-[Note: schema] New fields may join a record at any time: a reader ignores fields that it does not know.
-``SCHEMA_VERSION`` rises only when a field changes its meaning or goes away, and a reader refuses lines of a version
-above its own.
+[Note: schema] New fields may join a record at any time, and a reader ignores those that it does not know.
+``SCHEMA_VERSION`` rises only when a field changes its meaning or goes away; readers refuse lines of a higher one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numbers
 import operator
 import time as clock
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -152,10 +151,9 @@ class EndRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRecord:
-    """What the sampler of a host read at one time: its processors, memory, network, disks and GPUs.
+    """What the sampler of a host (``host.py``) read at one time. Names are those of OpenTelemetry where it has one.
 
-    Names are those of OpenTelemetry where it has one (``hw.gpu.utilization``, a share of 1), followed by ``/`` and the
-    index of the device where there are several: ``hw.gpu.utilization/0``. What cannot be read is left out.
+    ``/`` and the index of the device follow where there are several: ``hw.gpu.utilization/0``, a share of 1.
     """
 
     host: str
@@ -188,19 +186,11 @@ class CommRecord:
 
     @property
     def bus_bandwidth(self) -> float:
-        """The bytes that each link carried over the seconds, which compares with what a link can do.
-
-        An all-reduce of n ranks sends 2 (n - 1) / n of its bytes over each link.
-        """
+        """The bytes on each link over the seconds: an all-reduce of n ranks sends 2 (n - 1) / n of its bytes."""
         if self.ranks < 2:
             return 0.0
         times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind)
         return self.bandwidth * (1.0 if times is None else times * (self.ranks - 1) / self.ranks)
-
-    def with_more(self, later: CommRecord) -> CommRecord:
-        """Returns one record of these operations and of later ones."""
-        calls, total = self.calls + later.calls, self.bytes + later.bytes
-        return replace(later, calls=calls, bytes=total, seconds=self.seconds + later.seconds)
 
 
 Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord
@@ -209,8 +199,7 @@ Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRec
 def to_line(record: Record) -> str:
     """Writes a record as one line of strict JSON, newline included.
 
-    A step, which has numbers alone, is written by pydantic's encoder and put between its names, in an eighth of the
-    time that Python's own takes, unless it holds a float that is not finite.
+    pydantic's encoder writes the numbers of a step, unless one is not finite: in an eighth of the time of Python's own.
     """
     form = _FORMS_BY_CLASS[type(record)]
     values = form.values(record)
@@ -227,10 +216,11 @@ def parse_line(line: str | bytes) -> Record:
     payload = parse_json(line, _MOST_BYTES)
     if not isinstance(payload, dict):
         raise ValueError(f"a record is a JSON object, not {_excerpt(line)}")
-    form = _FORMS_BY_NAME.get(str(payload.get("type")))
+    kind = payload.get("type")
+    form = _FORMS_BY_NAME.get(str(kind))
     if form is None:
         known = ", ".join(_FORMS_BY_NAME)
-        raise ValueError(f"unknown record type {payload.get('type')!r} in {_excerpt(line)}; known types are {known}")
+        raise ValueError(f"unknown record type {kind!r} in {_excerpt(line)}; known types are {known}")
     schema = payload.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA_VERSION:
         raise ValueError(
@@ -250,10 +240,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def follow_records(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Record]:
-    """Yields the records of a file that is still being written, and those to come, until ``stop()`` is true.
-
-    Waits for the file to appear. What was written before ``stop()`` became true is still yielded.
-    """
+    """Waits for a file and yields its records, and those to come, until ``stop()`` is true: all written before that."""
     offset = 0
     while True:
         is_last_look = stop()  # asked before reading, so that nothing slips in between
@@ -268,10 +255,7 @@ def follow_records(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) ->
 
 
 def strict_json(value: Any) -> Any:
-    """Returns the value with numbers that JSON can hold, at any depth.
-
-    A float that is not finite becomes the string "nan", "inf" or "-inf"; numpy's scalars become plain numbers.
-    """
+    """Returns the value with numbers that JSON can hold, at any depth: plain ones, and texts for what is not finite."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, numbers.Integral):
@@ -300,29 +284,24 @@ def complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _excerpt(line: str | bytes) -> str:
-    text = line if isinstance(line, str) else line.decode("utf-8", "replace")
-    text = text.strip()
+    text = (line if isinstance(line, str) else line.decode("utf-8", "replace")).strip()
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 class _Form:
     """How one record class looks as JSON; made once a class, so that writing a step costs microseconds."""
 
-    def __init__(self, name: str, record_class: type[Record]) -> None:
+    def __init__(self, record_class: type[Record]) -> None:
         declared = fields(record_class)
-        self.name = name
-        self.record_class = record_class
+        self.name, self.record_class = record_class.__name__.removesuffix("Record").lower(), record_class
         self.keys = ("type", "schema", *(each.name for each in declared))
         self.values: Callable[[Record], tuple[Any, ...]] = operator.attrgetter(*(each.name for each in declared))
         # Annotations are strings here (see the __future__ import), which is all that is needed to pick a reader.
         self._readers = tuple((each.name, _READERS.get(str(each.type), lambda value: value)) for each in declared)
-        self._optional = {
-            each.name for each in declared if each.default is not MISSING or each.default_factory is not MISSING
-        }
+        self._needed = [each.name for each in declared if each.default is each.default_factory is MISSING]
 
     def read(self, payload: dict[str, Any]) -> Record:
-        missing = [name for name, _ in self._readers if name not in payload and name not in self._optional]
-        if missing:
+        if missing := [name for name in self._needed if name not in payload]:
             raise ValueError(f"record of type {self.name} lacks {', '.join(missing)}")
         values = {}
         for name, reader in self._readers:
@@ -335,13 +314,9 @@ class _Form:
         return self.record_class(**values)
 
 
-def _one_of(*allowed: str) -> Callable[[Any], str]:
-    """Returns a reader of one of some words, which raises ValueError for any other value."""
-    return lambda value: allowed[allowed.index(value)]
-
-
+_END_STATUSES = get_args(EndStatus)
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "EndStatus": _one_of(*get_args(EndStatus)),
+    "EndStatus": lambda value: _END_STATUSES[_END_STATUSES.index(value)],
     "int": operator.index,
     "int | None": lambda value: None if value is None else operator.index(value),
     "float": float,
@@ -353,20 +328,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 _ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
-_FORMS_BY_NAME = {
-    name: _Form(name, record_class)
-    for name, record_class in {
-        "run": RunRecord,
-        "step": StepRecord,
-        "eval": EvalRecord,
-        "event": EventRecord,
-        "end": EndRecord,
-        "host": HostRecord,
-        "comm": CommRecord,
-    }.items()
-}
-_FORMS_BY_CLASS = {form.record_class: form for form in _FORMS_BY_NAME.values()}
-
+_FORMS_BY_CLASS = {record_class: _Form(record_class) for record_class in get_args(Record)}
+_FORMS_BY_NAME = {form.name: form for form in _FORMS_BY_CLASS.values()}
 _STEP_FORM = _FORMS_BY_NAME["step"]
 _NUMBERS = ",".join(f'"{key}":%b' for key in _STEP_FORM.keys[2:])
 _STEP_LINE = f'{{"type":"step","schema":{SCHEMA_VERSION},{_NUMBERS}}}\n'.encode()

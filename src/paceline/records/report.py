@@ -1,11 +1,10 @@
-"""What a run did, from its records alone.
+"""What a run did, from its records alone: as values, and as text that the terminal and the page share.
 
     runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --to_json--> strict JSON
-                                                                  --render-->  tables for a console (tables.py)
+                                                                  --render-->  tables for a console
 
-Nothing here can tell a measured run from a simulated one: both leave the same records.
-
-How ranks and steps become one number is said in ``summary.py``. Here besides, for step s and ranks r that took part:
+Measured and simulated runs leave the same records. ``summary.py`` says how attempts, ranks and steps become one number.
+Here besides, for step s and ranks r that took part:
 
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
@@ -14,27 +13,30 @@ How ranks and steps become one number is said in ``summary.py``. Here besides, f
 
 Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
 steps alone.
-
-A resumed run appends to the same files, so a step may be there twice, and from another number of ranks: ``RunRecords``
-in ``summary.py`` says what counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
+from paceline.records.console import format_loss, format_percent, parameters_text
 from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
-from paceline.records.gains import gains_of
-from paceline.records.limits import UNKNOWN, Limits, judge_run
+from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, RankAttempt, RankSummary, RunRecords, open_run
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run
 from paceline.search.expectation import Compared, compare, read_expectation
-from paceline.units import format_seconds
+from paceline.units import format_bytes, format_count, format_flops, format_seconds
 from paceline.untrusted import is_number
 
 _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", "bus_bandwidth")
@@ -109,6 +111,16 @@ class RunSummary(Shown):
             f"{self.unit}/s": self.units_per_s,
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns values that strict JSON can hold; floats that are not finite become strings."""
+        values: dict[str, Any] = strict_json(asdict(self))
+        return values | {
+            "folder": str(self.folder),
+            "limits": self.limits.to_json(),
+            "goodput": None if self.goodput is None else strict_json(self.goodput.to_json()),
+            "traffic": [strict_json({name: getattr(row, name) for name in _TRAFFIC}) for row in self.traffic],
+        }
+
 
 def summarize(run_folder: Path) -> RunSummary:
     """Reads the records of a run. Raises RunFolderError for a folder without records, or with a damaged one."""
@@ -161,39 +173,17 @@ def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
 def _about(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
     """Returns what the first record says, how fast the run was in what it counts, and how good that is, if known."""
     names = ("strategy", "backend", "world_size", "num_parameters", "num_trained", "global_batch", "unit")
-    about = {name: getattr(run, name) for name in names}
     if samples_per_s is None:
-        return about
+        return {name: getattr(run, name) for name in names}
     flops = samples_per_s * run.flops_per_sample if run.flops_per_sample else None
-
-    def share(peak: float | None) -> float | None:
-        return flops / peak / run.world_size if flops and peak else None
-
-    return about | {
-        "units_per_s": samples_per_s * run.units_per_sample,
-        "flops_per_s": flops,
-        "compute": run.compute,
-        "peak_flops": run.peak_flops,
-        "measured_peak_flops": run.measured_peak_flops,
-        "mfu": share(run.peak_flops),
-        "mfu_measured": share(run.measured_peak_flops),
-    }
-
-
-def to_json(summary: RunSummary) -> dict[str, Any]:
-    """Returns the summary as values that strict JSON can hold; floats that are not finite become strings."""
-    values: dict[str, Any] = strict_json(asdict(summary))
-    more = {
-        "folder": str(summary.folder),
-        "limits": summary.limits.to_json(),
-        "goodput": None if summary.goodput is None else strict_json(summary.goodput.to_json()),
-        "traffic": [strict_json({name: getattr(row, name) for name in _TRAFFIC}) for row in summary.traffic],
-    }
-    return values | more
+    about = {name: getattr(run, name) for name in (*names, "compute", "peak_flops", "measured_peak_flops")}
+    peaks = {"mfu": run.peak_flops, "mfu_measured": run.measured_peak_flops}
+    shares = {name: flops / peak / run.world_size if flops and peak else None for name, peak in peaks.items()}
+    return about | shares | {"units_per_s": samples_per_s * run.units_per_sample, "flops_per_s": flops}
 
 
 def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
-    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was."""
+    """Sets what was expected of the last attempt that made a step beside what it did; None if nothing was."""
     expected = read_expectation(run_folder)
     if expected is None:
         return None
@@ -202,3 +192,185 @@ def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
         return compare(expected, None, None)
     made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
+
+
+COMMUNICATION = "communication of a rank"
+_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTable:
+    """A table as text: a column of words, the others of numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]  # none: there is nothing to say
+    note: str = ""
+
+
+def render(summary: RunSummary) -> RenderableType:
+    """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
+    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
+    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
+    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    size = parameters_text(summary.num_parameters, summary.num_trained)
+    about = f"{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}"
+    title.append(f"  {summary.message}" if summary.message else "").append(f"\n{about}", style="dim")
+    parts: list[RenderableType] = [title, ""]
+    if told := summary.limits.lines() if summary.limits.found else []:
+        parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
+    figures = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
+    for row in headline(summary):
+        figures.add_row(*row)
+    parts.append(figures)
+    for plain in plain_tables(summary):
+        table = new_table(plain.title, *plain.columns)
+        for cells in plain.rows:
+            table.add_row(*cells)
+        parts += [Text(), table, *([Text(plain.note, style="dim")] if plain.note else [])]
+    if summary.prediction is not None and (told := summary.prediction.lines()):
+        parts += ["", *map(Text, told)]
+    if summary.straggler is None:  # for a part of the run
+        parts += [Text(line, style="yellow") for line in summary.late]
+    elif summary.limits.what != "rank":  # else the verdict has said so
+        parts.append(Text(str(summary.straggler), style="yellow"))
+    return Group(*parts, *(Text(line, style="yellow") for line in _doubts(summary)))
+
+
+def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
+    """Yields the figures of a run that come first: name, value, and what there is to know about it."""
+    if summary.test_accuracy is not None:
+        yield "test accuracy", format_percent(summary.test_accuracy), ""
+    if summary.test_loss is not None:
+        yield "test loss", format_loss(summary.test_loss), ""
+    yield from ((f"test {name}", format_loss(value), "") for name, value in summary.test_metrics.items())
+    if summary.final_loss is not None:
+        last = "the last step" if summary.steps == 1 else f"the last {min(FINAL_STEPS, summary.steps)} steps"
+        yield "training loss", format_loss(summary.final_loss), f"all samples of {last}"
+    if summary.samples_per_s is not None:
+        rate = summary.samples_per_s if summary.units_per_s is None else summary.units_per_s
+        note = "all ranks, median step after warm-up"
+        if rate != summary.samples_per_s:
+            note = f"median step after warm-up, {summary.samples_per_s:,.1f} samples/s"
+        yield f"{summary.unit}/s", f"{rate:,.0f}", note
+        if summary.flops_per_s is not None:
+            yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward of the model alone"
+        if summary.mfu is not None and summary.peak_flops is not None:
+            told = f"of {format_flops(summary.peak_flops)} ({summary.compute}, data sheet)"
+            if summary.mfu_measured is not None and summary.measured_peak_flops is not None:
+                measured = f"{format_flops(summary.measured_peak_flops)} (measured)"
+                told += f", {format_percent(summary.mfu_measured)} of {measured}"
+            yield "MFU", format_percent(summary.mfu), told
+        share = f"{format_percent(summary.comm_share)} of step time, mean of the ranks"
+        yield "time in communication", format_seconds(summary.comm_s), share
+    if summary.memory.peak_bytes:
+        yield "memory", format_bytes(summary.memory.peak_bytes), "of the rank that needs most"
+    yield "steps", f"{summary.steps:,}", ""
+    yield "duration", format_seconds(summary.seconds), ""
+    if summary.start:  # parts that took next to nothing are left out
+        parts = {STARTING[name]: summary.start[name] for name in STARTING if summary.start.get(name, 0.0) >= 0.05}
+        told = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+        yield "first step after", format_seconds(summary.start["seconds"]), told
+
+
+def plain_tables(summary: RunSummary) -> list[PlainTable]:
+    """Returns the tables that there is something to say in."""
+    ranks = [_rank_table(summary.ranks)] if summary.steps else []
+    others = _traffic_table(summary.traffic), _memory_table(summary.memory), _goodput_table(summary.goodput)
+    return [table for table in (*ranks, _phase_table(summary.ranks), *others) if table.rows]
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Makes a table as all of a report look; on a narrow terminal the first column is broken, and no number is cut."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))
+    return table
+
+
+def _rank_table(ranks: Sequence[RankSummary]) -> PlainTable:
+    """Shows the ranks, with parts of the step as shares, so that a rank that others wait for stands out."""
+    width = max(len(str(rank.rank)) for rank in ranks)
+    rows = []
+    hosts: dict[str, list[str]] = {}
+    parts: dict[tuple[int, int], list[str]] = {}  # ranks that were not there all the time
+    for rank in ranks:
+        name = f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}"
+        shares = [f"{100 * getattr(rank, phase) / rank.total_s:.1f}" if rank.total_s > 0 else "-" for phase in PHASES]
+        took, memory = format_seconds(rank.step_s), format_bytes(rank.memory_bytes)
+        rows.append((name, format_count(rank.samples), took, *shares, memory))
+        hosts.setdefault(rank.host, []).append(str(rank.rank))
+        if rank.absent_steps and rank.steps:
+            parts.setdefault((rank.steps, rank.steps + rank.absent_steps), []).append(str(rank.rank))
+    where = ", ".join(f"{host} (rank {' '.join(own)})" for host, own in hosts.items())
+    note = f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
+    there = (f"\nrank {' '.join(own)}: there in {steps:,} of {of:,} steps" for (steps, of), own in parts.items())
+    columns = ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory")
+    return PlainTable(title="what each rank did", columns=columns, rows=tuple(rows), note=note + "".join(there))
+
+
+def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable:
+    """Shows how phases differ between ranks: the mean, and who takes least and most."""
+    known = [rank for rank in ranks if rank.steps and rank.total_s > 0]
+    rows, total = [], sum(rank.total_s for rank in known)
+    for phase in PHASES if len(known) > 1 else ():
+        seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
+        least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
+        share = sum(float(getattr(rank, phase)) for rank in known) / total
+        ends = (format_seconds(seconds[least]), str(least), format_seconds(seconds[most]), str(most))
+        mean = format_seconds(sum(seconds.values()) / len(seconds))
+        rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, f"{100 * share:.1f} %", *ends))
+    columns = ("phase", "mean", "share", "least", "rank", "most", "rank")
+    return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
+
+
+def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable:
+    rows = []
+    for row in traffic:
+        sizes = (str(row.ranks), format_count(row.calls), format_bytes(row.bytes), format_seconds(row.seconds))
+        rates = (f"{rate / 1e9:.2f}" if rate > 0 else "-" for rate in (row.bandwidth, row.bus_bandwidth))
+        rows.append((row.kind, row.group, *sizes, *rates))
+    columns = ("operation", "group", "ranks", "calls", "bytes", "time", "GB/s", "bus GB/s")
+    return PlainTable(title=COMMUNICATION, columns=columns, rows=tuple(rows))
+
+
+def _memory_table(memory: MemoryUse) -> PlainTable:
+    total, sizes = sum(memory.by_category.values()), sorted(memory.by_category.items(), key=lambda each: -each[1])
+    rows = [(name, format_bytes(size), f"{100 * size / total:.1f} %") for name, size in sizes]
+    if rows:
+        rows.append(("planned", format_bytes(total), ""))
+    if rows and memory.peak_bytes:
+        rows.append(("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %"))
+    return PlainTable(title="memory of a rank, as planned", columns=("category", "bytes", "share"), rows=tuple(rows))
+
+
+def _goodput_table(goodput: Goodput | None) -> PlainTable:
+    rows = []
+    if goodput is not None and (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
+        rows = [
+            ("steps that count", format_seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
+            ("steps made again", format_seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
+            ("down", format_seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
+        ]
+    if goodput is not None and goodput.skipped_steps:
+        rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
+    return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
+
+
+def _doubts(summary: RunSummary) -> list[str]:
+    """Returns what a reader must know before trusting the figures."""
+    there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
+    num_missing = summary.world_size - len(there)
+    missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
+    doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
+    if num_missing > len(doubts):
+        doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
+    most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
+    return doubts + [
+        f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
+        if rank.absent_steps
+        else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"
+        for rank in summary.ranks
+        if rank.steps + rank.absent_steps < most
+    ]

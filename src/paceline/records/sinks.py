@@ -1,14 +1,14 @@
-"""Where records go: a file of lines, TensorBoard, or several places at once.
+"""Where records go: a file of lines, TensorBoard, a log for people, or several places at once.
 
 A sink is called from the training loop, so it must be cheap: between two matrix products that have emptied the caches,
 every function called costs tens of microseconds. So a sink is handed many steps at once; ``JsonlSink`` only keeps them,
-and turns all of a second into lines together; ``TensorBoardSink`` writes one event with all scalars of a step, where
-``SummaryWriter.add_scalar`` would write one for each.
+and turns all of a second into lines together; ``TensorBoardSink`` writes one event with all scalars of a step.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import time
@@ -19,19 +19,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
+from paceline.records.event_words import event_name, event_text
 from paceline.records.records import (
     CommRecord,
     EndRecord,
     EvalRecord,
     EventRecord,
+    HostRecord,
     Record,
     RunRecord,
     StepRecord,
     to_line,
 )
-from paceline.records.scalars import scalars
+from paceline.units import format_count
 
 _MOST_KEPT = 100_000
+_WARNINGS = ("skipped", "straggler", "roll_back")
 _Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
 
 
@@ -49,13 +52,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends records to a file, one line each.
+    """Appends records to a file, one line each. Several threads may write.
 
     Steps and communication are kept in memory for ``flush_every_s`` at most, measured when the next records come; any
-    other record is written through at once, together with those before it. Several threads may write.
-
-    A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
-    last 100,000 records of it, and tried again with the next.
+    other record is written through at once, with those before it. A full disk leaves whole lines. What it does not take
+    is lost with an error, or with ``waits_for_space`` tried again with the next: the last 100,000 records of it.
     """
 
     def __init__(
@@ -72,9 +73,7 @@ class JsonlSink:
         self._lock = Lock()
         # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
         self._kept: list[Record] = []
-        self._flush_every_s = flush_every_s
-        self._clock = clock
-        self._flushed_at = clock()
+        self._flush_every_s, self._clock, self._flushed_at = flush_every_s, clock, clock()
         self._waits_for_space = waits_for_space
 
     def write(self, *records: Record) -> None:
@@ -123,10 +122,9 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars to a TensorBoard folder (``records/scalars.py`` has their names), and histograms.
+    """Writes scalars and histograms to a TensorBoard folder.
 
-    The first record of an attempt marks a new start at its step, so TensorBoard drops what an earlier attempt wrote
-    from there on, and a resumed run draws one curve.
+    The first record of an attempt marks a new start at its step: a resumed run draws one curve.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,9 +142,9 @@ class TensorBoardSink:
         self._writer.write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
+        self._value = summary_pb2.Summary.Value
         self._lock = Lock()
         self._has_started = False
-        self._is_closed = False
 
     def write(self, *records: Record) -> None:
         with self._lock:
@@ -156,19 +154,17 @@ class TensorBoardSink:
                 elif isinstance(record, EventRecord) and record.name == "histogram":
                     self._write_values(record, list(self._histograms(record.detail)))
                 elif isinstance(record, _Stepped) and (values := list(scalars(record))):
-                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in values])
+                    self._write_values(record, [self._value(tag=tag, simple_value=x) for tag, x in values])
             self._file.flush()  # somebody may be looking
 
     def flush(self) -> None:
         with self._lock:
-            if not self._is_closed:
+            if not self._file.closed:
                 self._file.flush()
 
     def close(self) -> None:
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._file.close()
+            self._file.close()
 
     def _write_values(self, record: _Stepped, values: list[Any]) -> None:
         if not self._has_started:
@@ -176,24 +172,15 @@ class TensorBoardSink:
             self._add(record, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
         self._add(record, summary=self._summaries.Summary(value=values))
 
-    def _value(self, tag: str, **content: Any) -> Any:
-        return self._summaries.Summary.Value(tag=tag, **content)
-
     def _histograms(self, detail: dict[str, Any]) -> Iterator[Any]:
         for kind in ("weights", "gradients"):
             found = detail[kind]
             if found is None or not found["count"]:
                 continue
-            histogram = self._summaries.HistogramProto(
-                min=found["min"],
-                max=found["max"],
-                num=found["count"],
-                sum=found["mean"] * found["count"],
-                sum_squares=found["norm"] ** 2,
-                bucket_limit=found["edges"][1:],
-                bucket=found["counts"],
-            )
-            yield self._value(f"{kind}/{detail['parameter']}", histo=histogram)
+            total = {"num": found["count"], "sum": found["mean"] * found["count"], "sum_squares": found["norm"] ** 2}
+            buckets = {"bucket_limit": found["edges"][1:], "bucket": found["counts"]}
+            histogram = self._summaries.HistogramProto(min=found["min"], max=found["max"], **total, **buckets)
+            yield self._value(tag=f"{kind}/{detail['parameter']}", histo=histogram)
 
     def _add(self, record: _Stepped, **content: Any) -> None:
         event = self._events.Event(step=record.step, wall_time=record.time, **content)
@@ -203,14 +190,11 @@ class TensorBoardSink:
 class StepChoice:
     """Chooses the steps of an attempt that are shown: the first, and every n-th, two a second at most.
 
-    With ``points``, also as many evenly spaced ones: a short run has a curve too. The last step is not known before
-    the attempt has ended; whoever asks keeps it.
+    With ``points``, also as many evenly spaced ones: a short run has a curve too. Whoever asks keeps the last step.
     """
 
     def __init__(self, every: int, *, points: int = 0, least_s: float = 0.5) -> None:
-        self._every = every
-        self._points = points
-        self._least_s = least_s
+        self._every, self._points, self._least_s = every, points, least_s
         self.begin(0)
 
     def begin(self, total_steps: int) -> None:
@@ -223,10 +207,10 @@ class StepChoice:
         """Says whether a step that ended at this time is shown."""
         is_point = self._stride > 0 and step % self._stride == 0
         is_late = not 0 <= time_s - self._last_time < self._least_s  # a clock may be set back
-        if not (self._is_first or is_point or (is_late and step % self._every == 0)):
-            return False
-        self._last_time, self._is_first = time_s, False
-        return True
+        is_due = self._is_first or is_point or (is_late and step % self._every == 0)
+        if is_due:
+            self._last_time, self._is_first = time_s, False
+        return is_due
 
 
 class Strided:
@@ -240,16 +224,14 @@ class Strided:
     def write(self, *records: Record) -> None:
         due: list[Record] = []
         for record in records:
-            if isinstance(record, StepRecord):
-                if not self._choice.is_due(record.step, record.time):
-                    self._skipped = [record]
-                    continue
-                self._skipped = []
-            elif isinstance(record, RunRecord):
+            if isinstance(record, StepRecord) and not self._choice.is_due(record.step, record.time):
+                self._skipped = [record]
+                continue
+            if isinstance(record, RunRecord):
                 self._choice.begin(record.total_steps)
-                self._skipped = []
             elif isinstance(record, EndRecord):
                 due += self._skipped
+            if isinstance(record, StepRecord | RunRecord | EndRecord):
                 self._skipped = []
             due.append(record)
         if due:
@@ -304,3 +286,92 @@ def _cut_unterminated_line(path: Path) -> None:
             newline = file.read(keep - start).rfind(b"\n")
             keep, is_found = start + newline + 1, newline >= 0
         file.truncate(keep)
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a step, an evaluation, communication, a host, or an event of scalars; of others none."""
+    match record:
+        case StepRecord():
+            yield from _of_step(record)
+        case EvalRecord():
+            yield "eval/loss", record.loss
+            if record.accuracy is not None:
+                yield "eval/accuracy", record.accuracy
+            yield from ((f"eval/{name}", value) for name, value in record.metrics.items())
+            yield "eval/seconds", record.seconds
+        case CommRecord():
+            values = {"calls": record.calls, "bytes": record.bytes, "seconds": record.seconds}
+            values |= {"bytes_per_s": record.bandwidth, "bus_bytes_per_s": record.bus_bandwidth}
+            yield from ((f"comm/{record.group}/{record.kind}/{name}", value) for name, value in values.items())
+        case HostRecord():
+            yield from ((f"host/{record.host}/{name}", value) for name, value in record.values.items())
+        case EventRecord(name="scalars"):
+            yield from ((tag, value) for tag, value in record.detail.items() if isinstance(value, int | float))
+
+
+def _of_step(record: StepRecord) -> Iterator[tuple[str, float]]:
+    phases = ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "host_s")
+    values = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/loss_scale": record.loss_scale if record.loss_scale != 1.0 else None,
+        "train/lr": record.lr,
+        "train/epoch": record.epoch,
+        **{f"time/{name}": getattr(record, name) for name in phases},
+        "speed/samples_per_s": record.samples_per_s,
+        "speed/tflops": None if record.flops_per_s is None else record.flops_per_s / 1e12,
+        "speed/mfu": record.mfu,
+        "memory/peak_bytes": record.memory_bytes,
+        "memory/allocated_bytes": record.allocated_bytes,
+        "memory/reserved_bytes": record.reserved_bytes,
+    }
+    yield from ((name, value) for name, value in values.items() if value is not None)
+
+
+class LogSink:
+    """Hands records to ``logging``: the start and the end of an attempt, steps, evaluations and events."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._global_batch = 0
+
+    def write(self, *records: Record) -> None:
+        for record in records:
+            if isinstance(record, RunRecord):
+                self._global_batch = record.global_batch
+            if line := describe(record, self._global_batch):
+                is_warning = isinstance(record, EventRecord) and record.name in _WARNINGS
+                self._logger.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
+
+    def flush(self) -> None:
+        """Does nothing: a line is written when it comes."""
+
+    def close(self) -> None:
+        """Does nothing: the logger's handlers are not its own."""
+
+
+def describe(record: Record, global_batch: int = 0) -> str:
+    """Returns a record in one line; empty for what is many numbers. A rank may have a part of the global batch."""
+    match record:
+        case RunRecord():
+            size, how = format_count(record.num_parameters), f"{record.strategy}, {record.backend}"
+            where = f"rank {record.rank} of {record.world_size} begins on {record.host} ({record.device})"
+            return f"{where}: {how}, {size} parameters, {record.total_steps} steps"
+        case StepRecord():
+            loss = "no samples" if record.loss is None else f"loss {record.loss:.4f}"
+            if record.loss is not None and record.samples < global_batch:
+                loss += f" of this rank's {record.samples} of {global_batch} samples"
+            rate = f"{record.samples_per_s:,.0f} samples/s"
+            return f"step {record.step}: {loss}, lr {record.lr:.3g}, {1e3 * record.step_s:.1f} ms, {rate}"
+        case EvalRecord():
+            values = {"loss": record.loss, "accuracy": record.accuracy, **record.metrics}
+            told = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+            return f"evaluation after step {record.step}: {', '.join(told)}"
+        case EventRecord(name="histogram" | "scalars"):
+            return ""
+        case EventRecord():
+            return f"{event_name(record.name)} at step {record.step}: {event_text(record)}"
+        case EndRecord():
+            why = f": {record.message}" if record.message else ""
+            return f"{record.status} after step {record.step} and {record.seconds:.1f} s{why}"
+    return ""

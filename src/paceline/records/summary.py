@@ -39,35 +39,29 @@ from paceline.records.records import (
     read_records,
 )
 
-PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
-"""What a step consists of, as fields of a step record."""
-
-FINAL_STEPS = 5
-"""The training loss at the end of a run is that of its last few steps."""
+PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")  # of a step, as fields of its record
+FINAL_STEPS = 5  # the training loss at the end of a run is that of its last few steps
 
 _Kind = TypeVar("_Kind", StepRecord, EvalRecord, EventRecord, EndRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAttempt:
-    """One start of a rank: its run record, and what it wrote after that. A killed rank may miss its last records."""
+    """One start of a rank: its run record, and what it wrote after that, in order; its last may be missing."""
 
     run: RunRecord
     records: tuple[Record, ...] = ()
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
-        """The steps, in the order in which they were made."""
         return self._all(StepRecord)
 
     @property
     def evaluations(self) -> tuple[EvalRecord, ...]:
-        """The evaluations, in order."""
         return self._all(EvalRecord)
 
     @property
     def events(self) -> tuple[EventRecord, ...]:
-        """The events, in order."""
         return self._all(EventRecord)
 
     @property
@@ -78,7 +72,6 @@ class RankAttempt:
 
     @property
     def last_time(self) -> float:
-        """When the last record was made."""
         return (self.records[-1] if self.records else self.run).time
 
     @property
@@ -106,17 +99,13 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     found = {}
     for path in (run_folder / "records").glob("rank-*.jsonl"):
         number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-        records = read_file(path, RunRecord) if number else []
-        if number and records:
+        if number and (records := read_file(path, RunRecord)):
             found[int(number[1])] = split_attempts(records)
     return dict(sorted(found.items()))
 
 
 def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
-    """Reads what the ranks of a run wrote, and its hosts if asked.
-
-    Raises RunFolderError for a folder without records of a rank, or with a damaged one.
-    """
+    """Reads what the ranks of a run wrote, and its hosts if asked. Raises RunFolderError for none, or a damaged one."""
     ranks = read_run(run_folder)
     if not ranks:
         records = run_folder / "records"
@@ -144,8 +133,7 @@ def read_file(path: Path, first: type[Record]) -> list[Record]:
         ) from error
     except ValueError as error:
         raise RunFolderError(
-            f"a record cannot be read: {error}\n"
-            "  every line is one record, written whole\n"
+            f"a record cannot be read: {error}\n  every line is one record, written whole\n"
             "  remove the line if the file was edited or the disk failed; the rest can be reported on"
         ) from error
     return records
@@ -168,10 +156,7 @@ def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[Ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over step records: ``total_s`` of whole steps, and of phases. ``step_s`` is the median step.
-
-    ``memory_bytes`` is the largest of them.
-    """
+    """Sums over step records: ``total_s`` of whole steps, and of phases; the median ``step_s``, the most memory."""
 
     steps: int
     samples: int
@@ -242,11 +227,9 @@ class StepTable:
         return len(self.rows)
 
     def only(self, numbers: Collection[int]) -> StepTable:
-        """Returns the steps of these numbers alone."""
         return StepTable(row for row in self.rows if next(iter(row.values())).step in numbers)
 
     def last(self, num_steps: int) -> StepTable:
-        """Returns the last steps alone."""
         return StepTable(self.rows[-num_steps:])
 
     def without_warm_up(self) -> StepTable:
@@ -260,7 +243,6 @@ class StepTable:
 
     @property
     def took_s(self) -> float:
-        """The seconds of all steps, one after another."""
         return sum(self.lengths)
 
     @property
@@ -271,33 +253,25 @@ class StepTable:
     @property
     def samples_per_s(self) -> float | None:
         """The median throughput of all ranks; None without a step that took time."""
-        rates = [
-            sum(record.samples for record in row.values()) / length
-            for row, length in zip(self.rows, self.lengths, strict=True)
-            if length > 0
-        ]
-        return median(rates) if rates else None
+        timed = [(row, length) for row, length in zip(self.rows, self.lengths, strict=True) if length > 0]
+        return median(sum(each.samples for each in row.values()) / length for row, length in timed) if timed else None
 
     def of_rank(self, rank: int) -> list[StepRecord]:
-        """Returns the records of one rank, in the order of steps."""
         return [row[rank] for row in self.rows if rank in row]
 
     def totals(self) -> Totals:
-        """Adds up all records, step by step."""
         return add_up(chain.from_iterable(row.values() for row in self.rows))
 
     def mean_s(self, phase: str) -> float:
         """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""
-        seconds = attrgetter(phase)
-        return float(sum(sum(map(seconds, row.values())) / len(row) for row in self.rows))
+        return float(sum(sum(map(attrgetter(phase), row.values())) / len(row) for row in self.rows))
 
 
 class RunRecords:
     """What the ranks of a run wrote, and the table of its steps.
 
-    ``ranks`` has the attempts of each rank that left any, the lowest rank first: ``lead`` are its attempts, ``run`` is
-    the first record of the last of them. What counts for a step is the last attempt that the lowest rank made at it:
-    ``attempts`` has it by step. A row of ``steps`` has the ranks that took part in that attempt.
+    ``ranks`` has the attempts of each rank, the lowest first: ``lead`` are its attempts, ``run`` begins the last.
+    The last attempt of the lowest rank at a step counts: ``attempts`` has it, a row of ``steps`` its ranks.
     """
 
     def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[HostRecord] = ()) -> None:
@@ -307,14 +281,12 @@ class RunRecords:
         self.run = self.lead[-1].run
         made = {rank: _steps_with_attempts(own) for rank, own in ranks.items()}
         self.attempts = {step: attempt for step, (attempt, _) in next(iter(made.values())).items()}
-        self.steps = StepTable(
-            {
-                rank: own[step][1]
-                for rank, own in made.items()
-                if step in own and own[step][0].run.world_size == attempt.run.world_size
-            }
-            for step, attempt in self.attempts.items()
-        )
+        rows = []
+        for step, attempt in self.attempts.items():
+            there = {rank: own[step] for rank, own in made.items() if step in own}
+            size = attempt.run.world_size
+            rows.append({rank: record for rank, (own, record) in there.items() if own.run.world_size == size})
+        self.steps = StepTable(rows)
 
     @classmethod
     def of(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> RunRecords:

@@ -1,7 +1,7 @@
 """Sinks that hand the numbers of a run to trackers: Weights & Biases, MLflow, trackio, or one of the user's own.
 
 Each is opened with a ``TrackedRun`` and takes records like any other sink. A run that is resumed goes on under the
-identity that its folder remembers. Nothing here is called by a rank: ``run/tracking.py`` follows the files of records
+identity that its folder remembers. Nothing here is called by a rank: ``run/observe.py`` follows the files of records
 and feeds the sinks, each in a thread of its own.
 """
 
@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.records.records import EndRecord, Record
-from paceline.records.scalars import scalars
-from paceline.records.sinks import Sink
+from paceline.records.sinks import Sink, scalars
 from paceline.untrusted import parse_json_object, read_regular
 
 _IDENTITIES = ".trackers.json"
@@ -43,28 +42,29 @@ class TrackedRun:
 
     def identity(self, tracker: str) -> str | None:
         """Returns what a tracker called this run when it was started first; None for a new one."""
-        try:
-            found = parse_json_object(read_regular(self.folder / _IDENTITIES)).get(tracker)
-        except (OSError, ValueError):
-            return None
+        found = self._identities().get(tracker)
         return found if isinstance(found, str) else None
 
     def remember(self, tracker: str, identity: str) -> None:
         """Keeps what a tracker calls this run, for when it is resumed."""
-        try:
-            known = parse_json_object(read_regular(self.folder / _IDENTITIES))
-        except (OSError, ValueError):
-            known = {}
         path = self.folder / _IDENTITIES
         partial = path.with_suffix(f".{tracker}")  # trackers are opened side by side
-        partial.write_text(json.dumps({**known, tracker: identity}) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({**self._identities(), tracker: identity}) + "\n", encoding="utf-8")
         partial.replace(path)
+
+    def _identities(self) -> dict[str, Any]:
+        try:
+            return parse_json_object(read_regular(self.folder / _IDENTITIES))
+        except (OSError, ValueError):
+            return {}
 
 
 class _Tracker:
-    """What the trackers have in common: numbers by name, at the last step that was seen."""
+    """What the trackers have in common: numbers by name, at the last step that was seen, and how the run ended."""
 
     _step = 0
+    _status = ""  # of the last attempt that ended
+    _is_closed = False
 
     def write(self, *records: Record) -> None:
         for record in records:
@@ -73,16 +73,21 @@ class _Tracker:
             if values:
                 self._log(values, self._step, record.time)
             if isinstance(record, EndRecord):
-                self._end(record.status)
+                self._status = record.status
 
     def flush(self) -> None:
         """Does nothing: the library sends by itself."""
 
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._finish()
+
     def _log(self, values: dict[str, float], step: int, time: float) -> None:
         raise NotImplementedError
 
-    def _end(self, status: str) -> None:
-        """Hears how an attempt has ended."""
+    def _finish(self) -> None:
+        raise NotImplementedError
 
 
 class WandbSink(_Tracker):
@@ -94,9 +99,8 @@ class WandbSink(_Tracker):
         asked = wandb.setup().settings  # of the environment and wandb's own files
         is_offline = asked.mode == "online" and not _has_login(asked)
         if is_offline:  # wandb would ask on the terminal
-            run.tell(
-                logging.WARNING, f"wandb has no login: offline; later: wandb sync {run.folder}/wandb/offline-run-*"
-            )
+            words = f"wandb has no login: offline; later: wandb sync {run.folder}/wandb/offline-run-*"
+            run.tell(logging.WARNING, words)
         self._run: Any = wandb.init(
             project=asked.project or _PROJECT,
             name=run.name,
@@ -112,25 +116,16 @@ class WandbSink(_Tracker):
         # Steps come again after a restart, which a run's own step count does not allow.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._exit_code = 0
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish(exit_code=self._exit_code)
-
-    def _log(self, values: dict[str, float], step: int, time: float) -> None:
-        del time
+    def _log(self, values: dict[str, float], step: int, _: float) -> None:
         self._run.log({**values, "step": step})
 
-    def _end(self, status: str) -> None:
-        self._exit_code = 0 if status == "done" else 1
+    def _finish(self) -> None:
+        self._run.finish(exit_code=0 if self._status in ("", "done") else 1)
 
 
 class MlflowSink(_Tracker):
     """A run of MLflow, where its own settings say: a server or a database."""
-
-    _STATUSES = {"done": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
@@ -143,7 +138,6 @@ class MlflowSink(_Tracker):
             )
         self._metric: Any = Metric
         self._client: Any = mlflow.MlflowClient()
-        self._status = "FAILED"
         known = run.identity("mlflow")
         if known is not None:
             self._id = known
@@ -157,18 +151,14 @@ class MlflowSink(_Tracker):
         for key, value in _flat(run.config):
             self._client.log_param(self._id, key, str(value)[:500])
 
-    def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self._id, self._status)
-
     def _log(self, values: dict[str, float], step: int, time: float) -> None:
         stamp = int(time * 1e3)
         metrics = [self._metric(name, value, stamp, step) for name, value in values.items() if math.isfinite(value)]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def _end(self, status: str) -> None:
-        self._status = self._STATUSES.get(status, "FAILED")
+    def _finish(self) -> None:
+        statuses = {"done": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._id, statuses.get(self._status, "FAILED"))
 
 
 class TrackioSink(_Tracker):
@@ -181,14 +171,11 @@ class TrackioSink(_Tracker):
         self._run: Any = trackio.init(project=_PROJECT, name=name, resume="allow", config=dict(run.config), embed=False)
         run.remember("trackio", name)
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-    def _log(self, values: dict[str, float], step: int, time: float) -> None:
-        del time
+    def _log(self, values: dict[str, float], step: int, _: float) -> None:
         self._run.log(values, step=step)
+
+    def _finish(self) -> None:
+        self._run.finish()
 
 
 _SINKS: dict[str, Callable[[TrackedRun], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
@@ -204,11 +191,9 @@ def open_tracker(name: str, run: TrackedRun) -> Sink:
                 raise
             raise ModuleNotFoundError(f"{name} is not installed (pip install 'paceline[{name}]')", name=name) from None
     made = import_from_path(name, "monitor.trackers")(run)
-    missing = [verb for verb in ("write", "flush", "close") if not callable(getattr(made, verb, None))]
+    missing = ", ".join(verb for verb in ("write", "flush", "close") if not callable(getattr(made, verb, None)))
     if missing:
-        raise TypeError(
-            f"{name} made a {type(made).__name__} without {', '.join(missing)}: a sink has write, flush, close"
-        )
+        raise TypeError(f"{name} made a {type(made).__name__} without {missing}: a sink has write, flush, close")
     return made  # type: ignore[no-any-return]
 
 

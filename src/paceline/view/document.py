@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic_core import from_json
@@ -27,7 +27,7 @@ from paceline.bounded_yaml import load_yaml
 from paceline.errors import PacelineError
 from paceline.records.console import format_loss, format_percent
 from paceline.records.event_words import event_name, event_text
-from paceline.records.records import EvalRecord, EventRecord
+from paceline.records.records import CommRecord, EvalRecord, EventRecord
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
@@ -41,6 +41,8 @@ _MOST_OPERATIONS = 20_000
 _MOST_CONFIG_BYTES = 2**20
 _MOST_TRACE_BYTES = 64 * 2**20
 _SEEN_LATE = 0.05  # of a step
+_Key = TypeVar("_Key", bound=Hashable)
+_Valued = tuple[_Key, EvalRecord | EventRecord | CommRecord, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,9 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
         "bucketed": len(starts) < len(numbers),
         "x": {"step": rounded(means(numbers, starts), 9), "time": rounded(means(times - run.first_time, starts))},
         "curves": {name: _curve(values, starts) for name, values in shown.items() if np.isfinite(values).any()},
-        "evaluations": _evaluations(run),
+        "evaluations": _points(run, _evaluated(run)),
         "events": _events(run),
-        "own": _own_scalars(run),
+        "own": _points(run, _own_scalars(run)),
         "hosts": _hosts(run, window.points),
         "comm": _comm(run),
         "predicted": _predicted(run),
@@ -114,7 +116,7 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
     zero = float(np.nanmin(starts)) if np.isfinite(starts).any() else 0.0
     until = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     clocks = dict(zip(ranks, ahead_s.tolist(), strict=True))
-    found, note = operations_between(run.folder, clocks, zero, until, _MOST_OPERATIONS)
+    found, note = _operations_between(run.folder, clocks, zero, until)
     return {
         "steps": [int(number) for number in numbers],
         "ranks": ranks,
@@ -127,8 +129,8 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
     }
 
 
-def operations_between(
-    folder: Path, ranks: Mapping[int, float], start: float, end: float, most: int
+def _operations_between(
+    folder: Path, ranks: Mapping[int, float], start: float, end: float
 ) -> tuple[list[list[Any]], str]:
     """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing.
 
@@ -137,8 +139,7 @@ def operations_between(
     trace = folder / "trace"
     if not trace.is_dir() or not trace.resolve().is_relative_to(folder.resolve()):
         return [], "set monitor.trace=true to have every collective here, too"
-    found: list[list[Any]] = []
-    notes = set()
+    found, notes = list[list[Any]](), set[str]()
     for rank, ahead_s in ranks.items():
         try:
             path = file_inside(trace, f"rank-{rank}.jsonl")
@@ -148,19 +149,16 @@ def operations_between(
             continue
         for own_begin, seconds, kind, num_bytes in operations:
             begin = own_begin - ahead_s
-            if begin < end and begin + seconds > start and len(found) < most:
+            if begin < end and begin + seconds > start and len(found) < _MOST_OPERATIONS:
                 found.append([rank, round(begin - start, 7), round(seconds, 7), kind, num_bytes])
-    if len(found) == most:
-        notes.add(f"the first {most:,} operations are shown")
+    if len(found) == _MOST_OPERATIONS:
+        notes.add(f"the first {_MOST_OPERATIONS:,} operations are shown")
     return found, "; ".join(sorted(notes)[:2])
 
 
 @lru_cache(maxsize=64)
 def _operations(path: Path, _changed: int) -> list[tuple[float, float, str, int]]:
-    """Returns start of day, seconds, kind and bytes of the operations that a rank wrote down (``monitor.trace``).
-
-    The file is written when the rank ends. Raises OSError, and ValueError for lines without a time of day.
-    """
+    """Returns start of day, seconds, kind and bytes of a rank's operations. Raises OSError or ValueError."""
     lines = read_regular(path, _MOST_TRACE_BYTES).splitlines()
     found = []
     for each in from_json(b"[" + b",".join(line for line in lines if line.strip()) + b"]"):
@@ -185,9 +183,9 @@ def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:
 def config_of(run: ShownRun) -> dict[str, str]:
     """Returns the settings of a run by dotted name; nothing where there is no config that can be read."""
     path = run.folder / "config.yaml"
+    if path.is_symlink():
+        return {}
     try:
-        if path.is_symlink():
-            return {}
         return dict(_flat(load_yaml(read_regular(path, _MOST_CONFIG_BYTES).decode("utf-8"))))
     except (OSError, ValueError, YAMLError, PacelineError):
         return {}
@@ -234,15 +232,24 @@ def _facts(run: ShownRun) -> dict[str, Any]:
     return facts | {"device": lead.device, "hosts": hosts[:16], "num_hosts": len(hosts), "started": run.first_time}
 
 
-def _evaluations(run: ShownRun) -> dict[str, list[list[float]]]:
-    """Returns step, time and value of each evaluation, by metric."""
-    found: dict[str, list[list[float]]] = {}
-    for each in run.evaluations:
-        values = {"loss": each.loss, "accuracy": each.accuracy, **each.metrics}
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                found.setdefault(name, []).append([each.step, round(each.time - run.first_time, 3), value])
+def _points(run: ShownRun, values: Iterable[_Valued[_Key]]) -> dict[_Key, list[list[float]]]:
+    """Returns points of curves by key: step, time and values of each record."""
+    found: dict[_Key, list[list[float]]] = {}
+    for key, record, numbers in values:
+        found.setdefault(key, []).append([record.step, round(record.time - run.first_time, 3), *numbers])
     return found
+
+
+def _evaluated(run: ShownRun) -> Iterator[_Valued[str]]:
+    for each in run.evaluations:
+        for name, value in {"loss": each.loss, "accuracy": each.accuracy, **each.metrics}.items():
+            if value is not None and math.isfinite(value):
+                yield name, each, [value]
+
+
+def _own_scalars(run: ShownRun) -> Iterator[_Valued[str]]:
+    for each in run.scalars:
+        yield from ((str(name), each, [value]) for name, value in each.detail.items() if is_number(value))
 
 
 def _events(run: ShownRun) -> list[dict[str, Any]]:
@@ -272,16 +279,6 @@ def _as_event(evaluation: EvalRecord) -> EventRecord:
     return EventRecord(name="evaluation", step=evaluation.step, detail=values, time=evaluation.time)
 
 
-def _own_scalars(run: ShownRun) -> dict[str, list[list[float]]]:
-    found: dict[str, list[list[float]]] = {}
-    for each in run.scalars:
-        for name, value in each.detail.items():
-            if is_number(value):
-                place = found.setdefault(str(name), [])
-                place.append([each.step, round(each.time - run.first_time, 3), value])
-    return found
-
-
 def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:
     """Returns what samplers read: a curve for each host and name, over the steps that were made meanwhile."""
     by_name: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -302,34 +299,26 @@ def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:
 
 def _comm(run: ShownRun) -> list[dict[str, Any]]:
     """Returns rate and bytes of communication by kind and group, as the lowest rank saw it."""
-    found: dict[tuple[str, str, int], list[list[float]]] = {}
-    for each in run.comm:
-        rate = each.bandwidth or math.nan
-        place = found.setdefault((each.kind, each.group, each.ranks), [])
-        place.append([each.step, round(each.time - run.first_time, 3), rate, each.bytes, each.calls, each.seconds])
-    return [
-        {"kind": kind, "group": group, "ranks": ranks, "points": points}
-        for (kind, group, ranks), points in sorted(found.items())
+    values = [
+        ((each.kind, each.group, each.ranks), each, [each.bandwidth or math.nan, each.bytes, each.calls, each.seconds])
+        for each in run.comm
     ]
+    found = sorted(_points(run, values).items())
+    return [dict(zip(("kind", "group", "ranks"), key, strict=True), points=points) for key, points in found]
 
 
 def _predicted(run: ShownRun) -> dict[str, Any] | None:
-    expected = read_expectation(run.folder)
-    if expected is None:
+    if (expected := read_expectation(run.folder)) is None:
         return None
     return {name: value for name, value in asdict(expected).items() if value not in (None, "", [], ())}
 
 
 def _heat_names(run: ShownRun) -> list[str]:
-    steps = run.columns.steps
-    if not len(steps):
+    if not len(run.columns.steps):
         return []
-    curves = run.columns.curves()
-    there = {name for name, values in curves.items() if np.isfinite(values).any()}
-    always = {"late_s", "samples", "step_s"}
-    return [
-        name for name in HEAT if (name in always or name in there) and not (name == "late_s" and run.world_size < 2)
-    ]
+    there = {name for name, values in run.columns.curves().items() if np.isfinite(values).any()}
+    there |= {"samples", "step_s"} | ({"late_s"} if run.world_size > 1 else set())
+    return [name for name in HEAT if name in there]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:

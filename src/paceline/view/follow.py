@@ -39,7 +39,7 @@ class Follower:
         self._wanted: set[str] = set()
         self._behind: set[str] = set()
         self._looked: dict[str, float] = {}
-        self._stop, self._wake = Event(), Event()
+        self.is_stopped, self._wake = Event(), Event()
         self._thread: Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.news: asyncio.Event | None = None
@@ -49,10 +49,6 @@ class Follower:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self.find()
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
-
     def start(self) -> None:
         """Begins to follow; call it inside the event loop that answers requests."""
         self._loop, self.news = asyncio.get_running_loop(), asyncio.Event()
@@ -60,7 +56,7 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stop.set()
+        self.is_stopped.set()
         self._wake.set()
         for process in list(self._processes):
             process.terminate()
@@ -89,11 +85,6 @@ class Follower:
             for run in self.runs
         ]
 
-    async def changed(self, news: asyncio.Event, most_s: float) -> None:
-        """Waits for ``news``, which was taken before the states were read, for ``most_s`` at most."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(news.wait(), most_s)
-
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Looks more often while somebody watches."""
@@ -121,7 +112,6 @@ class Follower:
         return words
 
     def find(self) -> None:
-        """Looks for new runs in the folders."""
         folders, problems = find_runs(self._paths)
         for problem in problems:
             if problem not in self._told:
@@ -129,45 +119,36 @@ class Follower:
                 self._notice(problem)
         known = {run.folder: run for run in self.runs}
         if list(known) != folders:
-            named = dict(zip(folders, names_of(folders), strict=True))
             self.runs = [known.get(folder) or ShownRun(folder) for folder in folders]
-            for run in self.runs:
-                run.name = named[run.folder]
+            for run, name in zip(self.runs, names_of(folders), strict=True):
+                run.name = name
 
     def _follow(self) -> None:
         found_at = time.monotonic()
-        while not self._stop.is_set():
+        while not self.is_stopped.is_set():
             before = [(run.id, run.version) for run in self.runs]
             with self.lock:
                 if time.monotonic() - found_at > _FIND_S:
                     found_at = time.monotonic()
                     self.find()
                 states = [(run, run.state().status) for run in self.runs if run.id in self._wanted]
+                now = time.monotonic()
                 for run, status in states:
-                    self._look(run, is_over=status not in ("running", "starting"))
+                    is_due = status in ("running", "starting") or now - self._looked.get(run.id, 0.0) >= _IDLE_LOOK_S
+                    if is_due or run.id in self._behind:
+                        self._looked[run.id] = now
+                        self._behind.discard(run.id)
+                        self._behind |= {run.id} if run.look(_BUDGET_S) else set()
                 after = [(run.id, run.version) for run in self.runs]
                 has_changed = before != after or states != [(run, run.state().status) for run, _ in states]
             if has_changed:
                 self._tell()
-            is_busy = self._watchers > 0
             if not self._behind:
-                self._wake.wait(_LOOK_S if is_busy else _IDLE_LOOK_S)
+                self._wake.wait(_LOOK_S if self._watchers > 0 else _IDLE_LOOK_S)
                 self._wake.clear()
             time.sleep(0.01)  # lets requests have the lock
 
-    def _look(self, run: ShownRun, *, is_over: bool) -> None:
-        now = time.monotonic()
-        if is_over and run.id not in self._behind and now - self._looked.get(run.id, 0.0) < _IDLE_LOOK_S:
-            return
-        self._looked[run.id] = now
-        if run.look(_BUDGET_S):
-            self._behind.add(run.id)
-        else:
-            self._behind.discard(run.id)
-
     def _tell(self) -> None:
-        """Wakes all that wait in the event loop."""
-
         def wake() -> None:
             assert self.news is not None
             self.news.set()
@@ -201,7 +182,7 @@ def glance(run: ShownRun) -> dict[str, Any]:
 
 def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
     """Has another process sum up a run, at a low priority; it is one of ``asked`` meanwhile."""
-    command = [sys.executable, "-m", "paceline.view.words", str(folder.resolve())]
+    command = [sys.executable, "-m", "paceline.view.html", str(folder.resolve())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         asked.add(process)
         with contextlib.suppress(OSError):

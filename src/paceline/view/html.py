@@ -1,30 +1,46 @@
-"""The page as one file: markup, style, code and data, without a request to anywhere.
+"""Runs as files: the page with markup, style, code and data in one, curves as CSV, charts as PNG or SVG.
 
 The live page and a report are the same page. A report has its data inside; the live page asks the server for it. Code
 and style are allowed by their hashes alone: nothing that data brings along can run.
+
+``summary_of(folder)`` is ``paceline report`` as plain values: words and tables for the top of the page. ``python -m
+paceline.view.html FOLDER`` prints it as JSON: the live page has a process of its own read all records again, so that it
+answers meanwhile.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
-from collections.abc import Sequence
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic_core import to_json
 
 from paceline import __version__
-from paceline.records.report import RunSummary
-from paceline.view.document import Window, config_of, describe, differences, heat, timeline
-from paceline.view.export import write_file
+from paceline.errors import PacelineError, RunFolderError
+from paceline.records.records import strict_json
+from paceline.records.report import COMMUNICATION, RunSummary, headline, plain_tables, summarize
+from paceline.records.summary import PHASES
+from paceline.search.expectation import Compared
+from paceline.units import format_bytes, format_seconds
+from paceline.view.document import Window, config_of, describe, differences, heat, rounded, timeline
 from paceline.view.runs import ShownRun
-from paceline.view.words import summary_of
 
-_STYLES = ("uPlot.min.css", "page.css")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
 _POINTS, _HEAT_POINTS, _HEAT_VALUES = 1500, 600, 40_000  # of a report
 
@@ -36,18 +52,14 @@ def live_page() -> tuple[str, str]:
 
 def report_page(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> str:
     """Returns the page of finished or running runs with all data inside; ``summaries`` are theirs, where known."""
-    return _page(as_json(report_data(runs, summaries)), connect="'none'")[0]
+    shown = [_whole(run, summary) for run, summary in zip_longest(runs, summaries)]
+    data = {"version": __version__, "runs": shown, "differences": differences_of(runs)}
+    return _page(as_json(data), connect="'none'")[0]
 
 
 def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSummary] = ()) -> None:
     """Writes the page of runs to a file. Raises RunFolderError where it cannot be written."""
     write_file(path, report_page(runs, summaries).encode())
-
-
-def report_data(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> dict[str, Any]:
-    """Returns what a report shows of runs."""
-    shown = [_whole(run, summary) for run, summary in zip_longest(runs, summaries)]
-    return {"version": __version__, "runs": shown, "differences": differences_of(runs)}
 
 
 def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
@@ -65,14 +77,11 @@ def as_json(value: Any) -> str:
 
 def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
-    names = told["heat_names"]
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))
-    steps = run.columns.steps
-    last = float(steps[-1]) if len(steps) else 0.0
-    first = float(steps[max(0, len(steps) - 8)]) if len(steps) else 0.0
+    first, last = map(float, run.columns.steps[-8:][[0, -1]]) if len(run.columns.steps) else (0.0, 0.0)
     return told | {
         "words": summary_of(run.folder, summary),
-        "heats": {name: heat(run, name, Window(points=columns)) for name in names},
+        "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]},
         "timeline": timeline(run, first, last, most=8),
         "config": config_of(run),
     }
@@ -81,29 +90,170 @@ def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
 def _page(data: str, connect: str) -> tuple[str, str]:
     style, script, index = _assets()
     policy = security_policy(style, script, connect)
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
-    before = index
-    pieces = []
-    for name in ("POLICY", "STYLE", "DATA", "SCRIPT"):  # in the order of the file: no part is looked at for marks
-        head, _, before = before.partition(f"@{name}@")
-        pieces += [head, parts[name]]
-    return "".join([*pieces, before]), policy + "; frame-ancestors 'none'"
+    pieces = []  # in the order of the file: no part is looked at for marks
+    for name, part in {"POLICY": policy, "STYLE": style, "DATA": data, "SCRIPT": script}.items():
+        head, _, index = index.partition(f"@{name}@")
+        pieces += [head, part]
+    return "".join([*pieces, index]), policy + "; frame-ancestors 'none'"
 
 
 @cache
 def _assets() -> tuple[str, str, str]:
     folder = resources.files("paceline.view") / "page"
-
-    def read(names: Sequence[str]) -> str:
-        return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
-
-    return read(_STYLES), read(_SCRIPTS), (folder / "index.html").read_text(encoding="utf-8")
+    parts = [[(folder / name).read_text(encoding="utf-8") for name in names] for names in (_STYLES, _SCRIPTS, _INDEX)]
+    style, script, index = map("\n".join, parts)
+    return style, script, index
 
 
 def security_policy(style: str, script: str, connect: str) -> str:
     """Returns the content security policy of a page: its own style and script alone, by their hashes."""
     allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
-    return (
-        f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
-        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
+    return policy + f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+_COLUMNS = (
+    *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
+    *("flops_per_s", "mfu"),
+)
+_COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
+_PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
+
+
+def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
+    """Writes a line for each step of each run: what all ranks did together, in the units of the records."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["run", "step", "time", *_COLUMNS])
+    for run in runs:
+        curves = run.columns.curves()
+        values = [rounded(curves[name], 7) for name in _COLUMNS]
+        for step, time, *row in zip(run.columns.steps, curves["time"], *values, strict=True):
+            # A name that a spreadsheet would take for a formula is marked as text.
+            name = f"'{run.name}" if run.name[:1] in "=+-@" else run.name
+            cells = ["" if value != value else repr(value) for value in row]
+            lines.writerow([name, int(step), f"{time:.3f}", *cells])
+    write_file(path, text.getvalue().encode())
+
+
+def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
+    """Draws loss, throughput, step time and memory of runs, phases and the map of ranks of the first one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    axes: Any = figure.subplots(2, 3)
+    unit = "samples" if runs[0].lead is None else runs[0].lead.unit
+    panels = (
+        ("loss", "loss", 1.0),
+        ("samples_per_s", f"{unit}/s", None),
+        ("step_s", "step time of the slowest rank, ms", 1e3),
+        ("memory_bytes", "memory of the largest rank, GiB", 2**-30),
     )
+    for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
+        _lines(axis, runs, name, title, scale)
+    columns, phases, heat_map = runs[0].columns, axes[1, 1], axes[1, 2]
+    parts = [1e3 * np.nan_to_num(columns.curves()[name]) for name in PHASES]
+    names = [name.removesuffix("_s") for name in PHASES]
+    phases.stackplot(columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
+    _finish(phases, "phases of a step, mean of the ranks, ms", has_legend=True)
+    ranks, steps, values = columns.heat("step_s", slice(None), 600)
+    if values.size:
+        low, high = 1e3 * np.nanpercentile(values, (2, 98))
+        extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
+        shown = heat_map.imshow(1e3 * values, aspect="auto", extent=extent, vmin=low, vmax=high)
+        figure.colorbar(shown, ax=heat_map, shrink=0.8)
+    _finish(heat_map, "step time by rank and step, ms", has_legend=False)
+    figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
+    made = io.BytesIO()
+    figure.savefig(made, format=kind, dpi=130)
+    write_file(path, made.getvalue())
+
+
+def _lines(axis: Axes, runs: Sequence[ShownRun], name: str, title: str, scale: float | None) -> None:
+    for place, run in enumerate(runs):
+        factor = scale if scale is not None else 1.0 if run.lead is None else run.lead.units_per_sample
+        values = run.columns.curves()[name] * factor
+        color = _COLORS[place % len(_COLORS)]
+        axis.plot(run.columns.steps, values, color=color, linewidth=1.0, label=_plain(run.name))
+    _finish(axis, title, has_legend=len(runs) > 1)
+
+
+def _finish(axis: Axes, title: str, *, has_legend: bool) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("step", fontsize=9)
+    axis.tick_params(labelsize=8)
+    if has_legend:
+        axis.legend(fontsize=8, loc="upper right")
+
+
+def _plain(name: str) -> str:
+    """Returns a name that is drawn as it is: dollars begin formulas, and an underscore hides a label."""
+    shown = name.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file, and the folder that it lies in. Raises RunFolderError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        why = f"cannot write {path}: {error.strerror or error}"
+        raise RunFolderError(f"{why}\n  give a file in a folder that can be written") from error
+
+
+_MOST_ROWS = 256  # of a table
+
+
+def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any]:
+    """Returns what there is to say about a run, read again without a ``summary``; its ``problem`` where that fails."""
+    try:
+        summary = summary or summarize(folder)
+    except PacelineError as error:
+        return {"problem": str(error)}
+    return {
+        "sentences": [{"kind": kind, "text": text} for kind, text in _sentences(summary)],
+        "facts": [list(row) for row in headline(summary)],
+        "tables": list(_tables(summary)),
+        "summary": summary.to_json(),
+    }
+
+
+def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    if summary.status == "failed" and summary.message:
+        yield "bad", summary.message.partition("\n")[0]
+    limits = [line.strip() for line in summary.limits.lines()] if summary.limits.found else []
+    late = summary.late if summary.straggler is None else (str(summary.straggler),)
+    yield from (("warning", line) for line in late if line not in limits)
+    kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
+    yield from ((kinds[place > 0], line) for place, line in enumerate(limits))
+    if summary.prediction is not None:
+        yield from (("note", line) for line in summary.prediction.lines())
+
+
+def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:
+    for table in plain_tables(summary) if summary.steps else ():
+        rows, note = table.rows[:_MOST_ROWS], table.note
+        if len(rows) < len(table.rows):
+            note += f"\nthe first {_MOST_ROWS} of {len(table.rows):,}"
+        if table.title != COMMUNICATION:  # the page has a table of its own, which follows the run
+            yield {"title": table.title, "columns": table.columns, "rows": rows, "note": note}
+    if summary.prediction is not None and (found := _predicted(summary.prediction)):
+        columns = ["", "predicted", "measured", "measured / predicted"]
+        yield {"title": "predicted and measured", "columns": columns, "rows": found, "note": ""}
+
+
+def _predicted(found: Compared) -> list[list[str]]:
+    rows, when = [], ", predicted while it ran" if found.predicted.is_later else ""
+    if found.predicted.step_s is not None and found.measured_step_s is not None and found.step_ratio is not None:
+        times = (format_seconds(found.predicted.step_s), format_seconds(found.measured_step_s))
+        rows.append([f"step{when}", *times, f"{found.step_ratio:.2f}"])
+    memory = found.predicted.memory_bytes
+    if memory is not None and found.measured_memory_bytes is not None and found.memory_ratio is not None:
+        sizes = (format_bytes(memory), format_bytes(found.measured_memory_bytes))
+        rows.append([f"memory a rank{when}", *sizes, f"{found.memory_ratio:.2f}"])
+    return rows + [row for each in found.later() for row in _predicted(each)]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(strict_json(summary_of(Path(sys.argv[1])))))

@@ -1,8 +1,5 @@
 """Which runs there are, and everything that is known of one: columns, events, its state in a sentence.
 
-    find_runs(paths)   folders of runs, and runs inside the folders given
-    ShownRun.look()    takes in what its ranks wrote since the last look
-
 Only files inside the folders that were given are read: a link that leads out of them is left out.
 """
 
@@ -25,8 +22,7 @@ from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRec
 from paceline.records.summary import worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
-from paceline.view.columns import Columns
-from paceline.view.reader import Batch, RecordFile, RewrittenError, record_files
+from paceline.view.columns import Batch, Columns, RecordFile, RewrittenError, record_files
 
 Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
 
@@ -75,7 +71,6 @@ class ShownRun:
         self.comm: list[CommRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
         self._files: dict[Path, RecordFile] = {}
-        self._bytes = (0, 0)
         self._is_cut = True  # ranks that an attempt does not have were cut already
 
     def look(self, budget_s: float = float("inf")) -> bool:
@@ -83,32 +78,26 @@ class ShownRun:
         until = time.monotonic() + budget_s
         for file in record_files(self.folder):
             self._files.setdefault(file.path, file)
-        is_behind = False
         for file in list(self._files.values()):
             try:
                 while (batch := file.read()) is not None:
                     self._take(file, batch)
                     self.version += 1
                     if time.monotonic() > until:
-                        is_behind = True
-                        break
+                        return True
             except RewrittenError:
                 self._forget()
                 self.version += 1
                 return True
             except OSError as error:
                 file.num_bad, file.first_bad = 1, error.strerror or str(error)
-            if is_behind:
-                break
-        read, size = sum(each.offset for each in self._files.values()), sum(each.size for each in self._files.values())
-        self._bytes = (read, size)
-        return is_behind
+        return False
 
     @property
     def share_read(self) -> float:
-        """How much of the records has been read."""
-        read, size = self._bytes
-        return read / size if size else 1.0
+        files = self._files.values()
+        size = sum(each.size for each in files)
+        return sum(each.offset for each in files) / size if size else 1.0
 
     @property
     def lead(self) -> RunRecord | None:
@@ -120,13 +109,12 @@ class ShownRun:
         return 0 if self.lead is None else self.lead.world_size
 
     def _take(self, file: RecordFile, batch: Batch) -> None:
-        if file.rank is None:
-            for _, record in batch.others:
-                if isinstance(record, HostRecord):
-                    _keep(self.hosts, record)
-            return
         start = 0
         for before, record in batch.others:
+            if file.rank is None:
+                if isinstance(record, HostRecord):
+                    _keep(self.hosts, record)
+                continue
             if isinstance(record, RunRecord):
                 self._take_steps(file, batch.rows[start:before])
                 start = before
@@ -136,8 +124,7 @@ class ShownRun:
     def _take_steps(self, file: RecordFile, rows: list[tuple[Any, ...]]) -> None:
         if not rows or file.rank is None:
             return
-        bad = self.columns.take(file.rank, rows)
-        if bad:
+        if bad := self.columns.take(file.rank, rows):
             file.num_bad += bad
             file.first_bad = file.first_bad or "a step has a value that is no number"
         if file.rank == min(self.starts, default=0) and not self._is_cut:
@@ -154,9 +141,8 @@ class ShownRun:
                     self._is_cut = False
                     self.first_time = self.first_time or record.time
                     if self.attempts > 1:
-                        number = {"number": self.attempts}
-                        again = EventRecord(name="attempt", step=0, detail=number, time=record.time)
-                        self.events.append((rank, again))
+                        detail = {"number": self.attempts}
+                        self.events.append((rank, EventRecord(name="attempt", step=0, detail=detail, time=record.time)))
             case EndRecord():
                 self.ends[rank] = record
             case EvalRecord() if rank == min(self.starts, default=0):  # every rank writes the same
@@ -173,7 +159,6 @@ class ShownRun:
                 _keep(self.comm, record)
 
     def state(self, now: float | None = None) -> ShownState:
-        """Says where the run stands."""
         now = time.time() if now is None else now
         lead = self.lead
         step = int(self.columns.steps[-1]) if len(self.columns.steps) else 0
@@ -195,21 +180,15 @@ class ShownRun:
             who = f"rank {gone[0]}" if len(gone) == 1 else f"{len(gone)} ranks"
             sentence = f"died after step {step:,}: the process of {who} is gone, and no end was recorded"
             return ShownState(status="died", sentence=sentence, seconds=last - self.first_time, **common)
-        left_s = self._left_s(step, total)
+        lengths = self.columns.curves()["step_s"]
+        known = sorted(float(each) for each in lengths[-50:] if each == each)
+        left_s = known[len(known) // 2] * (total - step) if known and step < total else None
         sentence = f"running, step {step:,} of {total:,}" if total else f"running, step {step:,}"
         sentence += f", about {format_seconds(left_s)} left" if left_s is not None else ""
         quiet_s = now - max(last, lead.time)
-        length = self.columns.curves()["step_s"]
-        if quiet_s > max(_SILENT_S, 10 * float(length[-1]) if len(length) else 0.0):
+        if quiet_s > max(_SILENT_S, 10 * float(lengths[-1]) if len(lengths) else 0.0):
             sentence += f"; no step for {format_seconds(quiet_s)}"
         return ShownState(status="running", sentence=sentence, seconds=now - self.first_time, left_s=left_s, **common)
-
-    def _left_s(self, step: int, total: int) -> float | None:
-        lengths = self.columns.curves()["step_s"][-50:]
-        known = [float(each) for each in lengths if each == each]
-        if not known or not total or step >= total:
-            return None
-        return sorted(known)[len(known) // 2] * (total - step)
 
     def verdict(self) -> str:
         """Returns the sentence of the judge of hangs, if there is one of this attempt."""
@@ -232,10 +211,7 @@ class ShownRun:
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Returns the folders of runs, the newest first, and what is wrong with the others.
-
-    A path is a run's folder, or a folder with runs in it.
-    """
+    """Returns the folders of runs at these paths or inside them, the newest first, and what is wrong with others."""
     runs: dict[Path, Path] = {}
     problems = []
     for path in paths:
@@ -270,34 +246,26 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts for folder in folders]
     names = []
     for own in parts:
-        others = [each for each in parts if each is not own]
-        length = next(
-            (length for length in range(1, len(own)) if not any(each[-length:] == own[-length:] for each in others)),
-            len(own),
-        )
+        length = 1
+        while length < len(own) and any(each[-length:] == own[-length:] for each in parts if each is not own):
+            length += 1
         names.append("/".join(own[-length:]))
     return names
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
     """Yields the runs that lie directly in a folder; a link that leads out of it is none of them."""
-    if not path.is_dir():
-        return
-    home = Path(os.path.realpath(path))
-    for entry in os.scandir(path):
-        inner = path / entry.name
-        is_inside = Path(os.path.realpath(inner)).is_relative_to(home)
+    for inner in path.iterdir() if path.is_dir() else ():
+        is_inside = Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(path))
         with contextlib.suppress(PermissionError):
-            if not entry.name.startswith(".") and is_inside and inner.is_dir() and is_run(inner):
+            if not inner.name.startswith(".") and is_inside and inner.is_dir() and is_run(inner):
                 yield inner
 
 
 def _started(folder: Path) -> float:
-    for name in ("config.yaml", "records"):
-        try:
-            return (folder / name).stat().st_mtime
-        except OSError:
-            continue
+    for mark in _MARKS:
+        with contextlib.suppress(OSError):
+            return (folder / mark).stat().st_mtime
     return 0.0
 
 

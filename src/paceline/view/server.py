@@ -16,7 +16,7 @@ import hmac
 import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http.cookies import SimpleCookie
 from ipaddress import ip_address
 from typing import Any
@@ -55,27 +55,25 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Returns a socket that listens at an address; without a port at 6070 or the next that is free.
-
-    Raises UsageError for a port that is in use and for an address that this machine does not have.
-    """
+    """Returns a socket that listens there; without a port at 6070 or the next that is free. Raises UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in [port] if port is not None else [*range(6070, 6090), 0]:
+    candidates = [port] if port is not None else [*range(6070, 6090), 0]
+    while True:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        candidate = candidates.pop(0)
         try:
             found.bind((host, candidate))
             found.listen(64)
             return found
         except OSError as error:
             found.close()
-            if port is not None or candidate == 0:
+            if not candidates:
                 raise UsageError(
                     f"cannot listen on {host}:{candidate}: {error.strerror or error}\n"
                     "  the page needs a port that no other program has, at an address of this machine\n"
                     "  leave --port out to take a free one, or name another"
                 ) from error
-    raise AssertionError("unreachable")
 
 
 def make_app(follower: Follower, *, token: str = "") -> Starlette:
@@ -90,16 +88,9 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
         finally:
             follower.stop()
 
-    routes = [
-        Route("/", api.page),
-        Route("/api/runs", api.runs),
-        Route("/api/events", api.events),
-        Route("/api/heat", api.heat),
-        Route("/api/timeline", api.timeline),
-        Route("/api/words", api.words),
-        Route("/api/differences", api.differences),
-        Route("/metrics", api.metrics),
-    ]
+    answers = (api.runs, api.events, api.heat, api.timeline, api.words, api.differences)
+    routes = [Route("/", api.page), Route("/metrics", api.metrics)]
+    routes += [Route(f"/api/{answer.__name__}", answer) for answer in answers]
     app = Starlette(routes=routes, lifespan=follow)
     app.state.follower = follower
     app.add_middleware(Gate, token=token)
@@ -122,14 +113,10 @@ class _Api:
         wanted = set(request.query_params.get("ids", "").split(","))
 
         def work() -> dict[str, Any]:
-            known = self._follower.runs
-            for run in known:
-                if run.id in wanted:
-                    self._follower.want(run)
-            return {
-                "list": self._follower.states(),
-                "runs": [describe(run, window) for run in known if run.id in wanted],
-            }
+            chosen = [run for run in self._follower.runs if run.id in wanted]
+            for run in chosen:
+                self._follower.want(run)
+            return {"list": self._follower.states(), "runs": [describe(run, window) for run in chosen]}
 
         return await self._answer(work)
 
@@ -143,18 +130,12 @@ class _Api:
 
     async def words(self, request: Request) -> Response:
         run = self._follower.find_run(request.query_params.get("id", ""))
-        if run is None:
-            return _not_found()
-        return as_response(await self._follower.words_of(run))
+        return _not_found() if run is None else as_response(await self._follower.words_of(run))
 
     async def differences(self, request: Request) -> Response:
         wanted = request.query_params.get("ids", "").split(",")
-
-        def work() -> list[tuple[str, list[str]]]:
-            runs = [run for each in wanted if (run := self._follower.find_run(each)) is not None]
-            return differences_of(runs)
-
-        return await self._answer(work)
+        runs = [run for each in wanted if (run := self._follower.find_run(each)) is not None]
+        return await self._answer(lambda: differences_of(runs))
 
     async def events(self, request: Request) -> Response:
         """Streams the states of all runs, at once and whenever one changes."""
@@ -162,11 +143,12 @@ class _Api:
         async def stream() -> AsyncIterator[bytes]:
             seen = b""
             with self._follower.watched():
-                while (news := self._follower.news) is not None and not self._follower.is_stopped:
+                while (news := self._follower.news) is not None and not self._follower.is_stopped.is_set():
                     told = await asyncio.to_thread(self._states)
                     yield b"data: " + told + b"\n\n" if told != seen else b": still here\n\n"
                     seen = told
-                    await self._follower.changed(news, 10.0)
+                    with suppress(TimeoutError):  # the news were taken before the states were read
+                        await asyncio.wait_for(news.wait(), 10.0)
                     if await request.is_disconnected():
                         return
 
@@ -183,17 +165,14 @@ class _Api:
             words = "metrics for Prometheus need prometheus-client: pip install 'paceline[watch]'\n"
             return PlainTextResponse(words, status_code=501, headers=HEADERS)
         folders = [run.folder for run in self._follower.runs]
-        text: str = await asyncio.to_thread(metrics_text, folders)
-        return PlainTextResponse(text, headers=HEADERS)
+        return PlainTextResponse(await asyncio.to_thread(metrics_text, folders), headers=HEADERS)
 
     async def _of_run(self, request: Request, work: Callable[[ShownRun], Any]) -> Response:
         run = self._follower.find_run(request.query_params.get("id", ""))
-        if run is None:
-            return _not_found()
-        try:
-            return await self._answer(lambda: work(run))
-        except KeyError:
-            return _not_found()
+        with suppress(KeyError):
+            if run is not None:
+                return await self._answer(lambda: work(run))
+        return _not_found()
 
     async def _answer(self, work: Callable[[], Any]) -> Response:
         def locked() -> Any:
@@ -207,21 +186,17 @@ class Gate:
     """Lets requests in as [Note: who gets in] says."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token
+        self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        refusal = self._refuse(scope)
+        refusal = self._refuse(scope) if scope["type"] == "http" else None
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]] | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if not self._token:
-            host = headers.get("host", "").rpartition(":")[0] if ":" in headers.get("host", "") else headers.get("host")
-            if not is_loopback((host or "").strip("[]")):
+            host = headers.get("host", "")
+            if not is_loopback((host.rpartition(":")[0] if ":" in host else host).strip("[]")):
                 return PlainTextResponse("this page answers to names of this machine alone\n", status_code=403)
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from judging import outcome_of
-from paceline.engines.tensor.plans import SplitRule, TensorPlan
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.tensor.apply import apply_tensor_parallel
+from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel
 
 pytest.importorskip("expecttest", reason="torch's own tests need expecttest")
 pytestmark = [pytest.mark.judge, pytest.mark.filterwarnings("ignore")]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
-from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.cluster.wires import collective_seconds, group_of
 from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants, Factors, shape_of
 
@@ -57,7 +57,7 @@ MASKED = 0.15
 FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
-# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/nccl.py): all-reduces of
+# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
 # nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
 CALL_S = 28e-6
 

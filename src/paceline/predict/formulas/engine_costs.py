@@ -29,7 +29,7 @@ import math
 from dataclasses import replace
 
 from paceline.cluster.devices import Catalog, Cluster
-from paceline.cluster.nccl import Collective, collective_seconds, group_of
+from paceline.cluster.wires import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Recompute, Workload, stage_layers

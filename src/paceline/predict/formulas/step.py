@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import ceiling, memory_seconds
-from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
+from paceline.cluster.wires import Collective, Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import MemoryEstimate

@@ -26,15 +26,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.config import (
-    Config,
-    GPTModelConfig,
-    MLPModelConfig,
-    ResNetModelConfig,
-    SyntheticImagesDataConfig,
-    gpt_shape,
-)
-from paceline.config.data_sections import known_shape
+from paceline.config import Config
+from paceline.config.data_sections import SyntheticImagesDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape
 from paceline.plan.layout import WITH_MASTERS
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts

@@ -50,8 +50,7 @@ from paceline.rehearse.dryrun.held import HOST, HeldMemory, mark_host_work
 from paceline.rehearse.dryrun.operators import KnownCalls, dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
 from paceline.rehearse.dryrun.recorder import MetaFunctions, Recorded, Recorder, no_answer
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
+from paceline.schedule.grid import Action, RankProgram
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
