@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
-from paceline.plan.groups import GROUP_NAMES, groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import GROUP_NAMES, Layout, groups_of
 
 
 @dataclass(frozen=True, slots=True)
