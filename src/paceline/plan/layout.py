@@ -189,7 +189,6 @@ class Compression:
         return self.policy != "none"
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Says whether a tensor is compressed, as far as the settings say."""
         if len(shape) < 2 or prod(shape) < max(self.min_size, 1):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -304,7 +303,6 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into; 1 where there is no pipeline."""
         if self.pipeline == 1:
             return 1
         if isinstance(self.schedule, Schedule):
@@ -317,7 +315,6 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs backward in two parts."""
         if self.pipeline == 1:
             return False
         return self.schedule.splits_backward if isinstance(self.schedule, Schedule) else self.schedule.startswith("zb-")

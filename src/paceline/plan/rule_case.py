@@ -72,12 +72,10 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def named_twice(names: tuple[str, ...]) -> str:
-    """Returns a name that stands twice; empty: none does."""
     return next((name for name in sorted(names) if names.count(name) > 1), "")
 
 
 def text_of(value: object) -> str:
-    """Writes a value as a config has it."""
     value = value.parts if isinstance(value, Offload) else value
     if isinstance(value, tuple):
         return "[" + ", ".join(str(each) for each in value) + "]"

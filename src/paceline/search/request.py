@@ -371,7 +371,6 @@ class _Fields:
         return {ours: self.optional(name) or 1 for ours, name in names.items()}
 
     def optional(self, name: str) -> int:
-        """Returns one that may be missing, or null: 0 then."""
         value = self.values.get(name)
         if value is None:
             return 0

@@ -77,7 +77,6 @@ class Search:
         return budget_of(self.cluster)
 
     def fits(self, ranked: Prediction) -> bool:
-        """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
         return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
