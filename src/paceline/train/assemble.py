@@ -35,8 +35,7 @@ from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
-from paceline.plan.groups import groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import Layout, groups_of
 from paceline.plan.plan import Plan, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory

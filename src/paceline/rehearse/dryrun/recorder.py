@@ -102,7 +102,6 @@ class MetaFunctions(TorchFunctionMode):
         return contextlib.nullcontext() if is_on else self
 
     def forget_copies(self) -> None:
-        """Lets go of the parameters' copies, as autocast does when a forward ends."""
         self._copies.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,7 +269,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(Wait(number))
 
     def lap(self, phase: str) -> None:
-        """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
         self.functions.forget_copies()
