@@ -32,8 +32,7 @@ def watch(
       paceline watch runs --host 0.0.0.0 --port 8080 --no-open
     """
     require_server()
-    from paceline.view.follow import Follower
-    from paceline.view.server import is_loopback, listen, make_app, make_server
+    from paceline.view.server import Follower, is_loopback, listen, make_app, make_server
 
     folders = runs or [Path("runs")]
     token = ""
