@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.nccl import Group, collective_seconds
+from paceline.cluster.wires import Group, collective_seconds
 
 NODES = {"A100": "1x dgx-a100", "V100": "1x dgx-1", "H200": "1x dgx-h200", "B200": "1x dgx-b200"}
 SIZES = ((8 << 20, "up to 8 MiB"), (64 << 20, "8 to 64 MiB"), (1 << 62, "more"))

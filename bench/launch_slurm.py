@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from paceline.bench.record import BenchRecord
+from paceline.bench.timing import BenchRecord
 from paceline.run.notes import read_progress
 
 CLUSTER = Path(__file__).parents[1] / "scripts" / "slurm_test_cluster.py"

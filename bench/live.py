@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pool"))
 
 from browser import Browser, Page
 
-from paceline.bench.record import BenchRecord
+from paceline.bench.timing import BenchRecord
 from paceline.records.records import StepRecord, complete_lines, parse_line
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_pydoc.yaml"

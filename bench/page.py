@@ -25,7 +25,7 @@ from browser import Browser
 from made_records import RUN
 from view_runs import write_run
 
-from paceline.bench.record import BenchRecord
+from paceline.bench.timing import BenchRecord
 from paceline.records.records import RunRecord, parse_line, to_line
 from paceline.view.server import Follower, listen, make_app, make_server
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.cluster.wires import collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Running, Workload

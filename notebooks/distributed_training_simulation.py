@@ -193,7 +193,7 @@ keep(draw_scaling(), "simulation-scaling.png")
 
 # %%
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.cluster.wires import collective_seconds, group_of
 
 spans = [span for span in trainer.simulation.clocks[0].spans if span.row == "communication"]
 largest = max(spans, key=lambda span: span.num_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline import run_virtual
-from paceline.cluster.patterns import Tree, double_tree
+from paceline.cluster.costs import Tree, double_tree
 from paceline.comm.algorithms.rounds import (
     Round,
     cut,
@@ -258,7 +258,7 @@ def draw_tree() -> str:
         "Eight ranks. Values are summed on the way up to the root, and the sum goes back down the same edges. A number "
         f"on an edge is the round of that message, up (↑) and down (↓). There are {2 * height} rounds; a rank "
         "that passes values on in one tree is a leaf of the other, so that no rank sends much more than the others.",
-        "the trees of cluster/patterns.py and the rounds of comm/algorithms/rounds.py",
+        "the trees of cluster/costs.py and the rounds of comm/algorithms/rounds.py",
     )
     for number, (tree, words) in enumerate(zip(trees, ("first half", "second half"), strict=True)):
         left = MARGIN + number * 384

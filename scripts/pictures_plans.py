@@ -15,8 +15,9 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import load_config
 from paceline.plan.layout import STRATEGIES
 from paceline.plan.plan import MemoryEstimate
+from paceline.predict.formulas.step import Prediction
 from paceline.search.request import request_for, why_not_written, workload_as_written
-from paceline.search.search import Ranked, Search, budget_of, rank_one, search
+from paceline.search.search import Search, budget_of, rank_one, search
 from paceline.units import GIB
 from pictures_svg import MARGIN, WIDTH, Picture
 
@@ -27,7 +28,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "gpt_7b.yaml"
 class Priced:
     """A layout as it was written: its price, and what a rank holds by category."""
 
-    ranked: Ranked
+    ranked: Prediction
     memory: MemoryEstimate
     cluster: Cluster
 
@@ -181,7 +182,7 @@ def draw_precision() -> str:
 
 def _draw_step(picture: Picture, left: float, y: float, name: str, priced: Priced, scale: float) -> None:
     ranked = priced.ranked
-    step = ranked.prediction.step
+    step = ranked.step
     picture.text(left - 8, y + 14, name, "small bold ink end")
     at = left
     for kind, words, names in _PARTS:
@@ -221,7 +222,7 @@ def draw_landscape() -> str:
         "nothing computed again in backward.",
         "the search of paceline plan for configs/gpt_7b.yaml",
     )
-    best: dict[tuple[int, int], Ranked] = {}
+    best: dict[tuple[int, int], Prediction] = {}
     for ranked in found.ranked:  # the fastest first
         best.setdefault((ranked.layout.tensor, ranked.layout.pipeline), ranked)
     slowest = max(ranked.seconds for ranked in best.values())
@@ -255,7 +256,7 @@ def _draw_tile(picture: Picture, x: float, y: float, width: float, seconds: floa
 
 
 def _draw_mesh(
-    picture: Picture, x: float, y: float, best: Mapping[tuple[int, int], Ranked], fastest: float, slowest: float
+    picture: Picture, x: float, y: float, best: Mapping[tuple[int, int], Prediction], fastest: float, slowest: float
 ) -> None:
     for column, pipeline in enumerate(_SIZES):
         picture.text(x + 57 * column + 27, y + 14, str(pipeline), "small soft mid")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import json_schema
-from paceline.config.fields import leaf_field
+from paceline.config.schema import json_schema
+from paceline.config.suggest import leaf_field
 from reference_text import NOTE, code, prose, table
 
 HEAD = ("key", "values", "default", "meaning")

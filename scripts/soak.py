@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.record import BenchRecord
+from paceline.bench.timing import BenchRecord
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"

@@ -37,7 +37,7 @@ ALLOWED = {
     ("bounded_yaml", "yaml.load"): (2, "the bounded loader, and the safe one in C: both make plain values"),
     ("checkpoint.tools.incoming", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.distributed", "torch.load"): (1, "with --allow-pickle, with weights_only"),
-    ("checkpoint.tools.dcp_metadata", "pickle.Unpickler"): (1, "with --allow-pickle, by a closed list of names"),
+    ("checkpoint.tools.distributed", "pickle.Unpickler"): (1, "with --allow-pickle, by a closed list of names"),
     ("data.fetch", "pickle.loads"): (1, "what the line has just pickled itself, to see whether it can be"),
     ("learn.course", "runpy.run_path"): (
         1,

@@ -28,8 +28,8 @@ HOMES = {
     "mean": "paceline.comm.objects",
     "WeightAverage": "paceline.train.run_state",
     "Muon": "paceline.train.muon.muon",
-    "save": "paceline.checkpoint.loops",
-    "load": "paceline.checkpoint.loops",
+    "save": "paceline.checkpoint.writer",
+    "load": "paceline.checkpoint.writer",
     "run_virtual": "paceline.comm.virtual.communicator",
     "verify": "paceline.verify.certificate",
     "load_config": "paceline.config.load",
@@ -46,9 +46,9 @@ HOMES = {
     "MockDistributedTrainer": "paceline.classic.simulated",
     "DistributedTrainingAnalyzer": "paceline.classic.analysis",
     "CommunicationOptimizer": "paceline.classic.communication",
-    "cleanup_distributed": "paceline.classic.shorthand",
-    "compress_gradients": "paceline.classic.shorthand",
-    "auto_scale_batch_size": "paceline.classic.shorthand",
+    "cleanup_distributed": "paceline.classic.communication",
+    "compress_gradients": "paceline.classic.communication",
+    "auto_scale_batch_size": "paceline.classic.communication",
     "MLPClassifier": "paceline.models.mlp",
 }
 

@@ -165,12 +165,14 @@ OWN_READERS = {
     "comm/objects.py": "what ranks of the same job send one another",
     "data/documents.py": "lines of bounded length, of which those that cannot be read are skipped and counted",
     "comm/ledger/file.py": "the ledger of a rank on this host",
-    "health/ledger_text.py": "control data",
-    "run/late_hosts.py": "control data",
+    "health/ledger_view.py": "control data",
+    "health/pairing.py": "control data",
+    "health/straggler.py": "control data",
+    "run/other_hosts.py": "control data",
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
     "bench/gpu/loops.py": "its own command line",
-    "plan/field_types.py": "a table of the package",
+    "plan/rule_case.py": "a table of the package",
 }
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.bench.interleave import ratios_to, rotate, time_step
+from paceline.bench.timing import ratios_to, rotate, time_step
 from paceline.checkpoint.find import Depth, verify_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards

@@ -25,7 +25,8 @@ import torch
 from paceline.comm.base import DONE, BucketShape, Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.compress import Compressor
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import CompressionConfig, Config, check_ranks
+from paceline.config import Config, check_ranks
+from paceline.config.schema import CompressionConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout

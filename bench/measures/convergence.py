@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from measures.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
-from paceline.config import CompressionConfig, Config
+from paceline.config import Config
+from paceline.config.schema import CompressionConfig
 from paceline.errors import UsageError
 from paceline.plan.plan import RunMachine
-from paceline.run.rank_process import end_children
+from paceline.run.processes import end_children
 from paceline.run.signals import interrupts_withheld
 from paceline.search.make_plan import make_plan, with_length
 from paceline.train.assemble import build_workload

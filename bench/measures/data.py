@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import ratios_to, rotate
+from paceline.bench.timing import ratios_to, rotate
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import config_from_dict

@@ -16,9 +16,8 @@ from typing import Any, Literal
 import torch
 
 from measures.memory import LiveTensors
-from paceline.bench.arms import SHARED
-from paceline.bench.interleave import quartiles, time_step
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.arms import SHARED, BenchWorkload
+from paceline.bench.timing import quartiles, time_step
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.data.loader import StepBatch

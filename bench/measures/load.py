@@ -35,8 +35,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.bench.interleave import ratios_to, rotate
-from paceline.checkpoint.pretrained import open_pretrained
+from paceline.bench.timing import ratios_to, rotate
+from paceline.checkpoint.tools.incoming import open_pretrained
 from paceline.comm.base import Communicator
 from paceline.config.sections import HFModelConfig
 from paceline.data.datasets import DataShape

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, Turns, interleave, rotate, time_step, timing_of
-from paceline.calibrate.loop import looped_step, recording_trainer
+from paceline.bench.timing import Timing, Turns, interleave, rotate, time_step, timing_of
+from paceline.calibrate.timing import looped_step, recording_trainer
 from paceline.comm.base import DONE, Call, Communicator, Work
-from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.shared.communicator import share_memory
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.models.mlp import MLPClassifier

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from paceline.bench.gpu.arms import Tell, run_train
-from paceline.bench.gpu.loops import ArmTurn
-from paceline.bench.gpu.workloads import GpuWorkload
+from paceline.bench.gpu.loops import ArmTurn, GpuWorkload
 from paceline.config import config_from_dict, dump_yaml
 
 POINTS = 10  # of a curve

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.arms import BenchWorkload
 from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds, scatter_seconds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Turns, interleave
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.arms import BenchWorkload
+from paceline.bench.timing import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import OptimConfig

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from measures.tables import show_table
-from paceline.cli.bench_options import show_record as show_record_as
-from paceline.cli.bench_options import tell
+from paceline.cli.bench import show_record as show_record_as
+from paceline.cli.bench import tell
 from paceline.errors import UsageError
 from paceline.run.folder import find_write_error
 

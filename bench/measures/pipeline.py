@@ -18,10 +18,9 @@ from typing import Any
 from measures.features import FeatureProtocol, bench_features
 from measures.modelled import model_features
 from measures.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
-from paceline.bench.arms import select
+from paceline.bench.arms import BenchWorkload, select
 from paceline.bench.engines import MeasuredArm, check_losses
-from paceline.bench.interleave import Turns, interleave
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config

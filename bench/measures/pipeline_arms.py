@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 
-from paceline.bench.arms import SHARED, PeeredArm, TrainingStep
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.arms import SHARED, BenchWorkload, PeeredArm, TrainingStep
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize

@@ -21,10 +21,10 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
 from paceline.bench.engines import clean_up
-from paceline.bench.interleave import quartiles, time_step
-from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.calibrate.entry import entry_of, write_entry
+from paceline.bench.timing import quartiles, time_step
+from paceline.calibrate.entry import entry_of
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
@@ -39,9 +39,8 @@ from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Program, play
+from paceline.predict.replay.program import Player, Program, Run
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.processes import run_processes
@@ -116,7 +115,7 @@ def clusters(device: str, name: str | None, entry: Path | None, tell: Callable[[
     if name is None and device == "cuda":
         text = _calibrated(tell)
         if entry is not None:
-            write_entry(text, entry)
+            entry.write_text(text, encoding="utf-8")
         with TemporaryDirectory() as folder:
             path = Path(folder) / "measured.yaml"
             path.write_text(text, encoding="utf-8")
@@ -216,7 +215,7 @@ def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
     costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
     found: dict[str, float] = {}
     recorded = fuse_blocks(program.events) if program.is_compiled else program.events
-    for event in play(recorded, program.order) if program.order else recorded:  # of all microbatches
+    for event in Player(recorded, program.order).run() if program.order else recorded:  # of all microbatches
         if isinstance(event, Run):
             name = "fused" if event.operation.name == "fused" else event.operation.family
             found[name] = found.get(name, 0.0) + 1e3 * costs(event)[0]

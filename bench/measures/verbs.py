@@ -10,18 +10,7 @@ from pathlib import Path
 import typer
 
 from measures.options import announced, check_scratch, show_record
-from paceline.cli.bench_options import (
-    AsJson,
-    Models,
-    Output,
-    Rounds,
-    Rows,
-    check_device,
-    chosen_of,
-    numbers_of,
-    tell,
-    words_of,
-)
+from paceline.cli.bench import AsJson, Models, Output, Rounds, Rows, check_device, chosen_of, numbers_of, tell, words_of
 from paceline.cli.options import ConfigPath, Overrides
 from paceline.errors import UsageError
 
@@ -388,8 +377,7 @@ def predict(
       python bench predict --cluster mine.yaml --models mlp --arms gloo
     """
     from measures.predict import arms_on, bench_predict, clusters, only
-    from paceline.bench.arms import check_words
-    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
+    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
 
     check_device(device)
     known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
@@ -475,7 +463,7 @@ def losses(
     Example:  python bench losses --models gpt-1.1b --steps 500
     """
     from measures.losses import bench_losses
-    from paceline.bench.gpu.workloads import workloads_on
+    from paceline.bench.gpu.loops import workloads_on
 
     check_device(device)
     known = {name: each for name, each in workloads_on(device).items() if each.unit == "tokens"}

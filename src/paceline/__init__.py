@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from paceline import errors as errors
     from paceline import learn as learn
-    from paceline.checkpoint.loops import load as load
-    from paceline.checkpoint.loops import save as save
+    from paceline.checkpoint.writer import load as load
+    from paceline.checkpoint.writer import save as save
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
+    from paceline.classic.communication import auto_scale_batch_size as auto_scale_batch_size
+    from paceline.classic.communication import cleanup_distributed as cleanup_distributed
+    from paceline.classic.communication import compress_gradients as compress_gradients
     from paceline.classic.monitor import DistributedMonitor as DistributedMonitor
-    from paceline.classic.shorthand import auto_scale_batch_size as auto_scale_batch_size
-    from paceline.classic.shorthand import cleanup_distributed as cleanup_distributed
-    from paceline.classic.shorthand import compress_gradients as compress_gradients
     from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
     from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
@@ -64,7 +64,7 @@ _NAMES = {
     "paceline.comm.objects": ("mean",),
     "paceline.train.run_state": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
-    "paceline.checkpoint.loops": ("save", "load"),
+    "paceline.checkpoint.writer": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),
     "paceline.verify.certificate": ("verify",),
     "paceline.config.load": ("load_config",),
@@ -76,8 +76,9 @@ _NAMES = {
     "paceline.classic.monitor": ("DistributedMonitor",),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
     "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
-    "paceline.classic.communication": ("CommunicationOptimizer",),
-    "paceline.classic.shorthand": ("cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
+    "paceline.classic.communication": (
+        *("CommunicationOptimizer", "cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
+    ),
     "paceline.models.mlp": ("MLPClassifier",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

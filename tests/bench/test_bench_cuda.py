@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from measures.memory import OPTIONS, Budget, Family, Option, bench_memory
-from paceline.bench.arms import arms_in_bf16
+from paceline.bench.arms import BenchWorkload, arms_in_bf16
 from paceline.bench.engines import bench_bf16
-from paceline.bench.interleave import Turns
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Turns
 from paceline.units import GIB, MIB
 
 pytestmark = [

@@ -12,10 +12,19 @@ import torch
 from torch import nn
 
 from paceline.bench import arms as arms_module
-from paceline.bench.arms import Arm, Wrapped, arms_alone, arms_in_bf16, arms_on_ranks, check_words, select, sets_of
+from paceline.bench.arms import (
+    Arm,
+    BenchWorkload,
+    Wrapped,
+    arms_alone,
+    arms_in_bf16,
+    arms_on_ranks,
+    check_words,
+    select,
+    sets_of,
+)
 from paceline.bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
-from paceline.bench.interleave import Turns
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError

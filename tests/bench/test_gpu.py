@@ -12,8 +12,7 @@ from measures.losses import compare_losses
 from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.loops import ArmTurn, GpuArm, run_arm
-from paceline.bench.gpu.workloads import GpuWorkload, all_workloads, workloads_on
+from paceline.bench.gpu.loops import ArmTurn, GpuArm, GpuWorkload, all_workloads, run_arm, workloads_on
 from paceline.cluster.devices import Peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
@@ -152,7 +151,7 @@ def test_an_arm_that_fails_leaves_its_reason_and_the_others_go_on(monkeypatch: p
             raise OSError("out of\n  memory")
         return ArmTurn(step_s=[0.1] * 6, losses=[1.0] * 6, peak_bytes=None, first_step_at=0.0, samples=4)
 
-    monkeypatch.setattr(arms_module, "_run_process", run)
+    monkeypatch.setattr(arms_module, "_take_turn", run)
     rows = bench_gpu(TINY, 2, None, ["plain autocast", "paceline engine"], lambda _: None)
     found = {row["arm"]: row.get("error") for row in rows}
     assert found["paceline engine"] == "out of memory"

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from paceline.bench.gpu.arms import run_train
-from paceline.bench.gpu.loops import ArmTurn, run_arm
-from paceline.bench.gpu.workloads import all_workloads
+from paceline.bench.gpu.loops import ArmTurn, all_workloads, run_arm
 from paceline.comm.traced import Trace
 from paceline.records.meter import StepMeter
 from paceline.records.records import StepRecord

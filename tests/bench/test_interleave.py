@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.bench import interleave as module
-from paceline.bench.interleave import Turns, interleave
+from paceline.bench import timing as module
+from paceline.bench.timing import Turns, interleave
 
 CPU = torch.device("cpu")
 

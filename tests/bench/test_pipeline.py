@@ -21,10 +21,9 @@ from measures.pipeline import (
     make_workload,
 )
 from measures.pipeline_arms import pipeline_arms
-from paceline.bench.arms import select
+from paceline.bench.arms import BenchWorkload, select
 from paceline.bench.engines import MeasuredArm, check_losses
-from paceline.bench.interleave import Turns
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.scaling import ScalingCase, bench_scaling, cases, config_of, draw_rows, own_strategy, with_speed_up
-from paceline.cli.bench_options import show_table
+from paceline.cli.bench import show_table
 from paceline.cluster.devices import load_cluster
 from paceline.config import load_config, run_checks
 from paceline.config.train_checks import short_run

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.entry import make_entry, suggest_name, write_entry
+from paceline.calibrate.entry import make_entry, suggest_name
 from paceline.calibrate.kernels import FamilyFigures, KernelFigures
 from paceline.calibrate.machine import LinkFigures, MachineFigures, median_figures
+from paceline.cli.options import write_output
 from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
@@ -39,7 +40,7 @@ def _measured(**changes: object) -> MachineFigures:
 def _entry(tmp_path: Path, measured: MachineFigures, machine: Machine = HOST) -> Path:
     path = tmp_path / "mine.yaml"
     name = suggest_name(machine, measured)
-    write_entry(make_entry(name, machine, measured, "paceline calibrate", ABOUT), path)
+    path.write_text(make_entry(name, machine, measured, "paceline calibrate", ABOUT))
     return path
 
 
@@ -110,7 +111,7 @@ def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> No
     about = {**ABOUT, "time": "2026-01-01T00:00:00Z", "python": "3.12"}
     text = make_entry("mine", HOST, measured, "paceline calibrate", about)
     path = tmp_path / "mine.yaml"
-    write_entry(text, path)
+    path.write_text(text)
     found = load_cluster(str(path))
     device, inside = found.device, found.node.inside
     assert device.memory_rates == {"softmax": ((1024, 2e9), (4096, 1e9))}
@@ -126,7 +127,7 @@ def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> No
 
 def test_an_entry_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
-        write_entry("", tmp_path / "no" / "folder.yaml")
+        write_output(tmp_path / "no" / "folder.yaml", "", "entry")
 
 
 def test_the_median_rank_counts_and_the_worst_noise() -> None:

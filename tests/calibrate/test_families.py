@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.calibrate.kernels import measure_families
-from paceline.calibrate.sampling import Stopwatch
+from paceline.calibrate.timing import Stopwatch
 from paceline.cluster.kernels import MEMORY_FAMILIES
 
 

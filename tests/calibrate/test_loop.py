@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.calibrate.loop import figures_of, measure_loop
+from paceline.calibrate.timing import figures_of, measure_loop
 
 
 def test_two_steps_tell_what_an_operation_takes_and_what_a_step_does_besides() -> None:

@@ -18,7 +18,7 @@ from paceline.calibrate.machine import (
     measure_rank,
     with_more_ranks,
 )
-from paceline.calibrate.sampling import Stopwatch
+from paceline.calibrate.timing import Stopwatch
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 

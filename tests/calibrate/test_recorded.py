@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paceline.calibrate.loop import recorded
+from paceline.calibrate.timing import recorded
 
 
 def test_drawn_numbers_are_a_family_of_their_own() -> None:

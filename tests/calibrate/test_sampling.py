@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.calibrate.sampling import Stopwatch, check_quiet, processor_share, summarize
+from paceline.calibrate.timing import Stopwatch, check_quiet, processor_share, summarize
 from paceline.errors import UsageError
 
 

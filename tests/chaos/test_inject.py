@@ -16,7 +16,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 STEPS = 8

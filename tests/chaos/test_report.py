@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 from made_records import RUN, STEP
 
 from paceline.chaos.faults import Fault, Fired, Passed, Started
-from paceline.chaos.report import Report, SaveCost, compare_steps, make_report, recommend, report_lines
-from paceline.chaos.timeline import Command, Handling, Notes, expected_handling, handle, straggler_verdict
+from paceline.chaos.report import (
+    Command,
+    Handling,
+    Notes,
+    Report,
+    SaveCost,
+    compare_steps,
+    expected_handling,
+    handle,
+    make_report,
+    recommend,
+    report_lines,
+    straggler_verdict,
+)
 from paceline.config import Config
 from paceline.records.records import EventRecord, Record, RunRecord, StepRecord
 from paceline.records.summary import RankAttempt, final_steps, split_attempts

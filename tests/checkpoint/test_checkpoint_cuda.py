@@ -17,7 +17,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.shards import Shard, whole_region
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,14 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint import (
-    CheckpointWriter,
-    State,
-    choose_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    verify_checkpoint,
-)
+from paceline.checkpoint import CheckpointWriter, State, find_checkpoint, list_checkpoints, verify_checkpoint
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CheckpointError
 from paceline.shards import Shard, whole_region
@@ -53,7 +46,6 @@ def test_names_are_found_in_any_of_their_ways(three: Path) -> None:
 def test_without_any_the_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in (.|\n)*start without --resume"):
         find_checkpoint("auto", tmp_path)
-    assert choose_checkpoint([]) is None
     assert list_checkpoints(tmp_path / "none") == []
 
 

@@ -20,7 +20,7 @@ from covering import covering
 from torch import nn
 
 import paceline
-from paceline.classic.step_metrics import StepMetrics
+from paceline.classic.monitor import StepMetrics
 from paceline.classic.trainer import DistributedConfig, DistributedTrainer
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator

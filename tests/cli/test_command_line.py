@@ -17,7 +17,7 @@ from paceline.cli.app import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 
 WORLD = {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -21,7 +21,7 @@ from typer.main import get_command
 from measures.verbs import app as authors_app
 from paceline.cli.app import app
 from paceline.config import load_config
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 from paceline.run.train import train
 
 REPOSITORY = Path(__file__).parents[2]

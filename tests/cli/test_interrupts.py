@@ -120,7 +120,7 @@ def test_an_import_is_not_unwound(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    code = "import sys, paceline.cli.app, paceline.cli.main as m\nfrom paceline.run.scratch import scratch_folder\n"
+    code = "import sys, paceline.cli.app, paceline.cli.main as m\nfrom paceline.run.signals import scratch_folder\n"
     code += "def run():\n    with scratch_folder():\n        import slow\n"
     code += "paceline.cli.app.run_command = run\nm.main()\n"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

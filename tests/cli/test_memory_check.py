@@ -16,7 +16,7 @@ from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.plan.plan import RunMachine
 from paceline.run.decide import check_memory, check_virtual
-from paceline.search.memory_verdict import needed
+from paceline.search.expect import needed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 Call = Callable[..., Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.plan import _series
+from paceline.cli.forecast import _series
 from paceline.config import load_config
 
 Call = Callable[..., Any]

@@ -15,8 +15,8 @@ from paceline.errors import ConfigError, Problem
 from paceline.plan.plan import RunMachine
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
+from paceline.run.location import read_result
 from paceline.run.records import name_strategy
-from paceline.run.result import read_result
 
 MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
 Call = Callable[..., Any]

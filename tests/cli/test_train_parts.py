@@ -11,21 +11,23 @@ from types import SimpleNamespace
 
 import made_records as records
 import pytest
+import torch
 from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
 from paceline.checkpoint.tensors import encode
 from paceline.checkpoint.tools.listing import list_folder
 from paceline.cli.train import _next_steps, show_result
+from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
-from paceline.run import under_launcher
+from paceline.run import processes, under_launcher
+from paceline.run.decide import decide_run
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
-from paceline.run.location import RunLocation, claim_run, find_start, locate_run
+from paceline.run.location import RunLocation, claim_run, find_start, locate_run, read_result
 from paceline.run.observe import live_progress
-from paceline.run.result import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
 STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)
@@ -273,7 +275,7 @@ def leave(
         codes.append(code)
         raise LeftError
 
-    monkeypatch.setattr(under_launcher, "leave_process", stay)
+    monkeypatch.setattr(processes, "leave_process", stay)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(project / "error.json"))
 
     def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:
@@ -283,6 +285,18 @@ def leave(
         return SimpleNamespace(code=codes[-1], text=detail["py_callstack"], timestamp=int(detail["timestamp"]))
 
     return call
+
+
+def test_rank_0_under_a_launcher_holds_the_folder_that_it_claims(config: Config) -> None:
+    """Else the folder of a run that is refused would stay."""
+    comm = SoloCommunicator(torch.device("cpu"))
+    decision, location = decide_run(config, comm=comm), locate_run(config, force=False, resume=None)
+    claimed, found, _ = under_launcher._claim_together(comm, location, decision, (), force=False)
+    assert claimed is not None
+    with claimed:
+        assert claimed.path == found.folder
+        claimed.discard()
+    assert not found.folder.exists()
 
 
 RAISED = Failure(rank=1, cause="raised", message="ValueError: bad", traceback="Traceback of it", time=100.9)

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.config import dump_yaml, load_config
 from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+from paceline.run.decide import BackgroundPrediction
 from paceline.run.folder import claim_folder
-from paceline.run.prediction import BackgroundPrediction
 from paceline.run.processes import loopback_interface
 from paceline.run.under_launcher import _predict
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.cli import verify as module
-from paceline.plan.field_types import MEANINGS
 from paceline.plan.layout import Layout
+from paceline.plan.rule_case import MEANINGS
 from paceline.verify import certificate as certificates
 
 Call = Callable[..., Any]

@@ -17,14 +17,17 @@ from paceline.cluster.costs import (
     all_reduce_messages,
     all_reduce_seconds,
     broadcast_seconds,
+    chain,
+    double_tree,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
+    halving,
     host_link_bytes,
+    rooted_tree,
     scatter_seconds,
     sent_bytes,
 )
-from paceline.cluster.patterns import chain, double_tree, halving, rooted_tree
 from paceline.errors import UsageError
 
 ALPHA, BETA = 1e-3, 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.nccl import Collective, Group, bus_bandwidth, collective_seconds, group_of
+from paceline.cluster.wires import Collective, Group, bus_bandwidth, collective_seconds, group_of
 
 NODE = load_cluster("1x dgx-a100")
 FOUR = load_cluster("4x dgx-a100")

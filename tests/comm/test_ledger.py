@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
+from paceline.comm.ledger.call_sites import LoopCounters
 from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import LoopCounters
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator, ledger_clock
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerView
 from paceline.health.pairing import Update

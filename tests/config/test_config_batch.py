@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import BatchPlan, batch_plan
-from paceline.config.batch import check_batch, resolve_batch
+from paceline.config.layout import batch_plan, check_batch, resolve_batch
 from paceline.config.schema import TrainConfig
 from paceline.errors import ConfigError
+from paceline.plan.plan import BatchPlan
 
 # A test asserts no timing: a busy machine must not fail a law.
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

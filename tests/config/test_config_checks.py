@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pasted import refused_when_pasted
 
 from paceline.config import Config, check_hosts, check_ranks, config_from_dict, layout_of, load_config, run_checks
-from paceline.config.checks import check_gpt_heads
+from paceline.config.checks import check_gpt
 from paceline.config.layout import layout_problems
 from paceline.config.schema import MuonConfig
 from paceline.config.sections import GPT_SIZES
@@ -280,7 +280,7 @@ def test_suggested_widths_fit(heads: int, width: int, positions: str) -> None:
 
     def problems(width: int) -> list[Any]:
         values = {"model": {**model, "width": width}, "data": {"kind": "text"}}
-        return list(check_gpt_heads(Config.model_validate(values)))
+        return list(check_gpt(Config.model_validate(values)))
 
     for problem in problems(width):
         numbers = problem.fix.partition("model.width = ")[2].partition(",")[0].split(" or ")

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.config import app
 from paceline.cli.options import load_and_tell
-from paceline.config import json_schema, load_config
+from paceline.config import load_config
+from paceline.config.schema import json_schema
 from paceline.errors import ConfigError
 
 DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")

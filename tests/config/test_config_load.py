@@ -12,16 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config import (
-    Config,
-    LoadedConfig,
-    MLPModelConfig,
-    config_from_dict,
-    dump_yaml,
-    load_config,
-    load_config_with_sources,
-)
+from paceline.config import Config, LoadedConfig, config_from_dict, dump_yaml, load_config, load_config_with_sources
 from paceline.config.schema import CompressionConfig
+from paceline.config.sections import MLPModelConfig
 from paceline.config.yaml_text import dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import OptimConfig, peak_learning_rate
+from paceline.config import OptimConfig
+from paceline.config.layout import peak_learning_rate
 
 
 def scaled(lr: float, rule: str, *, batch: int, reference: int) -> float:

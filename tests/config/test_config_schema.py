@@ -11,11 +11,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from paceline.config import Config, GPTModelConfig, data_sections, gpt_shape, json_schema, schema
+from paceline.config import Config, data_sections, schema
 from paceline.config import sections as sections_
-from paceline.config.fields import known_fields, section_paths
-from paceline.config.schema import descriptions
-from paceline.config.sections import GPT_SIZES, GPTSize
+from paceline.config.schema import descriptions, json_schema
+from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTSize, gpt_shape
+from paceline.config.suggest import known_fields, section_paths
 from paceline.config.train_checks import _READ_BY
 from paceline.plan.model_shape import ModelShape
 

@@ -18,10 +18,9 @@ from paceline.config import (
     explain,
     exported_settings,
     load_config,
-    variables_of,
 )
 from paceline.config.schema import NcclAlgorithm, NcclConfig, NcclSubsystem, descriptions
-from paceline.config.settings import contradictions, matching, nccl_variables, unknown_variables
+from paceline.config.settings import contradictions, matching, nccl_variables, unknown_variables, variables_of
 from paceline.errors import ConfigError, Problem
 
 MLP = ["model.kind=mlp", "data.kind=digits"]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.config import config_from_dict
-from paceline.config.fields import known_fields
-from paceline.config.suggest import near_folders, other_names
+from paceline.config.suggest import known_fields, near_folders, other_names
 from paceline.errors import ConfigError, Problem
 
 BASE: dict[str, Any] = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}

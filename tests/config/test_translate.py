@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli.train import translate_options
 from paceline.config import config_from_dict
-from paceline.config.translate import translate_config, translate_setting
+from paceline.config.suggest import translate_config, translate_setting
 from paceline.errors import ConfigError
 
 KNOWN = ["--resume", "--force", "--auto-batch-size"]

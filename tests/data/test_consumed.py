@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recomputed import recompute
 
-from paceline.data.consumed import ConsumedIds, extend_hash
-from paceline.data.order import DataOrder
+from paceline.data.order import ConsumedIds, DataOrder, extend_hash
 
 
 def consume(order: DataOrder, start: int, steps: int, known: ConsumedIds | None = None) -> ConsumedIds:

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from paceline.data.datasets import InMemoryDataset, Pair, SampleSubset, TensorPairs
-from paceline.data.feed import FeedSource, read_ahead
-from paceline.data.fetch import BatchRequest, DirectSource, LoaderOptions
+from paceline.data.fetch import BatchRequest, DirectSource, FeedSource, LoaderOptions, read_ahead
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 
@@ -150,7 +150,7 @@ def test_workers_feed_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), on_cuda])
 def test_evaluation_is_fed_and_can_be_repeated_and_broken_off(device: torch.device) -> None:
-    with EvalLoader(numbered(23), 5, rank=1, ranks=2, options=LoaderOptions(device=device)) as loader:
+    with closing(EvalLoader(numbered(23), 5, rank=1, ranks=2, options=LoaderOptions(device=device))) as loader:
         expected = [batch[0].tolist() for batch in EvalLoader(numbered(23), 5, rank=1, ranks=2) if batch is not None]
         for _ in range(2):
             assert [batch[0].tolist() for batch in loader if batch is not None] == expected

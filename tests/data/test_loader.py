@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -336,7 +337,7 @@ def test_evaluation_reads_every_sample_once(length: int, ranks: int, batch_size:
 
 
 def test_evaluation_keeps_its_workers_until_closed() -> None:
-    with EvalLoader(Places(21), 4, options=forked(2)) as loader:
+    with closing(EvalLoader(Places(21), 4, options=forked(2))) as loader:
         first = list(loader)
         workers = {child.pid for child in multiprocessing.active_children()}
         assert len(workers) == 2
@@ -353,7 +354,7 @@ def test_evaluation_keeps_its_workers_until_closed() -> None:
 
 
 def test_evaluation_starts_new_workers_after_a_failure() -> None:
-    with EvalLoader(Broken(6, ValueError("bad JPEG")), 2, options=forked(1)) as loader:
+    with closing(EvalLoader(Broken(6, ValueError("bad JPEG")), 2, options=forked(1))) as loader:
         for _ in range(2):
             with pytest.raises(DataError, match="sample 3"):
                 list(loader)
@@ -361,7 +362,7 @@ def test_evaluation_starts_new_workers_after_a_failure() -> None:
 
 
 def test_an_iteration_that_was_overtaken_says_so() -> None:
-    with EvalLoader(Numbers(20), 2, options=forked(1)) as loader:
+    with closing(EvalLoader(Numbers(20), 2, options=forked(1))) as loader:
         first = iter(loader)
         next(first)
         second = iter(loader)

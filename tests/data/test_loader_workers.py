@@ -31,7 +31,7 @@ class Slow:
 def chosen(dataset: Any, monkeypatch: pytest.MonkeyPatch, *, batch: int = 32, cores: int = 16) -> tuple[int, str]:
     monkeypatch.setattr(loader.time, "perf_counter", lambda: getattr(dataset, "now", 0.0))
     choice = choose_workers(dataset, batch, cores=cores, worker_start="auto")
-    assert choice.detail() == {"workers": choice.workers, "reason": choice.reason}
+    assert choice._asdict() == {"workers": choice.workers, "reason": choice.reason}
     return choice.workers, choice.reason
 
 

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from PIL import Image
 
-from paceline.checkpoint.files import HUGGING_FACE
+from paceline.checkpoint.read import HUGGING_FACE
 from paceline.config import Config, config_from_dict, explain
 from paceline.config.hf_folder import read_image_settings
 from paceline.data.fetch import fetch_batch

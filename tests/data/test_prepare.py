@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.data import prepare as module
 from paceline.data.documents import cut_pieces, read_piece
-from paceline.data.manifest import check_shards, read_manifest
 from paceline.data.prepare import PrepareOptions, prepare
-from paceline.data.token_files import open_tokens
+from paceline.data.token_files import check_shards, open_tokens, read_manifest
 from paceline.data.tokenizers import CharTokenizer, open_tokenizer
 from paceline.errors import DataError
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from paceline.config.data_sections import RowsDataConfig
+from paceline.data.checked import ModelNeeds
 from paceline.data.fetch import fetch_batch
-from paceline.data.model_needs import ModelNeeds
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.rows import ArrowRows
 from paceline.errors import BadSampleError, DataError

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data.fetch import fetch_batch
-from paceline.data.text import load_text
 from paceline.data.tokenizers import CharTokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, split_tokens
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, load_text, split_tokens
 from paceline.errors import DataError
 
 

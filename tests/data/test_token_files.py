@@ -13,9 +13,8 @@ import pytest
 from paceline.config.data_sections import TokensDataConfig
 from paceline.data.datasets import EpochDataset
 from paceline.data.fetch import BatchRequest, LoaderOptions, LoaderSource, is_in_memory
-from paceline.data.manifest import DataManifest, TokenShard, hash_file
 from paceline.data.registry import DataSplits, build_data
-from paceline.data.token_files import open_tokens
+from paceline.data.token_files import DataManifest, TokenShard, hash_file, open_tokens
 from paceline.data.tokenizers import ByteTokenizer
 from paceline.errors import BadSampleError, DataError
 

@@ -16,7 +16,7 @@ from paceline.health.exit_codes import DONE, MEANINGS
 from paceline.launch.job import TARGETS, TargetMachines
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
-from paceline.run.nodes import parse_nodes
+from paceline.run.whereami import parse_nodes
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1")
@@ -80,4 +80,4 @@ def test_every_run_on_several_hosts_of_the_pages_divides_its_batch(words: list[s
     nodes = parse_nodes(counts, "host1:29400")
     config = load_config(ROOT / words[1], overrides)
     for ranks in (1, 2, 8):
-        assert not check_hosts(config, ranks, range(nodes.least, nodes.most + 1))
+        assert not check_hosts(config, ranks, range(nodes.least, nodes.count + 1))

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def slices(comm: Communicator) -> ParameterGroups:
     """Every rank of ``comm`` has a slice."""
-    return make_groups(comm, Layout(strategy="fsdp")).dense
+    return make_groups(comm, Layout(strategy="fsdp")).of(nn.Parameter(torch.empty(0)))
 
 
 class Model(nn.Module):

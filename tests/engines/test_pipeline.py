@@ -24,12 +24,10 @@ from paceline.schedule.grid import Action, Schedule
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import LossValue
-from paceline.verify.case import FunctionCase
+from paceline.verify.case import FunctionCase, Settings, complete
 from paceline.verify.certificate import certify
 from paceline.verify.measure import absolute, compare
-from paceline.verify.reference import run_reference
-from paceline.verify.runs import run_distributed
-from paceline.verify.settings import Settings, complete
+from paceline.verify.runs import run_distributed, run_reference
 
 exhaustive = pytest.mark.exhaustive
 LAYERS = 4  # with the two ends, one for each of the six stages that three ranks have at most
@@ -405,7 +403,7 @@ def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> N
     whole = sum(p.numel() for p in make_gpt_of(5).parameters()) * 16
     assert [len(names) for names in run_virtual(cut, 2)] in ([4, 3], [3, 4])  # seven layers
     small = RunMachine(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
-    monkeypatch.setattr("paceline.engines.composition.measure_machine", lambda *_: small)
+    monkeypatch.setattr("paceline.engines.combined.measure_machine", lambda *_: small)
     with pytest.raises(PacelineError, match="2 stages"):
         run_virtual(cut, 2)
 

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.comm.base import Communicator
-from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import LedgerCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.own_loader import shard
 from paceline.engines.apply import parallelize
-from paceline.engines.replicas import fingerprint, first_equal, is_due, sum_of_bits
+from paceline.engines.groups import fingerprint, first_equal, is_due, sum_of_bits
 from paceline.errors import UsageError
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)

@@ -12,9 +12,8 @@ from engine_cases import assert_near
 from torch import nn
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.tensor.apply import apply_tensor_parallel
-from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import plan_for, ready_plans
+from paceline.engines.tensor.apply import apply_tensor_parallel, plan_for, ready_plans
+from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import UsageError
 
 TOLERANCE = 1e-10

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.engines.tensor.layers import SplitLogits
 from paceline.engines.tensor.layout import Split, TensorLayout, split_range
-from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.lora import matches
 

@@ -8,8 +8,8 @@ import made_records as records
 import pytest
 import torch
 
-from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.traced import LedgerCommunicator, ledger_clock
 from paceline.comm.virtual.clock import VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView

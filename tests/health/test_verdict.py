@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.health.ledger_text import views_from_text, views_to_text
-from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView, views_from_text, views_to_text
 from paceline.health.verdict import HangLimits, HangVerdict, judge
 
 WORLD = GroupName((0, 1, 2))

@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lesson_4 import state_bytes
+from paceline.learn.lessons_4_to_6 import state_bytes
 
 
 def test_states_are_those_of_the_formula() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lesson_5 import count_gathers, tokens_to_hide
+from paceline.learn.lessons_4_to_6 import count_gathers, tokens_to_hide
 
 
 def test_the_engine_gathers_each_unit_twice_but_two() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lesson_6 import block_bytes, block_seconds
+from paceline.learn.lessons_4_to_6 import block_bytes, block_seconds
 
 STREAM = 2 * 2048 * 4096 * 2
 

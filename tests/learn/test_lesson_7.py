@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.learn.course import find, judge
-from paceline.learn.lesson_7 import fewest_microbatches
+from paceline.learn.lessons_7_to_9 import fewest_microbatches
 
 
 def test_the_fewest_microbatches_are_those_of_the_formula() -> None:

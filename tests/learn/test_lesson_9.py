@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.learn.course import find, judge
-from paceline.learn.lesson_9 import state_bytes
+from paceline.learn.lessons_7_to_9 import state_bytes
 
 
 def test_9_1_right() -> None:

@@ -18,13 +18,20 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
-from paceline.learn.play import MEMORY_PARTS, NUMBERS, STEP_PARTS, PlayInputs, answer_for, choices
-from paceline.learn.play_server import make_play_app, play_page
+from paceline.learn.play import (
+    MEMORY_PARTS,
+    NUMBERS,
+    STEP_PARTS,
+    PlayInputs,
+    answer_for,
+    choices,
+    make_play_app,
+    play_page,
+)
 from paceline.plan.plan import MemoryEstimate
-from paceline.predict.formulas.step import StepParts
+from paceline.predict.formulas.step import Prediction, StepParts
 from paceline.search.request import request_for
 from paceline.search.result import plan_for
-from paceline.search.search import Ranked
 from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ def test_an_answer_is_that_of_the_command(inputs: PlayInputs, monkeypatch: pytes
     assert answer["about"]["global_batch"] == planned.workload.global_batch
 
 
-def as_written(config: Config, cluster: Cluster) -> Ranked:
+def as_written(config: Config, cluster: Cluster) -> Prediction:
     """Returns what ``paceline plan`` says of the config itself."""
     found = plan_for(request_for(config, cluster)).as_written
     assert found is not None
@@ -182,7 +189,7 @@ def test_requests_get_numbers_or_words(url: str) -> None:
 
 @pytest.mark.exhaustive
 def test_no_torch_is_needed() -> None:
-    code = "import sys, paceline.learn.play_server as s; s.make_play_app(); sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.learn.play as s; s.make_play_app(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.errors import UsageError
-from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.head_loss import OutputLayer, head_loss
+from paceline.models.hugging_face import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LOSS_CHUNK_BYTES, loss_rows
 

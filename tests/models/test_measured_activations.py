@@ -83,7 +83,6 @@ def test_facts_of_a_model() -> None:
     assert [block.parameters for block in facts.blocks] == [8 * 16 + 16, 16 * 16 + 16]
     assert [block.saved_bytes for block in facts.blocks] == [24 * 4, 16 * 4]
     assert facts.root.saved_bytes == 4 * 4
-    assert facts.source == "measured"
     assert [block.cast_bytes for block in facts.blocks] == [0, 0]
 
 

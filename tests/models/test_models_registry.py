@@ -122,14 +122,14 @@ def test_all_fields_that_nobody_tells_are_listed() -> None:
 
 def test_a_config_that_contradicts_the_data_is_refused() -> None:
     assert problems_of(MLPModelConfig(kind="mlp", input_dim=19, num_classes=2), ROWS) == [
-        "model.input_dim = 19, but the data has 20",
-        "model.num_classes = 2, but the data has 3",
+        "model.input_dim = 19, but the data has 20 features of a sample",
+        "model.num_classes = 2 is fewer than the data's 3 classes",
     ]
     assert problems_of(ResNetModelConfig(kind="resnet", in_channels=3), IMAGES) == [
-        "model.in_channels = 3, but the data has 2"
+        "model.in_channels = 3, but the data has 2 channels of an image"
     ]
     assert problems_of(GPTModelConfig(kind="gpt", size="gpt-nano", vocab_size=64, context=16), TEXT) == [
-        "model.vocab_size = 64, but the data has 65",
+        "model.vocab_size = 64 is fewer than the data's 65 tokens of the vocabulary",
         "model.context = 16, but a sample of the data has 32 tokens",
     ]
 

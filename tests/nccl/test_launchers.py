@@ -24,7 +24,7 @@ from nccl_pool import own_host
 
 from paceline.health.exit_codes import DONE, FAILED, HUNG
 from paceline.records.records import RunRecord, StepRecord, read_records
-from paceline.run.stacks import STACK_SIGNAL
+from paceline.run.seen_ranks import STACK_SIGNAL
 
 STEPS = 6
 GPT = f"""

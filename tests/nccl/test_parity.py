@@ -13,11 +13,9 @@ from nccl_pool import NcclPool
 from paceline.comm.base import Communicator
 from paceline.config import config_from_dict
 from paceline.train.randomness import compute_threads
-from paceline.verify.case import ConfigCase
+from paceline.verify.case import ConfigCase, Settings, check_settings, complete
 from paceline.verify.measure import absolute, compare, merge
-from paceline.verify.reference import run_reference
-from paceline.verify.runs import StepValues, run_distributed
-from paceline.verify.settings import Settings, check_settings, complete
+from paceline.verify.runs import StepValues, run_distributed, run_reference
 
 TOLERANCE = 1e-12
 CONFIG = {

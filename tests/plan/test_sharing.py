@@ -28,7 +28,7 @@ def test_a_step_of_one_microbatch_sends_what_its_collectives_send() -> None:
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "hybrid"])
 def test_the_estimate_of_memory_cuts_what_the_table_says(strategy: Strategy) -> None:
-    model = ModelFacts(name="flat", blocks=(), root=BlockFacts(parameters=1_000_000))
+    model = ModelFacts(blocks=(), root=BlockFacts(parameters=1_000_000))
     layout = replace(Layout(strategy=strategy), precision="fp32").for_ranks(4)
     need = estimate_memory(model, layout, StateFacts())
     held = need.parameters + need.gradients + need.optimizer

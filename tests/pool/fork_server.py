@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 FORKED = (
     "paceline",
-    "paceline.run.warm_server",
+    "paceline.run.warm",
     "torch.distributed.run",
     "faulty_rank",
     "kill_saves",
@@ -286,7 +286,7 @@ def load_all() -> None:
                 importlib.import_module(name)
         package = importlib.import_module("paceline")
         for found in pkgutil.walk_packages(package.__path__, "paceline."):
-            if not found.name.endswith(("__main__", "warm_server", "warm_client")):
+            if not found.name.endswith(("__main__", "warm_client")):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(found.name)
     anyio = sys.modules.get("anyio")

@@ -39,14 +39,14 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
 from paceline.config.load import load_config
-from paceline.data.manifest import parse_manifest
+from paceline.data.token_files import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
 from paceline.learn.course import parse_progress
 from paceline.learn.play import PlayInputs, answer_for
 from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
-from paceline.run.warm_server import parse_request
+from paceline.run.warm import parse_request
 from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.hugging_face import read_hugging_face

@@ -30,7 +30,7 @@ from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.run.processes import loopback_interface
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 
 RANKS, STEPS, EVERY = 2, 8, 2
 LOST, WRONG = 3, 4  # how a process ends that has lost the other, and one that should not have failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.comm.side_channel import SideChannel
+from paceline.comm.control.store import SideChannel
 
 
 class MemoryChannel(SideChannel):

@@ -23,10 +23,9 @@ from paceline.plan.layout import Layout
 from paceline.train import step as steps
 from paceline.train.loss import CrossEntropy, Loss
 from paceline.verify import certificate
-from paceline.verify.case import FunctionCase
+from paceline.verify.case import FunctionCase, Settings
 from paceline.verify.certificate import Certificate, certify
-from paceline.verify.reference import Reference, run_reference
-from paceline.verify.settings import Settings
+from paceline.verify.runs import Reference, run_reference
 
 CLIP = 0.05  # far below the norms here, so that clipping bites
 SETTINGS = Settings.of(ranks=3, steps=2, accumulate=2, clip=CLIP)

@@ -9,7 +9,7 @@ from typing import Any
 from typer.main import get_command
 
 from paceline.cli.app import app
-from paceline.config.fields import KnownField, known_fields, section_kinds
+from paceline.config.suggest import KnownField, known_fields, section_kinds
 
 FILLED = "VALUE"  # what stands in a message only when it is told
 

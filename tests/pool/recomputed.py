@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.data.consumed import batches_of, extend_hash, hash_text, segments_of
+from paceline.data.order import batches_of, extend_hash, hash_text, segments_of
 
 
 def recompute(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.read import Checkpoint, open_checkpoint
 from paceline.config import CheckpointConfig
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 

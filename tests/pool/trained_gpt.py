@@ -14,8 +14,7 @@ from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import optimizer_shards
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
-from paceline.data.consumed import ConsumedIds
-from paceline.data.order import DataOrder
+from paceline.data.order import ConsumedIds, DataOrder
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
 

@@ -28,7 +28,6 @@ from paceline.units import MIB
 
 P = 1_000_000
 MODEL = ModelFacts(
-    name="a model",
     blocks=(BlockFacts(parameters=200_000, saved_bytes=1000.0, input_bytes=100.0, product_bytes=400.0),) * 4,
     root=BlockFacts(parameters=200_000, saved_bytes=50.0),
     buffer_bytes=64,

@@ -9,8 +9,8 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.kernels import Family, Operation
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import Event, Issue, Run
 from paceline.predict.replay.kernel_costs import KernelCosts, _kept, fuse_blocks
+from paceline.predict.replay.program import Event, Issue, Run
 
 SIZE = 100
 _FAMILIES: tuple[Family, ...] = ("matmul", "attention", "attention_backward")

@@ -9,14 +9,14 @@ import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.kernels import memory_seconds
-from paceline.cluster.nccl import Group, collective_seconds, group_of
+from paceline.cluster.wires import Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import Constants, constants_for
 from paceline.predict.formulas.step import predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.units import GIB
 
 SHAPE = ModelShape(

@@ -13,9 +13,8 @@ from paceline.cluster.kernels import Operation
 from paceline.errors import UsageError
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
-from paceline.predict.replay.events import Drop, Event, Hold, Issue, Run, Wait
 from paceline.predict.replay.kernel_costs import fuse_blocks
-from paceline.predict.replay.program import Program
+from paceline.predict.replay.program import Drop, Event, Hold, Issue, Program, Run, Wait
 from paceline.predict.replay.replay import replay
 from paceline.predict.replay.replayed import trace_text, write_trace
 

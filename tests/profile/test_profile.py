@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
+from paceline.profile.hook import profiled_config
 from paceline.profile.merge import (
     ANCHOR,
     Operator,
@@ -24,7 +25,6 @@ from paceline.profile.merge import (
     merged_events,
     place_rank,
 )
-from paceline.profile.run import profiled_config
 from paceline.profile.summary import summarize_profile
 from paceline.schedule.clock import time_in_all
 
@@ -156,7 +156,7 @@ def test_a_trace_without_the_anchor_and_virtual_ranks_are_refused(tmp_path: Path
 
 def test_spans_pass_through_json() -> None:
     spans = two_ranks()[1].spans
-    assert RankSpans.from_json(json.loads(json.dumps(spans.to_json()))) == spans
+    assert RankSpans.from_json(json.loads(json.dumps(asdict(spans)))) == spans
 
 
 def test_a_profile_is_shorter_than_the_warmup_of_its_config(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Config, config_from_dict
 from paceline.predict.replay.program import Program
-from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall
+from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall
 from paceline.rehearse.dryrun.record import record_stages
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def test_a_recording_is_the_same_without_what_is_known(
 ) -> None:
     config = make_config(**parallel)
     known = programs(config)
-    monkeypatch.setattr("paceline.rehearse.dryrun.calls._kind", lambda _: "")  # of no kind that is remembered
+    monkeypatch.setattr("paceline.rehearse.dryrun.operators._kind", lambda _: "")  # of no kind that is remembered
     assert programs(config) == known
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from paceline.cluster.devices import Catalog
 from paceline.cluster.kernels import Operation
 from paceline.predict.formulas.constants import constants_for, fitted_constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
+from paceline.predict.replay.program import Run
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
 
 HOST = Rates(flops=1e3, half_flops=2e3, bandwidth=1e2, launch_s=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.refit import rescale
+from paceline.calibrate.entry import rescale
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.rehearse.dryrun.expected import Background, better_of, expect_by_dry_run, plain_start
-from paceline.run.prediction import is_worth_dry_run
+from paceline.run.decide import is_worth_dry_run
 from paceline.search.expectation import Expectation
 from paceline.units import GIB
 
@@ -131,6 +132,6 @@ def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Pat
 
     background = Background("name: mine", threads=2, cores=(1, 3), entry=entry, start=start)
     assert background.result(timeout_s=240) == wanted
-    options = ["--threads", "2", "--cores", "1,3", "--entry", str(entry.absolute())]
-    assert started == [["paceline.rehearse.dryrun.expected", "--config", "name: mine", *options]]
+    asked = {"config": "name: mine", "threads": 2, "cores": [1, 3], "entry": str(entry.absolute())}
+    assert [(module, json.loads(text)) for module, text in started] == [("paceline.rehearse.dryrun.expected", asked)]
     assert plain_start(["module", "word"]) == ["-m", "module", "word"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.rehearse.dryrun.functions import MetaFunctions
+from paceline.rehearse.dryrun.recorder import MetaFunctions
 
 
 @pytest.mark.parametrize(("in_bytes", "kept"), [(True, [torch.int8]), (False, [torch.float32, torch.int64])])

@@ -18,7 +18,7 @@ from paceline.rehearse.dryrun.expected import expect_by_dry_run
 from paceline.rehearse.dryrun.parts import with_stand_in
 from paceline.rehearse.prediction import predict
 from paceline.train.assemble import build_workload
-from paceline.train.flops import sample_flops
+from paceline.train.resolve import sample_flops
 from paceline.units import GIB
 
 SIZES: dict[str, Any] = {

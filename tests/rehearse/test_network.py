@@ -6,8 +6,7 @@ import pytest
 
 from paceline.cluster.costs import Placement, Wires, all_reduce_seconds, scatter_seconds
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.nccl import Group, collective_seconds
-from paceline.cluster.wires import over_backend, wire_cost
+from paceline.cluster.wires import Group, collective_seconds, over_backend, wire_cost
 from paceline.errors import UsageError
 
 MIB = 2**20

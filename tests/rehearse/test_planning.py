@@ -77,7 +77,7 @@ def test_scaling_and_prices() -> None:
     assert cheapest.devices == 1  # eight devices share a step that one has waited most of
     assert found.winner is not None
     cost = found.cost_of(found.winner)
-    assert cost.per_step == pytest.approx(2.0 * cost.hours_per_step)
+    assert cost["per_step"] == pytest.approx(2.0 * cost["hours_per_step"])
 
 
 def test_a_hugging_face_model_by_its_values() -> None:

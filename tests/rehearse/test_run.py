@@ -21,9 +21,8 @@ from paceline.records import meter
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, RunRecord, StepRecord
 from paceline.records.report import summarize
 from paceline.rehearse.prediction import memory_bound
-from paceline.rehearse.simulate.recording import KeptRecords, write_records
+from paceline.rehearse.simulate.recording import KeptRecords, draw_step, trace_events, write_records, write_trace
 from paceline.rehearse.simulate.run import Conditions, Simulation, prepare, simulate
-from paceline.rehearse.simulate.summary import draw_step, trace_events, write_trace
 from paceline.train.assemble import build_trainer
 
 

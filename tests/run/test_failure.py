@@ -31,8 +31,15 @@ from paceline.health.diagnosis import first_cause
 from paceline.health.exit_codes import FAILED
 from paceline.health.failure import Failure, describe_error, is_refusal, silent_failure, user_traceback
 from paceline.imports import import_from_path
-from paceline.run.failure import RunFailedError, RunStoppedError, explain_failures
-from paceline.run.notes import FAILURES, forget, read_failures, write_failure
+from paceline.run.notes import (
+    FAILURES,
+    RunFailedError,
+    RunStoppedError,
+    explain_failures,
+    forget,
+    read_failures,
+    write_failure,
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
 from paceline.run.find_rate import find_rate, suggest_rate
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 from paceline.train.optim import RateSchedule
 
 

@@ -18,7 +18,7 @@ from paceline.health.failure import Failure
 from paceline.run import folder as folder_module
 from paceline.run.folder import RunFolder, adopt_config, check_folder, claim_folder, config_of
 from paceline.run.notes import StepNote, write_failure
-from paceline.run.result import explain_end
+from paceline.run.train import explain_end
 
 
 class Claim(Protocol):

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.comm.control.server import private_server
-from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import read_secret
-from paceline.comm.side_channel import SideChannel
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.straggler import Lateness, LatenessPolicy, PhaseTimes, RankLook, Straggler
-from paceline.run.late_hosts import LateHosts, clock_ahead
+from paceline.run.other_hosts import LateHosts, clock_ahead
 
 HOSTS = {"a": (0, 1), "b": (2,), "c": (3,)}
 AHEAD = {"a": 0.0, "b": 5000.0, "c": -300.0}

@@ -14,8 +14,7 @@ from paceline.health.verdict import HangLimits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
 from paceline.run.folder import claim_folder
-from paceline.run.local import LocalRanks, launching
-from paceline.run.supervise import rank_command
+from paceline.run.supervise import LocalRanks, launching, rank_command
 from paceline.run.watch import WatchPolicy
 
 # torch leaves the files of redirected output to the garbage collector.

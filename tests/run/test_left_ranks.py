@@ -8,7 +8,7 @@ from dataclasses import replace
 from memory_channel import MemoryChannel
 
 from paceline.health.ledger_view import BACKWARD, GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.run.left_ranks import LeftRanks
+from paceline.run.other_hosts import LeftRanks
 
 HOSTS = {"a": [0, 1], "b": [2, 3]}
 EVERYBODY = GroupName((0, 1, 2, 3))

@@ -19,10 +19,9 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, diagnose
 from paceline.health.verdict import HangLimits
 from paceline.records.records import EndRecord, RunRecord, read_records
-from paceline.run import local
-from paceline.run.failure import RunPreemptedError, RunStoppedError
-from paceline.run.local import Launcher, LocalRanks, launching
-from paceline.run.notes import noted_processes
+from paceline.run import notes, supervise
+from paceline.run.notes import RunPreemptedError, RunStoppedError, noted_processes
+from paceline.run.supervise import Launcher, LocalRanks, launching
 from paceline.run.watch import WatchPolicy
 
 # torch leaves the files of redirected output to the garbage collector.
@@ -41,7 +40,7 @@ folder, plot = Path(sys.argv[1]), sys.argv[2:]
 rank = int(os.environ["RANK"])
 from paceline.health.failure import describe_error
 from paceline.run.notes import note_process, write_failure
-from paceline.run.rank_process import end_with_parent
+from paceline.run.processes import end_with_parent
 
 end_with_parent(os.getppid())
 note_process(folder, rank)
@@ -257,13 +256,14 @@ def test_a_request_for_room_that_finds_nothing_to_save_is_a_preemption(
 
 @pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "forget_attempt", "Watch"])
 def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    real = getattr(local, moment)
+    where = notes if hasattr(notes, moment) else supervise
+    real = getattr(where, moment)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(local, moment, interrupted)
+    monkeypatch.setattr(where, moment, interrupted)
     before = signal.getsignal(signal.SIGINT)
     asked = LocalRanks(ranks=1, watch=WatchPolicy(limits=HangLimits()))
     with pytest.raises(RunStoppedError, match="ended by SIGINT"), launching(folder, asked) as launcher:

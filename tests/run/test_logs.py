@@ -18,8 +18,7 @@ from made_records import END, RUN, STEP
 
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
 from paceline.records.sinks import LogSink
-from paceline.run.console import say
-from paceline.run.logs import append_line, log, rank_logs, run_log
+from paceline.run.logs import append_line, log, rank_logs, run_log, say
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<rest>.*)")
 

@@ -18,7 +18,7 @@ from gone_processes import is_running
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
 from paceline.run.folder import claim_folder, is_in_use
-from paceline.run.nodes import address_towards, interface_of, parse_nodes
+from paceline.run.whereami import address_towards, interface_of, parse_nodes
 
 CONFIG = """
 name: tiny
@@ -33,8 +33,8 @@ monitor: {tensorboard: false, console: false}
 
 def test_hosts_are_read_from_the_command_line() -> None:
     nodes = parse_nodes("1:4", "host1:29400")
-    assert (nodes.least, nodes.most, nodes.endpoint) == (1, 4, "host1:29400")
-    assert parse_nodes("2", "[::1]:29400").host == "::1"
+    assert (nodes.least, nodes.count, nodes.endpoint) == (1, 4, "host1:29400")
+    assert parse_nodes("2", "[::1]:29400").address == "::1"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ USER_CODE = f"""
 import os, signal, time
 import torch
 from paceline.comm.base import DONE
-from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.traced import LedgerCommunicator
 
 class Net(torch.nn.Linear):
     def __init__(self):

@@ -13,7 +13,7 @@ import pytest
 from gone_processes import wait_until_gone
 
 from paceline.run.notes import forget_attempt, note_process, noted_processes
-from paceline.run.rank_process import end_groups
+from paceline.run.processes import end_groups
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -23,7 +23,7 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {CHIL
 # A rank in a session of its own, with a child, that watches the process that started it.
 RANK = f"""
 import os, subprocess, sys, time
-from paceline.run.rank_process import end_with_parent
+from paceline.run.processes import end_with_parent
 end_with_parent(int(sys.argv[1]) or os.getppid(), every_s=0.02)
 print(os.getpid(), flush=True)
 subprocess.run([sys.executable, "-c", {CHILD!r}])

@@ -8,7 +8,7 @@ from memory_channel import MemoryChannel
 from paceline.comm.ledger.ledger import Ledger
 from paceline.health.pairing import Update, UpdateHistory
 from paceline.health.verdict import HangVerdict
-from paceline.run.pair_hosts import PairedHosts
+from paceline.run.other_hosts import PairedHosts
 
 STEP = 1
 HOSTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}

@@ -16,7 +16,7 @@ from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.records.records import to_line
 from paceline.rehearse.dryrun.expected import Background, expect_by_dry_run
-from paceline.run.prediction import BackgroundPrediction, predict_run
+from paceline.run.decide import BackgroundPrediction, predict_run
 from paceline.search.expect import expect_run, expected_memory
 from paceline.search.expectation import Expectation, read_expectation
 from paceline.units import GIB

@@ -17,7 +17,7 @@ import pytest
 from paceline.comm.ledger.file import PID, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.health.verdict import HangLimits, HangVerdict
-from paceline.run.process_state import ProcessState, look_at_process
+from paceline.run.seen_ranks import ProcessState, look_at_process
 from paceline.run.watch import Watch, WatchPolicy
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

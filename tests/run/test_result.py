@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run.failure import RunStoppedError
-from paceline.run.result import clearing_saves
+from paceline.run.notes import RunStoppedError
+from paceline.run.train import clearing_saves
 
 
 def test_a_run_that_is_ended_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> None:

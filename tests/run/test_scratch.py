@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run import scratch
-from paceline.run.scratch import scratch_folder
+from paceline.run import signals
+from paceline.run.signals import scratch_folder
 
 HOLD = """
 import sys
-from paceline.run.scratch import scratch_folder
+from paceline.run.signals import scratch_folder
 with scratch_folder() as path:
     print(path, flush=True)
     sys.stdin.read()
@@ -53,9 +53,9 @@ def test_a_process_that_leaves_at_once_removes_its_folders_and_no_others(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scratch_folder() as own, scratch_folder() as other:
-        monkeypatch.setitem(scratch._HELD, other, os.getppid())  # as after a fork
+        monkeypatch.setitem(signals._HELD, other, os.getppid())  # as after a fork
         (own / "ranks").touch()
-        scratch.remove_held()
+        signals.remove_held()
         assert list(temporary.iterdir()) == [other]
     assert list(temporary.iterdir()) == []
 

@@ -9,7 +9,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config import config_from_dict
 from paceline.engines.precision import Precision, precision_named
 from paceline.records.records import Record, StepRecord
-from paceline.run.records import compute_dtype, rate_against, run_record
+from paceline.run.records import compute_dtype, run_record, write_start
 from paceline.train.assemble import build_trainer
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ def test_the_first_record_says_what_a_sample_takes_and_steps_are_rated(monkeypat
     run = run_record(CONFIG, comm, trainer)
     assert (run.unit, run.units_per_sample, run.flops_per_sample) == ("tokens", 16.0, trainer.parts.sample.flops)
     assert (run.compute, run.peak_flops, run.measured_peak_flops) == ("fp32", None, None)
-    rate_against(trainer, run)
     sink = trainer.sink = Kept()
+    write_start(CONFIG, comm, trainer)
     trainer.run()
     assert len(sink.steps) == 2
     for record in sink.steps:

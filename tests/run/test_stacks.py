@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.run.stacks import Frame, ask_for_stacks, line_of_thread, parse_stacks, telling_line
+from paceline.run.seen_ranks import Frame, ask_for_stacks, line_of_thread, parse_stacks, telling_line
 
 DUMP = """Thread 0x0000ffff00000002 (most recent call first):
   File "{library}/threading.py", line 320 in wait
@@ -56,7 +56,7 @@ def test_the_thread_of_the_rank_is_the_one_that_counts() -> None:
 SLEEPER = """
 import sys, time
 from pathlib import Path
-from paceline.run.stacks import dump_stacks_into
+from paceline.run.seen_ranks import dump_stacks_into
 dump_stacks_into(Path(sys.argv[1]))
 time.sleep(print("ready", flush=True) or 600)
 """

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from paceline.run.attempt import StartTimes, process_age
+from paceline.run.worker import StartTimes, process_age
 
 
 class Notes:

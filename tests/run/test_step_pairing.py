@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.comm.ledger.file import LedgerReader
-from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.ledger.ledger import Ledger, UpdateNotes
 from paceline.health.verdict import HangLimits, HangVerdict
 from paceline.run.own_loop import StepPairing
 from paceline.run.watch import Watch, WatchPolicy

@@ -8,8 +8,8 @@ import pytest
 from made_plans import plan_of
 
 from paceline.config import dump_yaml, load_config
-from paceline.run.folder import adopt_config, claim_folder, config_of
-from paceline.run.supervise import halve_microbatch
+from paceline.run.folder import adopt_config, change_config, claim_folder, config_of
+from paceline.run.supervise import halved_config
 from paceline.run.warm import rank_threads
 
 
@@ -27,7 +27,9 @@ def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> N
         used = 4
         while used > 1:
             plan(folder, used)
-            assert halve_microbatch(folder)
+            texts = halved_config(folder)
+            assert texts is not None
+            change_config(folder, *texts)
             used //= 2
             halved = load_config(config_of(folder)).train
             assert (halved.microbatch, halved.accumulate, halved.global_batch) == (used, None, 8)
@@ -35,7 +37,7 @@ def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> N
         adopt_config(folder)
         assert load_config(folder / "config.yaml").train.microbatch == 1
         plan(folder, 1)
-        assert not halve_microbatch(folder)
+        assert not halved_config(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"batch": {}}'])
@@ -43,7 +45,7 @@ def test_without_a_plan_nothing_is_known_and_nothing_is_halved(project: Path, te
     folder = project / "runs" / "tiny"
     with claim_folder(folder, dump_yaml(load_config(project / "tiny.yaml"))):
         (folder / "plan.json").write_text(text)
-        assert not halve_microbatch(folder)
+        assert not halved_config(folder)
         assert config_of(folder) == folder / "config.yaml"
 
 

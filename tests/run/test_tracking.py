@@ -18,10 +18,9 @@ from made_records import END, RUN, STEP
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError
 from paceline.records.records import CommRecord, EventRecord, HostRecord, Record, StepRecord, to_line
-from paceline.run import tracking as module
-from paceline.run.console import tell
-from paceline.run.logs import run_log
-from paceline.run.tracking import tracking
+from paceline.run import observe as module
+from paceline.run.logs import run_log, tell
+from paceline.run.observe import tracking
 
 COMM = CommRecord(step=2, kind="all_reduce", group="world", ranks=2, calls=1, bytes=100, seconds=0.5, time=1.0)
 HOST = HostRecord(host="n1", values={"system.cpu.utilization": 0.5}, time=RUN.time + 1)

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.config import Config, load_config
 from paceline.errors import ConfigError
+from paceline.run.decide import rank_variables
 from paceline.run.processes import loopback_interface
-from paceline.run.variables import rank_variables, set_variables, variables_in_effect
+from paceline.run.records import variables_in_effect
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_an_exported_interface_that_is_not_there_is_told(monkeypatch: pytest.Mon
 def test_a_rank_of_another_launcher_sets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "WARN", "PATH": "/bin"})
     asked = config("comm.nccl={max_channels: 2}")
-    set_variables(asked, uses_nccl=True)
+    os.environ.update(rank_variables(asked, uses_nccl=True))
     assert os.environ["NCCL_MAX_NCHANNELS"] == "2"
     assert variables_in_effect(asked, uses_nccl=True) == {"NCCL_DEBUG": "WARN", "NCCL_MAX_NCHANNELS": "2"}
     assert variables_in_effect(asked, uses_nccl=False) == {}

@@ -20,9 +20,9 @@ from free_ports import free_port
 
 from paceline.health.exit_codes import FAILED, HUNG
 from paceline.health.verdict import HangLimits
-from paceline.run.failure import RunFailedError
-from paceline.run.local import LocalRanks, launching
+from paceline.run.notes import RunFailedError
 from paceline.run.processes import loopback_interface
+from paceline.run.supervise import LocalRanks, launching
 from paceline.run.watch import WatchPolicy
 
 # torch leaves the files of redirected output to the garbage collector.

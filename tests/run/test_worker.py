@@ -14,8 +14,8 @@ from paceline.config import load_config
 from paceline.errors import CheckpointError, DataError, TrainingError, UsageError
 from paceline.health.failure import Failure
 from paceline.records.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
-from paceline.run.attempt import RankRunner
 from paceline.run.folder import claim_folder
+from paceline.run.worker import RankRunner
 
 Try = Callable[..., Failure | None]
 

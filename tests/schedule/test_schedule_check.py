@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
-from paceline.schedule.grid import Action, Schedule, parse_action
-from paceline.schedule.lowering import lower
+from paceline.schedule.grid import Action, Schedule, lower, parse_action
 from paceline.schedule.schedules import make_schedule
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.schedule.check import check_schedule
-from paceline.schedule.lowering import lower
+from paceline.schedule.grid import lower
 from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text

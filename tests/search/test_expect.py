@@ -12,7 +12,7 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
 from paceline.predict.memory.memory import EngineMemory
-from paceline.run.prediction import predict_run
+from paceline.run.decide import predict_run
 from paceline.search.expect import expect_run
 from paceline.search.expectation import Expectation, compare
 from paceline.search.request import task_of, workload_as_written
@@ -44,7 +44,7 @@ def test_a_cpu_run_is_priced_as_a_plan_for_the_small_host_is() -> None:
     around = cluster.device.step_s + cluster.device.loop_s
     assert around > 0
     assert (found.step_s, found.memory_bytes) == (ranked.seconds + around, need(workload.layout))
-    assert (found.step_s_low, found.step_s_high) == tuple(bound + around for bound in ranked.prediction.band)
+    assert (found.step_s_low, found.step_s_high) == tuple(bound + around for bound in ranked.band)
     assert (found.ranks, found.cluster, found.plan, found.reason) == (2, "2x cpu-host", str(ranked), "")
     assert any("measured elsewhere" in line for line in found.assumed)
 

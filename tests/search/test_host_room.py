@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.run.decide import check_host
-from paceline.search.memory_verdict import host_problems
+from paceline.search.expect import host_problems
 from paceline.units import GIB
 
 GPT = ("model={kind: gpt, size: gpt-1.1b}", "data={kind: synthetic_tokens, vocab_size: 50304, context: 2048}")

@@ -9,8 +9,7 @@ import pytest
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.predict.memory.memory import rank_estimates
-from paceline.search.expect import expected_memory
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, ways_out
+from paceline.search.expect import MemoryNeed, MemoryVerdict, expected_memory, needed, ways_out
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)

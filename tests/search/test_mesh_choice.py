@@ -12,15 +12,14 @@ from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
-from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import RunMachine
+from paceline.plan.workload import mesh_text
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import with_memory
 from paceline.search import automatic
-from paceline.search.automatic import Choice, apply_choice
-from paceline.search.ladder import overhead_of
+from paceline.search.automatic import Choice, apply_choice, overhead_of
 from paceline.units import GIB
 
 SEVEN_BILLION: dict[str, Any] = {
@@ -68,7 +67,7 @@ def test_less_memory_splits_the_model_before_all_is_computed_again() -> None:
     chosen = choice.chosen.layout
     assert chosen.pipeline * chosen.tensor > 1
     assert chosen.checkpoint_activations != "full"
-    assert all(each.rejected for each in choice.tried[:-1])
+    assert all(each.rejected for each in choice.ladder[: choice.ladder.index(choice.chosen)])
     whole = [each for each in choice.ladder if not each.layout.is_split]
     assert not [
         each
@@ -102,7 +101,7 @@ def test_split_candidates_stand_in_the_order_of_overhead() -> None:
 
 def test_the_overhead_of_a_pipeline_is_its_bubble() -> None:
     block = BlockFacts(parameters=0, operations=1e6, input_bytes=0.0)
-    model = ModelFacts(name="blocks", blocks=(block,) * 6, root=block, entry=(block,), exit=(block,))
+    model = ModelFacts(blocks=(block,) * 6, root=block, entry=(block,), exit=(block,))
     for pipeline, count in ((2, 4), (4, 4), (4, 32)):
         layout = Layout(pipeline=pipeline, data=1, accumulate=count)
         bubble = (pipeline - 1) / (count + pipeline - 1)
@@ -141,7 +140,7 @@ def test_other_models_have_stages_and_no_tensor_plan() -> None:
 
 def test_models_of_other_code_stay_whole() -> None:
     config = config_of({"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "digits"}})
-    model = ModelFacts(name="own", blocks=(), root=BlockFacts(parameters=1000), source="measured")
+    model = ModelFacts(blocks=(), root=BlockFacts(parameters=1000))
     choice = automatic.choose(config, model, room(10))
     assert {mesh_text(each.layout) for each in choice.ladder} == {"data 16"}
     assert choice.left_out == ("pipeline and tensor parallelism: only the model's own code knows its layers",)

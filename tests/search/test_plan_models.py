@@ -14,9 +14,10 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
+from paceline.search.hugging_face import read_hugging_face, why_no_config
 from paceline.search.request import planned_values, request_for, request_for_hugging_face, task_of, workload_as_written
 from paceline.search.search import Search, search, smallest_changes
 from paceline.train.resolve import measure_config
@@ -96,7 +97,7 @@ def found(config: Config) -> Search:
     return search(replace(task_of(config, 32), need=EngineMemory.of(config)), CLUSTER)
 
 
-def read(folder: Path, values: object) -> HuggingFaceModel:
+def read(folder: Path, values: object) -> tuple[ModelShape, dict[str, Any]]:
     path = folder / "config.json"
     path.write_text(values if isinstance(values, str) else json.dumps(values))
     return read_hugging_face(path)
@@ -231,23 +232,22 @@ def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
 
 
 def test_llama_is_read(tmp_path: Path) -> None:
-    model = read(tmp_path, LLAMA)
-    assert model.shape.params == pytest.approx(8.03e9, rel=0.01)
-    assert model.no_config == ""
-    config = config_from_dict(model.values)
-    assert task_of(config, 8).model == model.shape
+    shape, values = read(tmp_path, LLAMA)
+    assert shape.params == pytest.approx(8.03e9, rel=0.01)
+    assert why_no_config(shape) == ""
+    config = config_from_dict(values)
+    assert task_of(config, 8).model == shape
     assert config.train.global_batch == 1024
     told = "a step of 1024 sequences (train.global_batch), sequences of 4096 tokens (data.context), bf16_master"
-    assert model.assumed(config, ())[0].startswith(told)
-    assert model.assumed(config, ("train.global_batch", "train.precision")) == (
-        "sequences of 4096 tokens (data.context)",
-    )
+    dgx, asked = load_cluster("dgx-h100"), ["train.global_batch=1024", "train.precision=bf16"]
+    assert request_for_hugging_face(LLAMA, dgx).assumed[0].startswith(told)
+    assert request_for_hugging_face(LLAMA, dgx, asked).assumed == ("sequences of 4096 tokens (data.context)",)
     assert config.data.eval_fraction * 65536 == pytest.approx(1024, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
-    assert read(tmp_path, {**LLAMA, "model_type": kind}).shape == read(tmp_path, LLAMA).shape
+    assert read(tmp_path, {**LLAMA, "model_type": kind})[0] == read(tmp_path, LLAMA)[0]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
 )
 def test_published_models_have_their_parameters(values: dict[str, Any], billions: float, tmp_path: Path) -> None:
     values = {**LLAMA, "tie_word_embeddings": bool(values.pop("tied", 0)), **values}
-    assert read(tmp_path, values).shape.params == pytest.approx(billions * 1e9, rel=0.003)
+    assert read(tmp_path, values)[0].params == pytest.approx(billions * 1e9, rel=0.003)
 
 
 @pytest.mark.some(1)
@@ -280,12 +280,12 @@ def test_published_models_have_their_parameters(values: dict[str, Any], billions
 def test_mixtures_of_experts_are_planned_without_a_config(
     values: dict[str, Any], billions: float, active: float, tmp_path: Path
 ) -> None:
-    model = read(tmp_path, values)
-    assert model.shape.params == pytest.approx(billions * 1e9, rel=0.005)
-    assert model.shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
-    assert "experts" in model.no_config
-    config = config_from_dict(model.values, overrides=["train.global_batch=16"])
-    found = search(task_of(config, 16, model.shape), load_cluster("2x dgx-h100"), host_memory=1e9)
+    shape, made = read(tmp_path, values)
+    assert shape.params == pytest.approx(billions * 1e9, rel=0.005)
+    assert shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
+    assert "experts" in why_no_config(shape)
+    config = config_from_dict(made, overrides=["train.global_batch=16"])
+    found = search(task_of(config, 16, shape), load_cluster("2x dgx-h100"), host_memory=1e9)
     assert max(each.layout.expert for each in found.ranked) > 1
 
 
@@ -315,18 +315,18 @@ def test_a_vocabulary_that_only_the_text_knows_is_assumed() -> None:
 
 
 def test_gpt2_is_read(tmp_path: Path) -> None:
-    model = read(tmp_path, GPT2)
-    assert model.shape.params == pytest.approx(124e6, rel=0.02)
-    assert task_of(config_from_dict(model.values), 8).model == model.shape
+    shape, values = read(tmp_path, GPT2)
+    assert shape.params == pytest.approx(124e6, rel=0.02)
+    assert task_of(config_from_dict(values), 8).model == shape
 
 
 def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:
-    bert = read(tmp_path, {**LLAMA, "model_type": "bert", "num_key_value_heads": None})
-    assert not bert.shape.causal
-    assert "both directions" in bert.no_config
-    wide = read(tmp_path, {**LLAMA, "head_dim": 256})
-    assert wide.shape.query_width == 32 * 256
-    assert "its heads have 256 features" in wide.no_config
+    bert, _ = read(tmp_path, {**LLAMA, "model_type": "bert", "num_key_value_heads": None})
+    assert not bert.causal
+    assert "both directions" in why_no_config(bert)
+    wide, _ = read(tmp_path, {**LLAMA, "head_dim": 256})
+    assert wide.query_width == 32 * 256
+    assert "its heads have 256 features" in why_no_config(wide)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict
 from paceline.search.request import request_for
 from paceline.search.result import PlanResult, plan_for
+from paceline.search.search import host_bytes
 
 
 def make_config(*, batch: int = 64, **sections: dict[str, Any]) -> Config:
@@ -110,4 +111,4 @@ def test_what_offload_brings_with_it_is_part_of_it(asked: list[str]) -> None:
     assert found.as_written is not None
     assert same.as_written is not None
     assert found.as_written == same.as_written
-    assert found.as_written.host_bytes > 0
+    assert host_bytes(found.as_written.workload) > 0

@@ -11,10 +11,9 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
 from paceline.mesh import divisors
-from paceline.plan.describe import count_differences, layout_text
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, count_differences, layout_text
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned, zero_bubble_share
 from paceline.predict.formulas.step import COMPOSED_P90, Prediction, predict
 from paceline.schedule.measure import measure_schedule
@@ -218,7 +217,7 @@ def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(foun
         if each.layout.offload.is_any:
             assert not each.layout.is_split
             assert each.layout.strategy != "ddp"
-            assert each.host_bytes > 0
+            assert host_bytes(each.workload) > 0
     assert all(not each.layout.offload.is_any for each in search(TASK, NODES, host_memory=1e9).ranked)
 
 
@@ -244,9 +243,9 @@ def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
     assert (moved.band[1] - moved.band[0]) / moved.seconds == pytest.approx(2 * COMPOSED_P90)
     ranked = [each for each in search(TASK, NODES).ranked if each.layout.splits_backward]
     assert ranked
-    assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
+    assert all("a zero-bubble schedule: no published run has one" in each.outside for each in ranked)
     host = search(TrainingTask(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
-    assert any("paceline predict" in reason for reason in host.ranked[0].prediction.outside)
+    assert any("paceline predict" in reason for reason in host.ranked[0].outside)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
@@ -281,7 +280,7 @@ def test_experts_are_shared_inside_a_node() -> None:
 
 def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster(found: Search) -> None:
     asked = laid_out("ddp", 1)
-    assert rank_one(asked, NODES).memory_bytes > found.budget
+    assert rank_one(asked, NODES).memory_bytes > budget_of(NODES)
     changes = smallest_changes(asked, found, most=10)
     times = [each.ranked.seconds for each in changes if each.ranked]
     assert len(times) == len(changes) >= 2
@@ -302,7 +301,7 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     assert nothing.left_out[HOST_TOO_SMALL] > 0
     assert nothing.ranked == ()
     assert nothing.nearest is not None
-    assert nothing.nearest[1] > nothing.budget
+    assert nothing.nearest[1] > budget_of(nothing.cluster)
     changes = list(what_would_fit(nothing))
     assert all(each.keys for each in changes)
     assert any("devices" in each.keys for each in changes)

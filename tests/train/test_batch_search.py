@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.mesh import divisors
-from paceline.train.batch_search import search_microbatch
+from paceline.train.survive.memory import search_microbatch
 
 
 def test_sizes_cut_evenly() -> None:

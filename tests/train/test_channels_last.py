@@ -15,7 +15,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, Config, config_from_dict, layout_of
 from paceline.train.assemble import build_trainer, keeps_channels_last
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 
 STEPS = 2
 

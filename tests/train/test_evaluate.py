@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def run(
 ) -> list[Evaluation]:
     def work(comm: Communicator) -> Evaluation:
         engine = parallelize(model(), comm)
-        with EvalLoader(data, batch, comm.rank, comm.size) as loader:
+        with closing(EvalLoader(data, batch, comm.rank, comm.size)) as loader:
             return evaluate(engine, loader, loss, torch.float64)
 
     return run_virtual(work, ranks)

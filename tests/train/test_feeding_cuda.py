@@ -18,7 +18,7 @@ from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.train import assemble
 from paceline.train.assemble import build_trainer, loader_options
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

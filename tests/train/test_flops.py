@@ -15,8 +15,8 @@ from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.resnet import ResNet
-from paceline.train.flops import cost_of_sample, count_flops, on_meta, sample_flops
 from paceline.train.loss import CrossEntropy, CustomLoss
+from paceline.train.resolve import cost_of_sample, count_flops, on_meta, sample_flops
 
 
 def own_model(kind: str = "factory", **sections: Any) -> Config:

@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, RankFailedError
 from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
 from paceline.train.step import StepResult
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 NOBODY = 65534

@@ -19,7 +19,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
-from paceline.predict.replay.events import Run
+from paceline.predict.replay.program import Run
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import Evaluation

@@ -21,9 +21,8 @@ from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.survive.consensus import Common, ConsensusHook, _PendingSum, _read, next_ask
+from paceline.train.survive.hooks import ConsensusHook, Saver, _PendingSum, next_ask
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 STEPS, BATCH = 14, 8
@@ -194,5 +193,5 @@ def test_on_cuda_a_sum_is_read_while_the_next_step_computes() -> None:
     pending = _PendingSum(3, 24, values, SoloCommunicator(values.device).all_reduce(values), stream.record_event())
     torch.cuda._sleep(1_000_000_000)  # the next step
     done = stream.record_event()
-    assert _read(pending, ranks=1) == Common(step=3, position=24, num_wishes=1, loss=3.0, step_s=0.5)
+    assert pending.read() == [1.0, 0.5, 6.0, 2.0]
     assert not done.query()

@@ -17,7 +17,7 @@ from paceline.cli.app import app
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
-from paceline.run.attempt import make_hooks
+from paceline.run.worker import make_hooks
 from paceline.train.assemble import build_trainer
 from paceline.train.sampling import SampleOptions, open_language_model, sample
 from paceline.train.survive.recovery import StopRequest

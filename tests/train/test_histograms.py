@@ -21,7 +21,7 @@ from paceline.engines.apply import parallelize
 from paceline.records.records import EventRecord, Record, StepRecord, parse_line, to_line
 from paceline.records.sinks import TensorBoardSink
 from paceline.train.assemble import build_trainer
-from paceline.train.histograms import measure_histograms
+from paceline.train.evaluate import measure_histograms
 
 trainer_module = importlib.import_module("paceline.train.trainer")
 

@@ -18,7 +18,7 @@ from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.registry import DataSplits
-from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import UsageError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, LossValue, build_loss

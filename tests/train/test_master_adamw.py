@@ -22,7 +22,7 @@ from paceline.train.loss import CrossEntropy
 from paceline.train.master_adamw import MasterAdamW, Scaling, can_update, has_kernel
 from paceline.train.optim import build_optimizer, set_learning_rate
 from paceline.train.step import StepPolicy, scale_gradients, train_step
-from paceline.train.survive.retry import drop_gradients
+from paceline.train.survive.memory import drop_gradients
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

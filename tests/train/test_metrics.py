@@ -21,7 +21,7 @@ from paceline.config.schema import EarlyStopConfig
 from paceline.errors import ConfigError, RankFailedError, UsageError
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import EarlyStop, load_hooks
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 GPT: dict[str, Any] = {

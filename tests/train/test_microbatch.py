@@ -18,8 +18,8 @@ from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
 from paceline.free_memory import MemoryGauge, measure_machine
 from paceline.train.assemble import build_trainer
-from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.loss import CrossEntropy
+from paceline.train.survive.memory import TrialLimits, find_microbatch, optimizer_bytes
 
 FEATURES = 4
 

@@ -18,7 +18,8 @@ import paceline
 from paceline import Muon
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import MuonConfig, OptimConfig, config_from_dict
+from paceline.config import OptimConfig, config_from_dict
+from paceline.config.schema import MuonConfig
 from paceline.engines.apply import parallelize
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, gpt_config

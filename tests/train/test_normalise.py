@@ -18,9 +18,8 @@ from paceline.data.registry import build_data
 from paceline.errors import DataError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import Normalise, build_loss
-from paceline.verify.case import ConfigCase
+from paceline.verify.case import ConfigCase, Settings
 from paceline.verify.certificate import certify
-from paceline.verify.settings import Settings
 
 IMAGES = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
 MEAN, STD = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)

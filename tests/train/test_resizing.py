@@ -15,7 +15,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 
 BATCH, EVERY = 12, 3
 STRATEGIES = ("ddp", "zero2", "fsdp")

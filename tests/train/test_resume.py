@@ -33,7 +33,7 @@ from paceline.records.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.randomness import capture_random_states
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import Trainer
 
 CPU = torch.device("cpu")

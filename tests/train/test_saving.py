@@ -11,7 +11,7 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint.retention import retention_of
+from paceline.checkpoint.find import retention_of
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -19,7 +19,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path,
 
 def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(import_module("paceline.train.survive.saving").time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(import_module("paceline.train.survive.hooks").time, "monotonic", lambda: now[0])
     saver = Saver(tmp_path, CheckpointConfig(every_minutes=1.0, at_end=False, keep=99, asynchronous=False), ask_every=2)
 
     def pass_time(*_: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_is_taken_up_further_back_has_a_line_of_its_own(tmp_path: Pat
 def test_what_is_large_is_saved_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: int, expected: bool
 ) -> None:
-    monkeypatch.setattr(import_module("paceline.train.survive.saving"), "_WORTH_BYTES", worth)
+    monkeypatch.setattr(import_module("paceline.train.survive.hooks"), "_WORTH_BYTES", worth)
     sink = Kept()
     make_trainer(
         SoloCommunicator(CPU), [Saver(tmp_path, CheckpointConfig(every_steps=2, asynchronous="auto", keep=99))], sink

@@ -28,7 +28,7 @@ from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.step import StepResult
-from paceline.train.survive.saving import Saver
+from paceline.train.survive.hooks import Saver
 from paceline.train.trainer import EvaluateHook, Every, Trainer, is_time
 
 CPU = torch.device("cpu")

@@ -25,12 +25,10 @@ from paceline.comm.shared.communicator import share_memory
 from paceline.config import Config, config_from_dict
 from paceline.errors import CollectiveMismatchError, RankFailedError, UsageError
 from paceline.verify import certificate as certificates
-from paceline.verify.case import ConfigCase, FunctionCase, cut, num_samples
+from paceline.verify.case import VERIFIED, ConfigCase, FunctionCase, Settings, cut, num_samples
 from paceline.verify.certificate import Certificate, certify
 from paceline.verify.measure import compare
-from paceline.verify.reference import run_reference
-from paceline.verify.runs import run_distributed
-from paceline.verify.settings import VERIFIED, Settings
+from paceline.verify.runs import run_distributed, run_reference
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

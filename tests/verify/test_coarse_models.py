@@ -12,10 +12,9 @@ from torch import nn
 
 import paceline
 from paceline.config import config_from_dict
-from paceline.verify.case import ConfigCase
+from paceline.verify.case import ConfigCase, Settings
 from paceline.verify.certificate import Certificate, certify
 from paceline.verify.runs import CoarseParts
-from paceline.verify.settings import Settings
 
 
 class RoundedNorm(nn.Module):

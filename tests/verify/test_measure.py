@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.verify.case import Settings
 from paceline.verify.measure import Bound, Errors, absolute, bound_for, compare, difference, merge, relative
 from paceline.verify.runs import StepValues
-from paceline.verify.settings import Settings
 
 RELATIVE = Bound(tolerance=0.1, reason="", floor=0.01)
 

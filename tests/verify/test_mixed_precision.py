@@ -15,12 +15,10 @@ from torch import nn
 import paceline
 from paceline.train.step import LossScaler
 from paceline.verify import certificate as certificates
-from paceline.verify.case import FunctionCase
+from paceline.verify.case import FunctionCase, Settings
 from paceline.verify.certificate import Certificate
 from paceline.verify.measure import bound_for, compare
-from paceline.verify.reference import run_reference
-from paceline.verify.runs import run_distributed
-from paceline.verify.settings import Settings
+from paceline.verify.runs import run_distributed, run_reference
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 MIXED = ("bf16", "bf16_master", "fp16")

@@ -13,9 +13,9 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
+from paceline.verify import case as module
 from paceline.verify import certificate as certificates
-from paceline.verify import settings as module
-from paceline.verify.settings import Settings, check_settings, complete
+from paceline.verify.case import Settings, check_settings, complete
 
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

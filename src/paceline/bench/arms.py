@@ -1,11 +1,9 @@
 """The arms of the engine benchmark: every engine of ours and its peers, as a user would set each of them up.
 
-An arm has a *peer*, the arm that its time is divided by: torch DDP for our data parallelism, our data parallelism for
-ZeRO 1 and 2, FSDP2 for our full sharding, the plain loop at world size 1. On several ranks our engines run twice:
-through Gloo as the peers do, and through shared memory. The peers' process group is one that torch makes by itself;
-beside it they run once more on ours (``OUR_GROUP``), whose threads do not get in the way of those that compute
-(comm/torch_dist.py). Every arm trains a copy of its own of one model, from the same values, on the same batch, with the
-same optimizer and clipping, on the same cores: what differs is the engine.
+An arm has a *peer*, the arm that its time is divided by. On several ranks our engines run twice: through Gloo as the
+peers do, and through shared memory. The peers run on a process group that torch makes by itself, and once more on ours
+(``OUR_GROUP``), whose threads do not get in the way of those that compute. Every arm trains a copy of one model, from
+the same values, on the same batch, with the same optimizer and clipping, on the same cores: what differs is the engine.
 """
 
 from __future__ import annotations
@@ -24,15 +22,64 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import compile_model
-from paceline.engines.precision import Precision, precision_named
+from paceline.engines.precision import precision_named
 from paceline.errors import UsageError
+from paceline.models.gpt import GPT, gpt_config
+from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
 from paceline.train.step import update_if_finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchWorkload:
+    """A model and a batch that all arms train on."""
+
+    model: str
+    batch: int
+    context: int = 0
+    tied: bool | None = None  # whether a GPT's output layer uses the embedding's weight; None: as its size has it
+
+    @property
+    def items(self) -> int:
+        """Samples or tokens of a batch."""
+        return self.batch * max(self.context, 1)
+
+    def make_model(self, device: torch.device) -> nn.Module:
+        """Builds the model with fixed weights."""
+        torch.manual_seed(0)
+        if self.model == "mlp":
+            return MLPClassifier(784, 512, 10, dropout=0.0).to(device)
+        with device:
+            return GPT(gpt_config(self.model, dropout=0.0, tied=self.tied))
+
+    def make_batch(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes a rank's batch."""
+        generator = torch.Generator().manual_seed(rank)
+        if self.model == "mlp":
+            inputs = torch.randn(self.batch, 784, generator=generator)
+            return inputs.to(device), torch.randint(0, 10, (self.batch,), generator=generator).to(device)
+        vocab = gpt_config(self.model).vocab_size
+        tokens = torch.randint(0, vocab, (self.batch, self.context + 1), generator=generator).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+CPU_WORKLOADS = {
+    "mlp": (BenchWorkload(model="mlp", batch=64), Turns(rounds=40, steps_per_turn=20, warm_up=10)),
+    "gpt-11m": (BenchWorkload(model="gpt-11m", batch=4, context=128), Turns(rounds=12, steps_per_turn=2, warm_up=3)),
+}
+CUDA_WORKLOADS = {
+    "gpt-124m": (
+        BenchWorkload(model="gpt-124m", batch=32, context=1024),
+        Turns(rounds=10, steps_per_turn=3, warm_up=4),
+    ),
+    "gpt-1.1b": (BenchWorkload(model="gpt-1.1b", batch=8, context=2048), Turns(rounds=8, steps_per_turn=2, warm_up=4)),
+}
+
 
 _CLIP = 1.0
 SHARED = "shared memory"
@@ -70,10 +117,7 @@ class Arm(PeeredArm):
 
 
 class TrainingStep:
-    """One training step of an arm: forward and backward, then an update with AdamW. Keeps the first losses.
-
-    ``passes`` returns the parts of this rank's loss, which add up to it; none where another rank knows it.
-    """
+    """A training step with AdamW that keeps the first losses; ``passes`` returns the parts of this rank's loss."""
 
     def __init__(
         self,
@@ -177,10 +221,7 @@ def arms_alone() -> list[Arm]:
 
 
 def arms_in_bf16() -> list[Arm]:
-    """Returns the arms at world size 1 in bf16, through autocast or with fp32 masters.
-
-    In two sets, for not all of them fit on one device: those that replicate, and those that shard.
-    """
+    """Returns the arms at world size 1 in bf16, in two sets that fit on a device: replicated, and sharded."""
     plain, fsdp2 = "plain loop bf16", "torch fsdp2 bf16_master"
     master = partial(_wrap_ours, precision="bf16_master")
     autocast = partial(_wrap_ours, precision="bf16")
@@ -246,10 +287,6 @@ def _wrap_ours(
     return Wrapped(forward=engine, parameters=list(engine.parameters()), update=update)
 
 
-def _wrap_plain(model: nn.Module, comm: Communicator, *, precision: str = "fp32") -> Wrapped:
-    return _wrap_torch(model, model, comm, precision_named(precision))
-
-
 def _wrap_ddp(
     model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32", on_our_group: bool = False
 ) -> Wrapped:
@@ -258,7 +295,7 @@ def _wrap_ddp(
     wrapped = DistributedDataParallel(
         model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=as_view
     )
-    return _wrap_torch(wrapped, model, comm, precision_named(precision))
+    return _wrap_plain(model, comm, precision=precision, call=wrapped)
 
 
 def _wrap_fsdp2(
@@ -285,7 +322,7 @@ def _wrap_fsdp2(
     for unit in [] if root_only else units:
         fully_shard(unit, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
-    return _wrap_torch(model, model, comm, policy)
+    return _wrap_plain(model, comm, precision=precision)
 
 
 def _torch_group(comm: Communicator) -> dist.ProcessGroup | None:
@@ -296,12 +333,15 @@ def _torch_group(comm: Communicator) -> dist.ProcessGroup | None:
     return group
 
 
-def _wrap_torch(call: Callable[..., Any], model: nn.Module, comm: Communicator, precision: Precision) -> Wrapped:
-    parameters = list(model.parameters())
+def _wrap_plain(
+    model: nn.Module, comm: Communicator, *, precision: str = "fp32", call: nn.Module | None = None
+) -> Wrapped:
+    """Trains as torch does; ``call`` is called in the place of the model, if it is given."""
+    parameters, policy = list(model.parameters()), precision_named(precision)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        with precision.context(comm.device):
-            logits: torch.Tensor = call(inputs)
+        with policy.context(comm.device):
+            logits: torch.Tensor = (call or model)(inputs)
         return logits
 
     def update(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, Turns, interleave
+from paceline.bench.timing import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator

@@ -1,8 +1,7 @@
 """Our engines beside torch's DDP and FSDP2, and beside the plain loop at world size 1.
 
-Every arm trains the same model on the same batch with the same optimizer; the arms take turns in one run, in the same
-processes. World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The
-losses of the first steps are compared too: arms that compute different things must not be compared in speed.
+World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The losses of the
+first steps are compared too: arms that compute different things must not be compared in speed.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from paceline.bench.arms import (
     SHARED,
     Arm,
+    BenchWorkload,
     TrainingStep,
     arms_alone,
     arms_in_bf16,
@@ -27,8 +27,7 @@ from paceline.bench.arms import (
     set_up,
     sets_of,
 )
-from paceline.bench.interleave import Timing, Turns, interleave
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Timing, Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
@@ -119,10 +118,7 @@ def _measure(
 def _warm_up(
     arm: Arm, comm: Communicator, workload: BenchWorkload, num_steps: int, compiled: bool
 ) -> tuple[TrainingStep, int | None]:
-    """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory.
-
-    Other arms are in memory too, and what they hold is not counted.
-    """
+    """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory."""
     gauge = MemoryGauge(comm.device)
     before = gauge.now_bytes()
     step = set_up(arm, workload, comm, num_steps, compiled=compiled)
@@ -142,10 +138,8 @@ def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], toler
         for number, (ours, theirs) in enumerate(zip(each.losses, first.losses, strict=True)):
             if not math.isclose(ours, theirs, rel_tol=tolerance):
                 raise TrainingError(
-                    f"{workload.model}: in step {number} {each.timing.arm} has the loss {ours:.6g}, "
-                    f"and {first.timing.arm} has {theirs:.6g}\n"
-                    f"  arms compute the same, to {tolerance:g}, or their times say nothing\n"
-                    "  find the first difference with `paceline verify`"
+                    f"{workload.model}: in step {number} {each.timing.arm} has the loss {ours:.6g}, and "
+                    f"{first.timing.arm} has {theirs:.6g}\n  arms agree, to {tolerance:g}\n  try paceline verify"
                 )
 
 

@@ -28,8 +28,8 @@ from paceline.predict.replay.replayed import ReplayedStep
 from paceline.records.summary import RunRecords, open_run
 from paceline.rehearse.prediction import predict_decided
 from paceline.rehearse.simulate.run import prepare, simulate
-from paceline.run.result import RunOptions
-from paceline.run.scratch import scratch_folder
+from paceline.run.location import RunOptions
+from paceline.run.signals import scratch_folder
 from paceline.run.train import train
 from paceline.search.scaling import resized
 

@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.bounded_yaml import load_shipped
-from paceline.calibrate.loop import measure_loop, recorded
-from paceline.calibrate.sampling import Stopwatch
+from paceline.calibrate.timing import Stopwatch, measure_loop, recorded
 from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
 from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily

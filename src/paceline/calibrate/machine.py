@@ -1,11 +1,8 @@
 """Measures this machine as a node: so many ranks that compute at once, each with its share of the cores or its GPU.
 
-Ranks measure together, since in a run they compute together: they share caches, memory and power. What is written down
-is the median of them.
-
-Links are measured by all-reduces among them, to which a ring is fitted: for B bytes on n ranks it takes
-2 (n-1) (a + B / (n b)), a seconds a hop, b bytes per second. Both come from a least squares fit of times relative to
-what was measured, so that small messages count as much as large ones.
+Ranks measure together, as they compute together in a run; the median of them is written down. To all-reduces among
+them a ring is fitted: for B bytes on n ranks it takes 2 (n-1) (a + B / (n b)), a seconds a hop, b bytes per second, by
+least squares of times relative to what was measured, so that small messages count as much as large ones.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_for
-from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
+from paceline.calibrate.timing import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
@@ -59,10 +56,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFigures:
-    """What came out: kernels as the median rank saw them, and links by kind; threads are those of a rank.
-
-    ``alone`` is what one rank found that had the threads of all.
-    """
+    """What came out: the median rank's kernels, links by kind; ``alone``: of one rank that had the threads of all."""
 
     device: str
     ranks: int
@@ -158,17 +152,11 @@ def check_wanted(wanted: Wanted) -> None:
         )
     cores = len(usable_cores())
     if wanted.device == "cpu" and wanted.ranks > cores:
-        raise UsageError(
-            f"{wanted.ranks} ranks on {cores} cores: they would wait for one another, and nothing that is "
-            f"measured then holds\n  each rank has a core at least\n  measure with --ranks {cores} or fewer"
-        )
+        raise UsageError(f"{wanted.ranks} ranks on {cores} cores\n  each has one at least\n  take --ranks {cores}")
 
 
 def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
-    """Measures on one of the ranks that do so together: its kernels, and the links between all of them.
-
-    A processor that others use is found at once, before anything else is measured.
-    """
+    """Measures kernels and links on one of the ranks that do so together, unless others use its processor."""
     is_cuda = wanted.device == "cuda"
     device = torch.device("cuda", comm.rank) if is_cuda else torch.device("cpu")
     if is_cuda:
@@ -258,12 +246,9 @@ def _all_reduce(comm: Communicator, tensor: torch.Tensor) -> None:
 
 
 def _busy(comm: Communicator, watch: Stopwatch) -> float:
-    """Returns what an all-reduce adds to products that run beside it, over what it takes alone.
+    """Returns what an all-reduce adds to products that run beside it, over what it takes alone; 1 on a GPU.
 
-    1 on a GPU, where runs measure it.
-
-    On a CPU the transfer takes a core's time, its caches and its memory from the products: less than nothing of it is
-    hidden where a second core is not free.
+    On a CPU the transfer takes a core's time, its caches and its memory from the products.
     """
     if comm.device.type != "cpu":
         return 1.0

@@ -9,28 +9,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.find import PassedOver as PassedOver
-from paceline.checkpoint.find import choose_checkpoint as choose_checkpoint
-from paceline.checkpoint.find import find_best as find_best
-from paceline.checkpoint.find import find_checkpoint as find_checkpoint
-from paceline.checkpoint.find import list_checkpoints as list_checkpoints
-from paceline.checkpoint.find import read_manifest as read_manifest
-from paceline.checkpoint.find import verify_checkpoint as verify_checkpoint
-from paceline.checkpoint.manifest import State as State
-from paceline.checkpoint.retention import Retention as Retention
+from paceline.checkpoint.find import (
+    Retention,
+    find_best,
+    find_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    verify_checkpoint,
+)
+from paceline.checkpoint.manifest import State
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.loops import load as load
-    from paceline.checkpoint.loops import save as save
-    from paceline.checkpoint.read import Checkpoint as Checkpoint
-    from paceline.checkpoint.read import open_checkpoint as open_checkpoint
-    from paceline.checkpoint.writer import CheckpointWriter as CheckpointWriter
+    from paceline.checkpoint.read import Checkpoint, open_checkpoint
+    from paceline.checkpoint.writer import CheckpointWriter, load, save
 
-_NAMES = {"loops": ("load", "save"), "read": ("Checkpoint", "open_checkpoint"), "writer": ("CheckpointWriter",)}
+__all__ = ["find_best", "find_checkpoint", "list_checkpoints", "read_manifest", "verify_checkpoint"]
+__all__ += ["Checkpoint", "CheckpointWriter", "Retention", "State", "load", "open_checkpoint", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _NAMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"paceline.checkpoint.{home}"), name)
-    raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
+    home = "read" if name in ("Checkpoint", "open_checkpoint") else "writer"
+    return getattr(importlib.import_module(f"paceline.checkpoint.{home}"), name)

@@ -1,26 +1,27 @@
-"""Finding: the newest checkpoint that is whole, and what is wrong with those that are not.
+"""The checkpoints of a folder: which is the newest that is whole, what is wrong with others, and which are kept.
 
-Every check reads the manifest and whether the pieces in it make up each tensor (``coverage.py``). A *fast* one compares
-the sizes of the files, too; a *full* one reads them all and compares their hashes, in a few threads, and sees that the
-pieces and values in them can be read. No torch: it runs before anything is started.
+Every check reads the manifest, and whether the pieces in it make up each tensor. A *fast* one compares the sizes of the
+files, too; a *full* one reads them all and compares their hashes, in a few threads, and sees that the pieces and values
+in them can be read. Retention is a pure policy, and a removal that leaves none half there.
+
+No torch: it runs before anything is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
-from paceline.checkpoint.coverage import check_coverage, piece_problems
+from paceline.checkpoint.formats import check_coverage, decode_with, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
-from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
-from paceline.checkpoint.values import check_values, decode_with
+from paceline.checkpoint.storage import FileStore, cannot_read, file_in, is_remote, nothing_there, storage_of
 from paceline.errors import CheckpointError
 from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
@@ -44,20 +45,8 @@ class PassedOver:
         return f"passed over {self.path.name}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenCheckpoint:
-    """The checkpoint that was taken, and newer ones that were not."""
-
-    path: Path
-    passed_over: tuple[PassedOver, ...] = ()
-
-
 def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line | None = None) -> list[Path]:
-    """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says.
-
-    Those that the run has gone back from come before all others: see ``manifest.py``. ``own`` is the line that a run
-    is on, where it may have saved nothing yet.
-    """
+    """Returns the checkpoints in ``folder``, oldest first. Those that a run on line ``own`` has left come before."""
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
     ages = {path: (current.has(spot.line, spot.step), spot.age, path.name) for path, spot in spots.items()}
@@ -65,34 +54,20 @@ def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line |
 
 
 def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
-    """Returns where the checkpoints of a folder lie. Reads the head of each manifest.
-
-    One whose head cannot be read counts as of the newest line, so that whoever looks for the newest hears of it.
-    """
+    """Returns where checkpoints lie. One whose head is unreadable counts as of the newest line: it must be heard of."""
     storage = storage or storage_of(folder)
     lines: dict[Path, Line | None] = {}
-    for path in _step_folders(folder, storage):
+    for path in [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]:
         try:
             size = storage.size(path / MANIFEST)
             if size is not None:
-                lines[path] = _read_line(file_in(path, MANIFEST), size, storage)
-        except (OSError, CheckpointError):  # such as one that nobody may look into: whoever takes it hears why
+                head = bytearray(min(size, _HEAD_BYTES))
+                storage.read_into(file_in(path, MANIFEST), [(0, memoryview(head))])
+                lines[path] = head_line(bytes(head)) or (None if b'"line"' in head else Line())  # old ones have none
+        except (OSError, EOFError, CheckpointError):  # one that nobody may look into: whoever takes it hears why
             lines[path] = None
     known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
-    return {path: Spot(line=line or known, step=_step(path)) for path, line in lines.items()}
-
-
-def _step_folders(folder: Path, storage: FileStore) -> list[Path]:
-    return [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]
-
-
-def _read_line(path: Path, size: int, storage: FileStore) -> Line | None:
-    head = bytearray(min(size, _HEAD_BYTES))
-    try:
-        storage.read_into(path, [(0, memoryview(head))])
-    except (OSError, EOFError):
-        return None
-    return head_line(bytes(head)) or (None if b'"line"' in head else Line())  # those of before had none
+    return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
 
 
 def step_of(path: Path) -> int | None:
@@ -123,8 +98,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
 def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | None = None) -> Manifest:
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
     storage = storage or storage_of(path)
-    manifest = read_manifest(path, storage)
-    check_coverage(path, manifest)
+    manifest = check_coverage(path, read_manifest(path, storage))
     for level in {"none": (), "fast": ("fast",), "full": ("fast", "full")}[depth]:  # sizes take no time
         with ThreadPoolExecutor(_THREADS) as pool:
             for problem in pool.map(partial(file_problem, path, manifest, storage, level), manifest.files):
@@ -152,42 +126,23 @@ def file_problem(path: Path, manifest: Manifest, storage: FileStore, depth: str,
 def value_problems(path: Path, manifest: Manifest, storage: FileStore) -> Iterator[str]:
     """Yields which plain values of a checkpoint cannot be read: those of the manifest, and each rank's own."""
     try:
-        check_values([*manifest.values.values(), *manifest.found.values()])
+        decode_with([*manifest.values.values(), *manifest.found.values()])
     except CheckpointError as error:
         yield f"{MANIFEST}: {error.headline}"
     for rank in range(manifest.world):
         name = f"rank-{rank:05d}.json"
         try:
-            check_values(parse_json_object(storage.read(file_in(path, name)))["values"])
+            decode_with(parse_json_object(storage.read(file_in(path, name)))["values"])
         except (OSError, ValueError, KeyError, CheckpointError) as error:
             yield f"{name} cannot be read: {str(error).splitlines()[0]}"
 
 
 def is_whole(path: Path, depth: Depth) -> bool:
-    """Says whether a checkpoint can be started from."""
     try:
         verify_checkpoint(path, depth)
     except CheckpointError:
         return False
     return True
-
-
-def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> ChosenCheckpoint | None:
-    """Returns the newest of some checkpoints, oldest first, that is whole; None without any.
-
-    Raises CheckpointError, with all reasons, if there are some and none is whole.
-    """
-    passed: list[PassedOver] = []
-    for path in reversed(candidates):
-        try:
-            verify_checkpoint(path, depth)
-        except (CheckpointError, OSError) as error:
-            passed.append(PassedOver(path=path, reason=str(error).splitlines()[0]))
-            continue
-        return ChosenCheckpoint(path=path, passed_over=tuple(passed))
-    if passed:
-        raise CheckpointError("\n  ".join(["no checkpoint is whole", *map(str, passed)]))
-    return None
 
 
 def find_checkpoint(
@@ -201,9 +156,8 @@ def find_checkpoint(
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
     ``tell`` hears of each newer one that was passed over: it is damaged, has no manifest, or the run has gone back from
-    it. ``own`` is the line that the run is on (``manifest.py``), if it is known. Raises CheckpointError if there is
-    none, with ``fix`` as what to do, or if the one that is named is damaged. Of several, one whose files are missing
-    is never taken, whatever ``depth`` is.
+    it. ``own`` is the line that the run is on, if known. Raises CheckpointError if there is none, with ``fix`` as what
+    to do, or if the one that is named is damaged. Of several, one whose files are missing is never taken.
     """
     path = run_folder if where == "auto" else Path(where)
     try:
@@ -216,12 +170,9 @@ def find_checkpoint(
 
 
 def find_best(run_folder: Path, depth: Depth = "full") -> Path:
-    """Returns the best checkpoint of a run, by the metric that its newest one names.
-
-    Raises CheckpointError if nothing was evaluated, if the best one was not kept, or if it is damaged.
-    """
+    """Returns a run's best checkpoint, by its newest one's metric. Raises CheckpointError if none is kept or whole."""
     newest = find_checkpoint("auto", run_folder, "fast")
-    best = decode_with(read_manifest(newest).values.get("best"), lambda raw, dtype, shape: (len(raw), dtype, shape))
+    best = decode_with(read_manifest(newest).values.get("best"))
     if not isinstance(best, dict) or not is_count(best.get("step")):
         raise CheckpointError(
             f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"
@@ -249,25 +200,143 @@ def places_of(path: Path) -> Iterator[Path]:
 
 
 def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None, own: Line | None) -> Path | None:
+    """Raises CheckpointError, with all reasons, if there are checkpoints and none is whole."""
     if storage_of(path).size(path / MANIFEST) is not None:
         verify_checkpoint(path, depth)
         return path
     for folder in places_of(path):
-        candidates = list_checkpoints(folder, own=own)
-        choice = choose_checkpoint(candidates, "fast" if depth == "none" else depth)
-        if choice is None:
-            continue
-        if tell is not None:
-            above = [each for each in _step_folders(folder, storage_of(folder)) if _step(each) > _step(choice.path)]
-            unfinished = [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
-            older = candidates[: candidates.index(choice.path)]
-            reason = f"the run has gone back from it, and {choice.path.name} is on its line"
-            left = [PassedOver(path=each, reason=reason) for each in older if _step(each) > _step(choice.path)]
-            for passed in (*choice.passed_over, *unfinished, *left):
-                tell(passed)
-        return choice.path
+        candidates, passed = list_checkpoints(folder, own=own), list[PassedOver]()
+        for place in reversed(range(len(candidates))):
+            chosen = candidates[place]
+            try:
+                verify_checkpoint(chosen, "fast" if depth == "none" else depth)
+            except (CheckpointError, OSError) as error:
+                passed.append(PassedOver(path=chosen, reason=str(error).splitlines()[0]))
+                continue
+            above = [folder / name for name in storage_of(folder).names(folder)]
+            above = [each for each in above if (step_of(each) or 0) > (step_of(chosen) or 0)]
+            passed += [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
+            reason = f"the run has gone back from it, and {chosen.name} is on its line"
+            passed += [PassedOver(path=each, reason=reason) for each in above if each in candidates[:place]]
+            if tell is not None:
+                for each in passed:
+                    tell(each)
+            return chosen
+        if passed:
+            raise CheckpointError("\n  ".join(["no checkpoint is whole", *map(str, passed)]))
     return None
 
 
-def _step(path: Path) -> int:
-    return step_of(path) or 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What is kept: the newest ``last``, those of every ``every``-th step, and the ``best`` by a metric.
+
+    Those that the run has gone back from are older than all others, and neither of a step to keep nor among the best.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int = 0
+    metric: str = "eval_loss"
+    mode: Literal["min", "max"] = "min"
+
+
+def best_mode(metric: str) -> Literal["min", "max"]:
+    """Returns whether less or more of a metric is better, where nothing is said."""
+    return "min" if metric in ("eval_loss", "eval_perplexity") else "max"
+
+
+def retention_of(settings: Mapping[str, Any]) -> Retention:
+    """Returns the policy that a config's ``checkpoint`` section asks for; a saved one may have other values."""
+    metric = str(settings.get("best_metric", "eval_loss"))
+    mode = settings.get("best_mode") or best_mode(metric)
+    last, every, best = (settings.get(name) for name in ("keep", "keep_every", "keep_best"))
+    return Retention(
+        last=last if is_count(last) else None,
+        every=every if is_count(every) and every else None,
+        best=best if is_count(best) else 0,
+        metric=metric,
+        mode="max" if mode == "max" else "min",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as retention sees it, with its metric, if any; ``is_left``: the run went back from it."""
+
+    step: int
+    value: float | None = None
+    is_left: bool = False
+    is_damaged: bool = False
+
+
+def steps_to_remove(saved: Sequence[Saved], newest: int, policy: Retention) -> list[int]:
+    """Returns the steps that are no longer kept, oldest first. ``newest``, the one just written, always is.
+
+    A damaged one takes no other's place, and goes when it is older than those. A value that is not a number is worse
+    than every number.
+    """
+    return sorted(step for step, reasons in why_kept(saved, newest, policy).items() if not reasons)
+
+
+def why_kept(saved: Sequence[Saved], newest: int, policy: Retention) -> dict[int, list[str]]:
+    """Returns by step the reasons for which checkpoints are kept; of equally good ones the newer is the best."""
+    others = sorted((each for each in saved if each.step != newest), key=lambda each: (not each.is_left, each.step))
+    good = [place for place, each in enumerate(others) if not each.is_damaged]
+    wanted = len(others) + 1 if policy.last is None else max(policy.last - 1, 0)
+    first = len(others) if wanted == 0 else 0 if len(good) <= wanted else good[-wanted]
+    reasons: dict[int, list[str]] = {newest: ["newest"], **{each.step: [] for each in others}}
+    for each in others[first:]:
+        reasons[each.step].append("one of the last")
+    own = {each.step: each.value for each in saved if not (each.is_left or each.is_damaged)}
+    for step in own:
+        if policy.every is not None and step % policy.every == 0:
+            reasons[step].append(f"every {policy.every} steps")
+    sign = 1.0 if policy.mode == "min" else -1.0
+    measured = [(sign * value, -step) for step, value in own.items() if value is not None and value == value]
+    for _, step in sorted(measured)[: policy.best]:
+        reasons[-step].append(f"best {policy.metric}")
+    return reasons
+
+
+def apply_retention(
+    folder: Path, newest: int, policy: Retention, storage: FileStore | None = None, own: Line | None = None
+) -> list[int]:
+    """Removes the checkpoints of a folder that a policy does not keep; returns their steps. ``own``: the run's line."""
+    if policy.last is None:
+        return []
+    spots = spots_in(folder, storage)
+    current = newest_line(spots.values(), own)
+    found = {spot.step: path for path, spot in spots.items()}
+    saved = []
+    for step, path in found.items():
+        known = Saved(step=step, is_left=not current.has(spots[path].line, step))
+        try:
+            saved.append(replace(known, value=verify_checkpoint(path, "fast").metrics.get(policy.metric)))
+        except (CheckpointError, OSError):
+            saved.append(replace(known, is_damaged=True))
+    removed = steps_to_remove(saved, newest, policy)
+    files = storage or storage_of(folder)
+    for path in (found[step] for step in removed):
+        hidden = path.parent / f".{path.name}.old"
+        try:
+            if not is_remote(path):  # it loses its name first, so that none is ever half there
+                files.remove(hidden)
+                files.rename(path, hidden)
+            files.remove(path if is_remote(path) else hidden)  # of a remote one the manifest goes first
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
+    return removed
+
+
+def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
+    """Removes what killed saves have left. One that stepped aside for one that did not come gets its name back."""
+    storage = storage or storage_of(folder)
+    for name in storage.names(folder):
+        base = name.removeprefix(".").rpartition(".")[0]
+        if not name.startswith(".") or step_of(Path(base)) is None:
+            continue
+        if name.endswith(".old") and not storage.names(folder / base) and is_whole(folder / name, "fast"):
+            storage.rename(folder / name, folder / base)
+        else:
+            storage.remove(folder / name)

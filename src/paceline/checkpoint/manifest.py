@@ -1,8 +1,7 @@
 """The manifest: what a checkpoint holds, in which files, and how to know that these are whole.
 
 It is the last file of a checkpoint to be written, and plain JSON. For every tensor it has the shape, the dtype and the
-pieces: the file that has a piece (under the tensor's name) and the region of the whole that it is. Size: about 100
-bytes for each tensor and rank that wrote a piece of it.
+pieces, each with its file and its region of the whole. Size: about 100 bytes for each tensor and rank that wrote one.
 
 Lines of descent say which checkpoints of a folder a run came along, and which it has gone back from:
 
@@ -43,11 +42,8 @@ OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 AVERAGE = "average/"
 # How many bytes an element of each dtype has, by safetensors' names.
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
-    "C64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES |= {"C64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 _CUT_KEYS = {"dim", "spans", "cuts", "order"}
 _MOST_DIMS = 64
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
@@ -104,10 +100,7 @@ def parse_line(value: Any) -> Line:
 
 
 def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
-    """Returns the line of a run that starts at a checkpoint, None: at the beginning, where ``found`` are there already.
-
-    It is the checkpoint's own where nothing was written later, and else a new one.
-    """
+    """Returns the line of a run from ``start`` (None: none): its own, or a new one where ``found`` are later."""
     spot = start or Spot(line=Line(), step=0)
     latest = max((each.age for each in found), default=(0, 0))
     if latest <= spot.age:
@@ -117,12 +110,7 @@ def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
 
 
 def likely_line(step: int, found: Sequence[Spot]) -> Line:
-    """Returns the line of a state of which nothing but its step is known.
-
-    It goes on from the newest checkpoint if it is behind that, and else from the last one before it on its line.
-    """
-    if not found:
-        return Line()
+    """Returns the line of a step of which no more is known: that of the last one before it on the newest line."""
     newest = newest_line(found)
     before = [each for each in found if each.step < step and newest.has(each.line, each.step)]
     return line_from(max(before, key=lambda each: each.age, default=None), found)
@@ -130,9 +118,7 @@ def likely_line(step: int, found: Sequence[Spot]) -> Line:
 
 def newest_line(found: Iterable[Spot], own: Line | None = None) -> Line:
     """Returns the current line among those of some checkpoints, and the one that a run is on, if it is known."""
-    lines = [each.line for each in found]
-    if own is not None:
-        lines.append(own)
+    lines = [*(each.line for each in found), *([] if own is None else [own])]
     return max(lines, key=lambda line: line.number, default=Line())
 
 
@@ -143,12 +129,13 @@ class SavedFile:
     num_bytes: int
     sha256: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+def files_entry(files: Mapping[str, SavedFile]) -> dict[str, Any]:
+    return {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()}
 
 
 def parse_files(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedFile]:
-    """Reads files by name, as their ``to_json`` gave them. Raises one of ``MALFORMED`` for anything else."""
+    """Reads what ``files_entry`` gave. Raises one of ``MALFORMED`` for anything else."""
     return {
         plain_name(name): SavedFile(num_bytes=_count("a size", entry["bytes"]), sha256=str(entry["sha256"]))
         for name, entry in entries.items()
@@ -234,21 +221,13 @@ class Manifest:
 
 def manifest_text(manifest: Manifest) -> str:
     """Writes a manifest as JSON: one line for each tensor and file, so that it can be read, and compared."""
-    head = {
-        "schema": SCHEMA_VERSION,
-        "step": manifest.step,
-        "position": manifest.position,
-        "world": manifest.world,
-        "line": manifest.line.to_json(),
-        "about": manifest.about,
-        "values": manifest.values,
-    }
+    head: dict[str, Any] = {"schema": SCHEMA_VERSION, "step": manifest.step, "position": manifest.position}
+    head |= {"world": manifest.world, "line": manifest.line.to_json(), "about": manifest.about}
+    head["values"] = manifest.values
+    tensors = {name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()}
+    tables = {"files": files_entry(manifest.files), "found": manifest.found, "tensors": tensors}
     lines = [f"  {_dump(name)}: {_dump(value)}" for name, value in head.items()]
-    lines += [
-        f'  "files": {_table({name: file.to_json() for name, file in manifest.files.items()})}',
-        f'  "found": {_table(manifest.found)}',
-        f'  "tensors": {_table({name: tensor_entry(tensor) for name, tensor in manifest.tensors.items()})}',
-    ]
+    lines += [f'  "{name}": {_table(rows)}' for name, rows in tables.items()]
     body = "{\n" + ",\n".join(lines)
     return body + _tail(body)
 
@@ -272,20 +251,14 @@ def parse_manifest(text: str, source: object) -> Manifest:
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
             raise damaged(f"{source}'s manifest is damaged: its hash is not its own")
-        for what in ("values", "found", "about"):
-            if not isinstance(found[what], dict):
-                raise ValueError(f"{what} is {kind_of(found[what])}, and not an object with names")
-        manifest = Manifest(
-            step=_count("step", found["step"]),
-            position=_count("position", found["position"]),
-            world=_count("world", found["world"]),
-            tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
-            files=parse_files(found["files"]),
-            values=found["values"],
-            found=found["found"],
-            about=found["about"],
-            line=parse_line(found.get("line", Line().to_json())),
-        )
+        fields: dict[str, Any] = {what: found[what] for what in ("values", "found", "about")}
+        for what, value in fields.items():
+            if not isinstance(value, dict):
+                raise ValueError(f"{what} is {kind_of(value)}, and not an object with names")
+        fields |= {what: _count(what, found[what]) for what in ("step", "position", "world")}
+        tensors = {name: parse_tensor(entry) for name, entry in found["tensors"].items()}
+        line = parse_line(found.get("line", Line().to_json()))
+        manifest = Manifest(**fields, tensors=tensors, files=parse_files(found["files"]), line=line)
         _check_room(manifest)
         return manifest
     except MALFORMED as error:
@@ -295,9 +268,7 @@ def parse_manifest(text: str, source: object) -> Manifest:
 def _check_room(manifest: Manifest) -> None:
     """Raises ValueError where tensors are larger than the files that are to have them."""
     if manifest.world > len(manifest.files):
-        raise ValueError(
-            f"{manifest.world} ranks have written {len(manifest.files)} files, and each writes at least one"
-        )
+        raise ValueError(f"{manifest.world} ranks wrote {len(manifest.files)} files, and each writes at least one")
     needed = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
@@ -307,10 +278,9 @@ def _check_room(manifest: Manifest) -> None:
         # A rank may have no residual of compression; there is at most one row for each rank.
         if name.startswith(COMPRESSION) and tensor.num_bytes > manifest.world * manifest.num_bytes:
             raise ValueError(f"{name} has {tensor.num_bytes:,} bytes, and all files {manifest.num_bytes:,}")
-    for file, num_bytes in needed.items():
-        if num_bytes > manifest.files[file].num_bytes:
-            have = manifest.files[file].num_bytes
-            raise ValueError(f"{file} has {have:,} bytes, and its tensors would have {num_bytes:,}")
+    for name, file in manifest.files.items():
+        if needed[name] > file.num_bytes:
+            raise ValueError(f"{name} has {file.num_bytes:,} bytes, and its tensors would have {needed[name]:,}")
 
 
 def head_line(head: bytes) -> Line | None:
@@ -323,7 +293,13 @@ def head_line(head: bytes) -> Line | None:
 
 
 def tensor_entry(tensor: SavedTensor) -> dict[str, Any]:
-    pieces = [{"file": piece.file, **_region_entry(piece.region)} for piece in tensor.pieces]
+    pieces = []
+    for piece in tensor.pieces:
+        region = piece.region
+        entry: dict[str, Any] = {"file": piece.file, "begin": region.begin, "end": region.end}
+        cuts = [{"dim": dim, "spans": [list(span) for span in spans]} for dim, spans in region.cuts]
+        entry |= cuts[0] if len(cuts) == 1 else {"cuts": cuts} if cuts else {}
+        pieces.append(entry if region.order is None else {**entry, "order": list(region.order)})
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": pieces}
 
 
@@ -361,15 +337,6 @@ def overlaps(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(right[0], min(left[1], right[1])) for left, right in itertools.pairwise(ordered) if right[0] < left[1]]
 
 
-def _region_entry(region: Region) -> dict[str, Any]:
-    entry: dict[str, Any] = {"begin": region.begin, "end": region.end}
-    cuts = [{"dim": dim, "spans": [list(span) for span in spans]} for dim, spans in region.cuts]
-    entry |= cuts[0] if len(cuts) == 1 else {"cuts": cuts} if cuts else {}
-    if region.order is not None:
-        entry["order"] = list(region.order)
-    return entry
-
-
 def _parse_region(shape: tuple[int, ...], size: int, entry: Mapping[str, Any]) -> Region:
     begin, end = entry["begin"], entry["end"]
     if entry.keys().isdisjoint(_CUT_KEYS):  # most of them, and there may be many
@@ -382,13 +349,8 @@ def _parse_region(shape: tuple[int, ...], size: int, entry: Mapping[str, Any]) -
     cuts = tuple(_parse_cut(shape, each) for each in entry.get("cuts", [entry] if "spans" in entry else []))
     if len({dim for dim, _ in cuts}) < len(cuts) or ("dim" in entry and "spans" not in entry):
         raise ValueError("a cut is a dim with its spans, and a dim is cut once")
-    region = Region(
-        shape=shape,
-        begin=_count("begin", begin),
-        end=_count("end", end),
-        cuts=cuts,
-        order=None if order is None else tuple(order),
-    )
+    begin, end, order = _count("begin", begin), _count("end", end), None if order is None else tuple(order)
+    region = Region(shape=shape, begin=begin, end=end, cuts=cuts, order=order)
     if not region.begin <= region.end <= math.prod(region.local_shape):
         raise ValueError(f"a piece from {region.begin} to {region.end} of {math.prod(region.local_shape)} elements")
     return region
@@ -404,9 +366,8 @@ def _parse_cut(shape: tuple[int, ...], entry: Mapping[str, Any]) -> tuple[int, S
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    if not rows:
-        return "{}"
-    return "{\n" + ",\n".join(f"    {_dump(name)}: {_dump(rows[name])}" for name in rows) + "\n  }"
+    lines = ",\n".join(f"    {_dump(name)}: {_dump(rows[name])}" for name in rows)
+    return f"{{\n{lines}\n  }}" if rows else "{}"
 
 
 def _dump(value: Any) -> str:

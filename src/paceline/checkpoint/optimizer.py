@@ -9,6 +9,7 @@ Names, not numbers, tie it together: other ranks, stages or orders of parameters
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.checkpoint.formats import GROUP, REST
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import encode
-from paceline.checkpoint.values import GROUP, REST
 from paceline.errors import MisfitError, UsageError
 from paceline.shards import Shard, load_own_optimizer_state, own_optimizer_state, whole_region
 
@@ -31,10 +32,7 @@ _SMALL = 64  # elements: fewer are kept as values
 
 
 def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> tuple[list[Shard], dict[str, Any]]:
-    """Returns the state that this rank holds of an optimizer of ``shards``, and what it alone knows.
-
-    Raises UsageError for state that is neither of a parameter's shape nor a value for all of it.
-    """
+    """Returns this rank's state of an optimizer, and what it alone knows. Raises UsageError for odd shapes."""
     packed = own_optimizer_state(optimizer)
     by_id = _by_id(shards)
     tensors: list[Shard] = []
@@ -58,7 +56,8 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
     """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
-    by_id, rows, state, number = _by_id(shards), [], {}, 0
+    by_id, rows, state = _by_id(shards), [], dict[int, Any]()
+    numbers = itertools.count()
     ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for identity, shard in by_id.items():
         if identity not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
@@ -71,13 +70,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
         members = [(_shard_of(by_id, parameter), parameter) for parameter in group["params"]]
         known = [shard for shard, _ in members if 0 not in shard.region.shape]
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        rows.append({**_saved_settings(checkpoint, optimizer, group, known), **names, "params": []})
-        for shard, parameter in members:
-            values = _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()))
-            if values:
+        params = [next(numbers) for _ in members]
+        rows.append({**_saved_settings(checkpoint, optimizer, group, known), **names, "params": params})
+        for number, (shard, parameter) in zip(params, members, strict=True):
+            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ())):
                 state[number] = values
-            rows[-1]["params"].append(number)
-            number += 1
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
         whole = {**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows}
@@ -121,8 +118,7 @@ def _split_state(shard: Shard, parameter: torch.Tensor, state: Mapping[str, Any]
         elif value.numel() <= _SMALL:
             whole[key] = value
         else:
-            region = whole_region(tuple(value.shape))
-            own.append(Shard(name=name, region=region, tensor=value, copy=owner))
+            own.append(Shard(name=name, region=whole_region(tuple(value.shape)), tensor=value, copy=owner))
     return own, whole
 
 
@@ -153,8 +149,7 @@ def _saved_state(checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, 
         name = f"{OPTIMIZER}{shard.name}/{key}"
         if checkpoint.manifest.tensors[name].shape != shard.region.shape:
             state[key] = checkpoint.read(name)
-            continue
-        tensor = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)
-        checkpoint.fill(replace(shard, tensor=tensor), name)
-        state[key] = tensor
+        else:
+            state[key] = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)
+            checkpoint.fill(replace(shard, tensor=state[key]), name)
     return state

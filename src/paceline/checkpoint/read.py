@@ -3,6 +3,12 @@
 A rank asks for the regions that it holds now. What they have in common with the pieces that were saved is read, byte
 range by byte range, into the tensors themselves: nothing is gathered, and no rank reads what it does not need, but for
 gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tensors are on a device or of another dtype.
+
+Small files that belong to a model are tensors of bytes, and so they are hashed, resharded and exported with the rest:
+
+    files/tokenizer/...   what tokens stand for, as ``data/tokenizers.py`` writes it
+    files/hf/...          config.json of a Hugging Face model, and what its folder has for tokens and images
+    files/lora.json       adapters by the names of their layers
 """
 
 from __future__ import annotations
@@ -13,21 +19,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from paceline.checkpoint.coverage import check_coverage
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.header import Header, read_header
+from paceline.checkpoint.formats import Header, check_coverage, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs
-from paceline.checkpoint.values import check_found
 from paceline.errors import CheckpointError, MisfitError
 from paceline.models.mlp import former_names
 from paceline.shards import Region, Shard, common_runs, whole_region
-from paceline.untrusted import parse_json_object
+from paceline.untrusted import parse_json_object, plain_name
 
 _STAGE_BYTES = 2**26
+FILES = "files/"
+TOKENIZER, HUGGING_FACE, LORA = "tokenizer/", "hf/", "lora.json"
 
 
 class Checkpoint:
@@ -43,11 +50,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
-
-    @property
-    def position(self) -> int:
-        """The samples consumed until then."""
-        return self.manifest.position
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -171,28 +173,20 @@ class Checkpoint:
 def open_checkpoint(path: Path, storage: FileStore | None = None) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
     storage = storage or storage_of(path)
-    manifest = read_manifest(path, storage)
-    check_coverage(path, manifest)
-    return Checkpoint(path, manifest, storage)
+    return Checkpoint(path, check_coverage(path, read_manifest(path, storage)), storage)
 
 
 def decode_found(manifest: Manifest) -> dict[str, Any]:
     """Returns what single ranks knew. Raises CheckpointError for what is no state of an optimizer."""
-    found = {name: decode(value) for name, value in manifest.found.items()}
-    check_found(found)
-    return found
+    return check_found({name: decode(value) for name, value in manifest.found.items()})
 
 
 def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
-    """Fills the parameters and buffers of an engine from a checkpoint of any strategy and number of ranks.
-
-    Raises MisfitError, before anything is changed, for other names or shapes.
-    """
-    shards = list(holder.shards())
-    if former := former_names(checkpoint.shapes(MODEL), holder.state_names()):
+    """Fills an engine of any strategy. Raises MisfitError, before anything is changed, for other names or shapes."""
+    shards, known = list(holder.shards()), holder.state_names()
+    if former := former_names(checkpoint.shapes(MODEL), known):
         checkpoint.rename(former)
     saved = checkpoint.shapes(MODEL)
-    known = holder.state_names()
     problems = [f"unexpected {name}" for name in saved if name not in known]
     for shard in shards:
         shape, here = saved.get(shard.name), shard.region.shape
@@ -205,3 +199,25 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     for shard in shards:
         checkpoint.fill(shard, MODEL + shard.name)
     holder.mark_loaded()
+
+
+def file_shards(files: Mapping[str, bytes], rank: int) -> list[Shard]:
+    """Returns files as what is saved, which rank 0 writes."""
+    tensors = {name: torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for name, content in files.items()}
+    return [
+        Shard(name=FILES + name, region=whole_region(tuple(each.shape)), tensor=each, copy=None if rank else 0)
+        for name, each in tensors.items()
+    ]
+
+
+def read_files(checkpoint: Checkpoint, below: str = "") -> dict[str, bytes]:
+    """Returns the files whose names begin with ``below``, by what follows."""
+    prefix = FILES + below
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): bytes(host_bytes(checkpoint.read(name))) for name in names}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Writes files into a folder that is there. Raises ValueError for a name that leads elsewhere."""
+    for name, content in files.items():
+        (folder / plain_name(name)).write_bytes(content)

@@ -11,8 +11,7 @@ inside the store, object by object, and the rule is
 Whatever is killed in between, a folder without a manifest is no checkpoint, and one with a manifest has all its files,
 which the hashes in it prove. Cost: what is written is copied once more by the store itself; nothing comes back here.
 
-A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``, and so are those below it.
-Messages about files that cannot be read or written have three lines: what and why, the rule, what to do. No torch.
+A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``. No torch.
 """
 
 from __future__ import annotations
@@ -41,17 +40,13 @@ _WEIGHT_FOLDERS = (".metadata", "model.safetensors", "model.safetensors.index.js
 # What keeps a file from being read or written: the rule, and the way out.
 _FAILED = "its disk or the way to it failed"
 _UNREADABLE = ("all of a checkpoint must be readable", "give yourself the permission, or read it as its owner")
-_READING = {
-    errno.EACCES: _UNREADABLE,
-    errno.EPERM: _UNREADABLE,
+_READING = dict.fromkeys((errno.EACCES, errno.EPERM), _UNREADABLE) | {
     errno.ENOENT: ("it is gone, or never was there", "check the path, or use another checkpoint"),
     errno.ENOTSUP: ("plain files alone are read", "copy the file itself there, or use another checkpoint"),
     errno.EFBIG: ("manifests and values are small", "use another checkpoint"),
 }
 _FORBIDDEN = ("nobody but its owner may write there", "name another place, or give yourself the permission")
-_WRITING = {
-    errno.EACCES: _FORBIDDEN,
-    errno.EPERM: _FORBIDDEN,
+_WRITING = dict.fromkeys((errno.EACCES, errno.EPERM), _FORBIDDEN) | {
     errno.ENOSPC: ("the disk is full", "free some space, or name another place"),
     errno.EDQUOT: ("the disk quota is used up", "free some space, or name another place"),
     errno.EFBIG: ("files may not grow that large here", "raise the limit (ulimit -f), or name another place"),
@@ -66,7 +61,6 @@ class LocalFiles:
     """The file system of this machine, or one that is mounted on it."""
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and those above it, if they are not there."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
@@ -88,15 +82,13 @@ class LocalFiles:
         return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
     def read(self, path: Path) -> bytes:
-        """Returns a whole file."""
         return read_regular(path)
 
     def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
         """Fills buffers from places of one file. Raises EOFError where it ends before."""
         with open_regular(path) as file:
-            for offset, buffer in spans:
+            for offset, view in spans:
                 file.seek(offset)
-                view = buffer
                 while view:
                     count = file.readinto(view)
                     if not count:
@@ -111,7 +103,6 @@ class LocalFiles:
             return None
 
     def digest(self, path: Path) -> str:
-        """Returns the SHA-256 of a file."""
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -166,13 +157,10 @@ class RemoteFiles:
     def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
         for offset, buffer in spans:
             for first in range(0, len(buffer), _CHUNK_BYTES):
-                view = buffer[first : first + _CHUNK_BYTES]
-                start = offset + first
+                view, start = buffer[first : first + _CHUNK_BYTES], offset + first
                 found = self._files.cat_file(url_of(path), start=start, end=start + len(view))
-                if len(found) != len(view):
-                    raise EOFError(
-                        f"{path} ends at byte {start + len(found)}, and {len(view) - len(found)} more are needed"
-                    )
+                if lacking := len(view) - len(found):
+                    raise EOFError(f"{path} ends at byte {start + len(found)}, and {lacking} more are needed")
                 view[:] = found
 
     def size(self, path: Path) -> int | None:
@@ -210,9 +198,8 @@ class RemoteFiles:
             self._files.copy(url_of(path / name), url_of(to / name))
         self.remove(path)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, _: Path) -> None:
         """Does nothing: what a store has taken, stays."""
-        del path
 
     def remove(self, path: Path) -> None:
         """Removes a folder with all that is in it, if it is there: its manifest first."""
@@ -243,10 +230,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
-    """Gives a file or a folder that was written under a temporary name its own, to stay.
-
-    What has that name steps aside first, and is removed when the new one is there.
-    """
+    """Gives what was written under a temporary name its own, to stay. What had that name is removed behind it."""
     old = final.with_name(f".{final.name}.old")
     storage.remove(old)
     is_there = bool(storage.names(final)) or storage.size(final) is not None
@@ -268,10 +252,7 @@ def is_remote(where: str | Path) -> bool:
 
 
 def storage_of(path: Path) -> FileStore:
-    """Returns what reads and writes a path: this machine's files, or those of the protocol that it begins with.
-
-    Raises UsageError where fsspec, or what it needs for the protocol, is not installed.
-    """
+    """Returns what reads and writes a path. Raises UsageError where what its protocol needs is not installed."""
     found = _REMOTE.match(path.as_posix())
     if found is None:
         return LocalFiles()
@@ -315,15 +296,13 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
     where, rule = url_of(path), "a run saves into <run folder>/checkpoints/step-<number>"
     if not isinstance(storage_of(path), LocalFiles):
         return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
-    weights = [path / name for name in _WEIGHT_FOLDERS]
-    if path.suffix in _WEIGHTS if path.is_file() else any(each.is_file() for each in weights):
+    if path.suffix in _WEIGHTS if path.is_file() else any((path / name).is_file() for name in _WEIGHT_FOLDERS):
         return CheckpointError(
             f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
             f"  take them in first:  paceline checkpoint import {where} DST"
         )
     what = ": there is no such folder" if not path.exists() else ": it is a file" if path.is_file() else ""
-    fix = near_folders(path) or fix
-    return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {fix}")
+    return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {near_folders(path) or fix}")
 
 
 def cannot_read(path: Path, error: OSError) -> CheckpointError:

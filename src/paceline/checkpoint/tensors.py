@@ -1,4 +1,4 @@
-"""Tensors in safetensors files (``header.py``), written as a stream, read in ranges; and plain values (``values.py``).
+"""Tensors in safetensors files , written as a stream and read in ranges; and plain values (``formats.py``).
 
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
 and then the ranges of bytes that it wants.
@@ -13,16 +13,17 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from paceline.checkpoint.formats import decode_with
 from paceline.checkpoint.storage import FileStore
-from paceline.checkpoint.values import decode_with
 from paceline.errors import CheckpointError, UsageError
-from paceline.shards import Region, Runs
+from paceline.shards import Region, Runs, Shard
 
 CHUNK_BYTES = 2**24
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
@@ -30,22 +31,10 @@ _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what i
 _LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
 _MOST_LEVELS = 50  # of values within values; each takes up to three of JSON
 _SHORT = 64  # elements: runs of fewer are scattered all at once
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_DTYPES |= {"BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -77,6 +66,12 @@ class Stream:
     dtype: torch.dtype
     read: Callable[[], Iterator[memoryview]]
 
+    @classmethod
+    def of(cls, shard: Shard) -> Stream:
+        """Returns a shard whose tensor is flat as a stream."""
+        read = partial(tensor_chunks, shard.tensor)
+        return cls(name=shard.name, region=shard.region, dtype=shard.tensor.dtype, read=read)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """What it is stored as: the shape of the part itself where it is one, else flat."""
@@ -89,8 +84,6 @@ class Stream:
     def whole(self) -> torch.Tensor:
         """Returns the tensor itself: all of it in memory."""
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
-        if flat.numel() == 0:
-            return flat.view(self.shape)
         place, memory = 0, host_bytes(flat)
         for part in self.read():
             memory[place : place + len(part)] = part
@@ -112,11 +105,11 @@ def file_chunks(
 ) -> Iterator[memoryview | bytes]:
     """Yields the bytes of a file. Beside the tensors themselves, one chunk is in memory."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
+    end = 0
     for stream in streams:
-        end = offset + stream.num_bytes
-        entry = {"dtype": dtype_code(stream.dtype), "shape": list(stream.shape), "data_offsets": [offset, end]}
-        header[stream.name], offset = entry, end
+        begin, end = end, end + stream.num_bytes
+        entry = {"dtype": dtype_code(stream.dtype), "shape": list(stream.shape), "data_offsets": [begin, end]}
+        header[stream.name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
@@ -201,13 +194,10 @@ def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
     if isinstance(value, list):
         return [encode(each, f"{where}[{index}]", level + 1) for index, each in enumerate(value)]
     if isinstance(value, tuple):
-        parts = [encode(each, f"{where}[{index}]", level + 1) for index, each in enumerate(value)]
-        return {"tuple": parts}
+        return {"tuple": encode(list(value), where, level)}
     if isinstance(value, dict):
-        rows = value.items()
-        return {
-            "dict": [[encode(key, where, level + 1), encode(each, f"{where}.{key}", level + 1)] for key, each in rows]
-        }
+        pairs = [(encode(key, where, level + 1), key, each) for key, each in value.items()]
+        return {"dict": [[name, encode(each, f"{where}.{key}", level + 1)] for name, key, each in pairs]}
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(host_bytes(flat)).decode("ascii") if flat.numel() else ""

@@ -12,18 +12,16 @@ Memory: one chunk of 16 MiB beside the tensors. Written once over all ranks: par
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.checkpoint.coverage import coverage_problems
+from paceline.checkpoint.formats import coverage_problems
 from paceline.checkpoint.manifest import (
     MANIFEST,
     Line,
@@ -32,22 +30,14 @@ from paceline.checkpoint.manifest import (
     SavedPiece,
     SavedTensor,
     State,
+    files_entry,
     manifest_text,
     parse_files,
     parse_tensor,
     tensor_entry,
 )
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
-from paceline.checkpoint.tensors import (
-    Progress,
-    Stream,
-    dtype_code,
-    encode,
-    file_chunks,
-    flat_view,
-    ignore_progress,
-    tensor_chunks,
-)
+from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 from paceline.untrusted import parse_json_object
@@ -76,25 +66,16 @@ class SaveTarget:
         return self.folder / f".{self.final.name}.{self.token}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
-    """What a rank writes of one tensor: the elements, one after another, and which of the whole they are."""
-
-    name: str
-    region: Region
-    flat: torch.Tensor
-
-
-def own_shares(shards: Iterable[Shard]) -> list[RankShare]:
-    """Returns what this rank writes: of what several hold alike, its part of it."""
-    shares: dict[str, RankShare] = {}
+def own_shares(shards: Iterable[Shard]) -> list[Shard]:
+    """Returns what this rank writes, as flat tensors: of what several hold alike, its part of it."""
+    shares: dict[str, Shard] = {}
     for shard in shards:
         if shard.copy is None or shard.name in shares:
             continue
         interval = own_interval(shard.name, shard.region, shard.tensor.element_size(), shard.copy, shard.copies)
         if interval is not None:
             region, flat = shard.region.narrow(*interval), flat_view(shard.tensor, shard.region)[slice(*interval)]
-            shares[shard.name] = RankShare(name=shard.name, region=region, flat=flat)
+            shares[shard.name] = Shard(name=shard.name, region=region, tensor=flat)
     return list(shares.values())
 
 
@@ -121,14 +102,10 @@ def plain_state(state: State) -> State:
     )
 
 
-def write_part(target: SaveTarget, shares: Iterable[RankShare], plain: State) -> int:
+def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        streams = [
-            Stream(name=each.name, region=each.region, dtype=each.flat.dtype, read=partial(tensor_chunks, each.flat))
-            for each in shares
-        ]
-        return write_rank(target, streams, plain)
+        return write_rank(target, map(Stream.of, shares), plain)
     except OSError as error:
         raise unwritten(target, error) from error
 
@@ -154,7 +131,7 @@ def write_rank(
         "rank": target.rank,
         "values": plain.own,
         "found": plain.found,
-        "files": {name: file.to_json() for name, file in files.items()},
+        "files": files_entry(files),
         "tensors": tensors,
     }
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
@@ -162,31 +139,21 @@ def write_rank(
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
 
 
-def missing_parts(target: SaveTarget) -> list[int]:
-    """Returns the ranks that have not written their part yet, as far as is seen from here."""
-    there = set(target.storage.names(target.partial))
-    return [rank for rank in range(target.world) if f"rank-{rank:05d}.json" not in there]
-
-
-def commit(target: SaveTarget, plain: State) -> Manifest:
+def commit(target: SaveTarget, plain: State) -> None:
     """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it."""
     storage = target.storage
     try:
-        manifest = _merged(target, plain)
-        storage.write(target.partial / MANIFEST, [manifest_text(manifest).encode()])
+        storage.write(target.partial / MANIFEST, [manifest_text(_merged(target, plain)).encode()])
         storage.sync_folder(target.partial)
         put_in_place(storage, target.partial, target.final)
     except OSError as error:
         raise unwritten(target, error) from error
-    return manifest
 
 
 def discard(target: SaveTarget) -> None:
-    """Removes what was written of a checkpoint that will not be, as far as that works."""
-    try:
+    """Removes what was written of a checkpoint that will not be, as far as that works: the next start removes it."""
+    with contextlib.suppress(OSError):
         target.storage.remove(target.partial)
-    except OSError:
-        return  # the next start removes it
 
 
 def unwritten(target: SaveTarget, error: object) -> CheckpointError:
@@ -206,7 +173,14 @@ def _merged(target: SaveTarget, plain: State) -> Manifest:
         files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
         files |= parse_files(part["files"])
         for each, entry in part["tensors"].items():
-            _add(tensors, each, parse_tensor(entry))
+            new = parse_tensor(entry)
+            known = tensors.setdefault(each, new)
+            if (known.shape, known.dtype) != (new.shape, new.dtype):
+                kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (known, new)]
+                raise CheckpointError(f"{each} is {kinds[0]} on one rank and {kinds[1]} on another")
+            regions = {piece.region for piece in known.pieces}
+            more = tuple(piece for piece in new.pieces if piece.region not in regions)
+            tensors[each] = replace(known, pieces=known.pieces + more)
         found |= part["found"]
     for each, tensor in tensors.items():
         for problem in coverage_problems(each, tensor):  # a bug of who made the shards
@@ -222,17 +196,3 @@ def _merged(target: SaveTarget, plain: State) -> Manifest:
         about=plain.about,
         line=plain.line or Line(),
     )
-
-
-def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None:
-    known = tensors.get(name)
-    if known is None:
-        tensors[name] = found
-        return
-    if (known.shape, known.dtype) != (found.shape, found.dtype):
-        raise CheckpointError(
-            f"{name} is {known.dtype} {list(known.shape)} on one rank and {found.dtype} {list(found.shape)} on another"
-        )
-    regions = {piece.region for piece in known.pieces}
-    new = tuple(piece for piece in found.pieces if piece.region not in regions)
-    tensors[name] = SavedTensor(shape=known.shape, dtype=known.dtype, pieces=(*known.pieces, *new))

@@ -6,55 +6,43 @@
 In the background nothing is sent: rank 0's thread looks for the files with which each rank says that it has written.
 The ranks agree when the next save comes, or the end; there an error of any of them is raised on all. What a rank stands
 still for is the copy of what it writes, into memory that is kept for the next time.
+
+``save`` and ``load`` are for plain loops: an engine, its optimizer, and what else a loop wants to remember.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.manifest import State, likely_line
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
+from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
+from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
-from paceline.checkpoint.write import (
-    RankShare,
-    SaveTarget,
-    commit,
-    discard,
-    missing_parts,
-    own_shares,
-    plain_state,
-    write_part,
-)
+from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import CheckpointError
+from paceline.health.ledger_view import CHECKPOINT
+from paceline.shards import Shard
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
 _LOOK_EVERY_S = 0.02
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What a save took on this rank: how long training stood still, how long it was under way, and its bytes."""
-
-    step: int
-    stall_s: float
-    total_s: float
-    num_bytes: int
-    is_background: bool
 
 
 class CheckpointWriter:
@@ -68,10 +56,11 @@ class CheckpointWriter:
         self._comm = comm
         self._retention = retention or Retention()
         self._storage = storage or storage_of(folder)
-        self._token = ask_first_rank(comm, self._begin)
+        token, rank, world = ask_first_rank(comm, self._begin), comm.rank, comm.size
+        self._target = SaveTarget(folder=folder, step=0, rank=rank, world=world, token=token, storage=self._storage)
         self._stage = StagingBuffer()
         self._pending: _PendingSave | None = None
-        self._reports: list[SaveReport] = []
+        self._reports: list[tuple[int, dict[str, Any]]] = []
 
     def save(self, state: State, *, in_background: bool = False) -> Path:
         """Saves a state; returns where it is, or will be. Waits for the save before.
@@ -79,17 +68,13 @@ class CheckpointWriter:
         Raises CheckpointError on all ranks where one cannot write, now or in the save before; older ones are intact.
         """
         self.finish()
-        target = SaveTarget(
-            folder=self.folder,
-            step=state.step,
-            rank=self._comm.rank,
-            world=self._comm.size,
-            token=self._token,
-            storage=self._storage,
-        )
+        target = replace(self._target, step=state.step)
         self._pending = save = _PendingSave(target, self._retention)
         try:
-            save.plain = self._plain(state)
+            save.plain = plain_state(state)
+            if self._comm.rank == 0 and state.line is None:
+                spots = list(spots_in(self.folder, self._storage).values())
+                save.plain = replace(save.plain, line=likely_line(state.step, spots))
             shares = own_shares(state.shards)
             save.shares = self._stage.copy(shares) if in_background else shares
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
@@ -102,13 +87,12 @@ class CheckpointWriter:
         return target.final
 
     def reserve(self, state: State, at_least: int = 0) -> bool:
-        """Makes room for saves in the background of a state as large as this one, in a thread.
+        """Makes room for saves in the background of such a state, in a thread: the first of them takes less time.
 
-        Without it the first of them takes longer. Does nothing, and says so, where no rank writes ``at_least`` bytes.
-        All ranks call it; a small exchange.
+        Does nothing, and says so, where no rank writes ``at_least`` bytes. All ranks call it; a small exchange.
         """
         shares = own_shares(state.shards)
-        if max(gather_objects(self._comm, sum(share.flat.nbytes for share in shares))) < at_least:
+        if max(gather_objects(self._comm, sum(share.tensor.nbytes for share in shares))) < at_least:
             return False
         self._stage.reserve(shares)
         return True
@@ -119,19 +103,21 @@ class CheckpointWriter:
         if pending is None:
             return
         pending.written.wait()
-        try:
-            self._agree(pending.target, pending.problem)
-        except CheckpointError:
+        problems = gather_objects(self._comm, pending.problem)
+        reasons = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
+        if reasons:
+            if self._comm.rank == 0:
+                discard(pending.target)
             pending.abandon()
-            raise
+            raise CheckpointError(reasons[0])
         pending.complete_agreed()
         ask_first_rank(self._comm, pending.check_committed)
-        self._reports += pending.take_report()
+        self._reports += pending.report(is_done=True)
 
-    def reports(self) -> list[SaveReport]:
-        """Returns what has come to an end since it was last asked. Sends nothing."""
-        if self._pending is not None and self._pending.has_worked():
-            self._reports += self._pending.take_report()
+    def reports(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns what saves took that came to an end since it was last asked, by step, as records have it."""
+        if self._pending is not None:
+            self._reports += self._pending.report(is_done=False)
         found, self._reports = self._reports, []
         return found
 
@@ -142,28 +128,11 @@ class CheckpointWriter:
             raise CheckpointError(f"cannot clear what killed saves have left in {self.folder}: {error}") from error
         return secrets.token_hex(4)
 
-    def _plain(self, state: State) -> State:
-        """Copies the values of a state; on rank 0 with its line."""
-        plain = plain_state(state)
-        if self._comm.rank or state.line is not None:
-            return plain
-        return replace(plain, line=likely_line(state.step, list(spots_in(self.folder, self._storage).values())))
-
-    def _agree(self, target: SaveTarget, problem: str) -> None:
-        """Raises CheckpointError on all ranks if one has a problem; a small exchange."""
-        problems = gather_objects(self._comm, problem)
-        reasons = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
-        if reasons:
-            if self._comm.rank == 0:
-                discard(target)
-            raise CheckpointError(reasons[0])
-
 
 def copy_checkpoint(path: Path, name: str) -> Path:
-    """Copies a checkpoint to the folder ``name`` beside it, which retention leaves alone; replaces an older copy.
+    """Copies a checkpoint to ``name`` beside it, which retention leaves alone; files are shared where they can be.
 
-    The copy is made under a temporary name, so a kill while it is made leaves the older one. A kill between the two
-    renames leaves the older one under the name ``.<name>.old``. Files are shared with the original where they can be.
+    A kill leaves the older copy, between the two renames under the name ``.<name>.old``.
     """
     final, partial, files = path.parent / name, path.parent / f".{name}.new", LocalFiles()
     try:
@@ -196,9 +165,10 @@ class StagingBuffer:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
 
-    def reserve(self, shares: Sequence[RankShare]) -> None:
+    def reserve(self, shares: Sequence[Shard]) -> None:
         """Begins to make room for shares as large as these, in a thread. It does no harm if that fails."""
-        self._wait()
+        if self._thread is not None:
+            self._thread.join()
         length = _offsets(shares)[-1]
         if self.buffer.numel() < length:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
@@ -207,18 +177,19 @@ class StagingBuffer:
             )
             self._thread.start()
 
-    def copy(self, shares: Sequence[RankShare]) -> list[RankShare]:
+    def copy(self, shares: Sequence[Shard]) -> list[Shard]:
         """Returns copies of shares, which last until the next time. Waits until they are made."""
-        self._wait()
+        if self._thread is not None:
+            self._thread.join()
         offsets, device = _offsets(shares), _cuda_device(shares)
         if self.buffer.numel() < offsets[-1]:
             self.buffer = torch.empty(0, dtype=torch.uint8)
             self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
         staged = []
         for share, offset in zip(shares, offsets, strict=False):
-            place = self.buffer[offset : offset + share.flat.nbytes].view(share.flat.dtype)
-            place.copy_(share.flat, non_blocking=True)
-            staged.append(replace(share, flat=place))
+            place = self.buffer[offset : offset + share.tensor.nbytes].view(share.tensor.dtype)
+            place.copy_(share.tensor, non_blocking=True)
+            staged.append(replace(share, tensor=place))
         if device is not None:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied
         return staged
@@ -235,22 +206,17 @@ class StagingBuffer:
         except RuntimeError:
             return  # no memory: the save that needs it reports it
 
-    def _wait(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
 
-
-def _offsets(shares: Sequence[RankShare]) -> list[int]:
+def _offsets(shares: Sequence[Shard]) -> list[int]:
     """Returns where each share begins, and last where all end."""
     offsets = [0]
     for share in shares:
-        offsets.append(offsets[-1] + -(-share.flat.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+        offsets.append(offsets[-1] + -(-share.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
     return offsets
 
 
-def _cuda_device(shares: Sequence[RankShare]) -> torch.device | None:
-    return next((share.flat.device for share in shares if share.flat.device.type == "cuda"), None)
+def _cuda_device(shares: Sequence[Shard]) -> torch.device | None:
+    return next((share.tensor.device for share in shares if share.tensor.device.type == "cuda"), None)
 
 
 class _PendingSave:
@@ -259,7 +225,7 @@ class _PendingSave:
     def __init__(self, target: SaveTarget, retention: Retention) -> None:
         self.target = target
         self.plain: State | None = None
-        self.shares: list[RankShare] = []
+        self.shares: list[Shard] = []
         self.problem = ""
         self.commit_problem = ""
         self.written = threading.Event()
@@ -269,11 +235,7 @@ class _PendingSave:
         self._thread: threading.Thread | None = None
         self._start = time.perf_counter()
         self._stall_s, self._total_s, self._num_bytes = 0.0, 0.0, 0
-        self._is_taken = False
-
-    def has_worked(self) -> bool:
-        is_over = self._thread is not None and not self._thread.is_alive()
-        return is_over and not (self.problem or self.commit_problem)
+        self._is_reported = False
 
     def start_thread(self) -> None:
         self._stall_s = time.perf_counter() - self._start
@@ -309,22 +271,17 @@ class _PendingSave:
         if self.commit_problem:
             raise CheckpointError(self.commit_problem)
 
-    def take_report(self) -> list[SaveReport]:
-        """Returns what it took, once."""
-        if self._is_taken:
+    def report(self, *, is_done: bool) -> list[tuple[int, dict[str, Any]]]:
+        """Returns what it took on this rank, once: when it ``is_done``, or when its thread has ended well."""
+        has_worked = self._thread is not None and not (self._thread.is_alive() or self.problem or self.commit_problem)
+        if self._is_reported or not (is_done or has_worked):
             return []
-        self._is_taken = True
+        self._is_reported = True
         if self._thread is None:  # training stood still until now
             self._stall_s = self._total_s = time.perf_counter() - self._start
-        return [
-            SaveReport(
-                step=self.target.step,
-                stall_s=self._stall_s,
-                total_s=self._total_s,
-                num_bytes=self._num_bytes,
-                is_background=self._thread is not None,
-            )
-        ]
+        times = {"seconds": round(self._total_s, 4), "stall_seconds": round(self._stall_s, 4)}
+        detail = {**times, "bytes": self._num_bytes, "background": self._thread is not None}
+        return [(self.target.step, {"folder": str(self.target.folder), **detail})]
 
     def _run(self) -> None:
         self.write()
@@ -350,16 +307,17 @@ class _PendingSave:
 
         Raises CheckpointError if one does not appear soon after the ranks have agreed that all is written.
         """
-        deadline: float | None = None
-        while missing := missing_parts(self.target):
-            if deadline is None and self._is_agreed.is_set():
-                deadline = time.monotonic() + _VISIBLE_S
+        target, deadline = self.target, math.inf
+        wanted = [f"rank-{rank:05d}.json" for rank in range(target.world)]
+        while missing := set(wanted) - set(target.storage.names(target.partial)):
+            if self._is_agreed.is_set():
+                deadline = min(deadline, time.monotonic() + _VISIBLE_S)
             if self._is_abandoned.wait(_LOOK_EVERY_S):
                 return False
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {missing[0]} has written its part of {self.target.final}, and rank 0 does not see it\n"
-                    "  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
+                    f"rank {wanted.index(min(missing))} has written its part of {target.final}, and rank 0 does not "
+                    "see it\n  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
                 )
         return True
 
@@ -379,3 +337,62 @@ def raised_on_all(comm: Communicator, what: str = "") -> Iterator[None]:
 
 def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def warn_of(passed: object) -> None:
+    """Warns of a newer checkpoint that was not taken, and says why."""
+    warnings.warn(str(passed), stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a loop goes on from."""
+
+    path: Path
+    step: int
+    extra: Any
+
+
+def save(
+    folder: str | Path,
+    engine: HasShards,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Saves into ``folder/step-<step>``, each rank what it holds; of older ones the newest ``keep`` are left.
+
+    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0. Raises
+    CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
+    """
+    _enter(engine)
+    writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
+    held = list(engine.shards())
+    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
+    shards = [*prefixed(MODEL, held), *tensors]
+    return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
+
+
+def load(
+    path: str | Path, engine: HasShards, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
+) -> Loaded:
+    """Loads a checkpoint, or the newest whole one of a folder, into an engine of any strategy and number of ranks.
+
+    Called by all ranks, which read what rank 0 chooses. Newer ones that it passes over are warned of, with the reason.
+    Raises CheckpointError on all of them if one cannot.
+    """
+    _enter(engine)
+    chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
+    with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
+        checkpoint = open_checkpoint(chosen)
+        fill_model(checkpoint, engine)
+        if optimizer is not None:
+            load_optimizer(checkpoint, optimizer, list(engine.shards()))
+        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
+
+
+def _enter(engine: HasShards) -> None:
+    if engine.world.ledger is not None:  # the rank saves or loads until the next pass begins
+        engine.world.ledger.enter(CHECKPOINT)

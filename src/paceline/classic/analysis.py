@@ -9,14 +9,10 @@ Everything comes from records, which look the same for a real run and a simulate
 
     throughput           samples of all ranks / time of the steps, of which the slowest rank sets the pace
     communication_time   what a rank waited for others and for the network, mean of the ranks
-    gpu_utilization      % as the driver says it, mean of the GPUs and samples; absent where nobody knows it
+    gpu_utilization      % as the driver says it, or of modelled kernels; absent where nobody knows it
     compute_share        % of its steps in which a rank did not wait for others, mean of the ranks
-    speed_up             throughput / throughput of one rank, which a baseline run tells; absent without one
-    scaling_efficiency   speed_up / N
-    scaling              strong or weak: what the baseline keeps, the global batch or the batch of a rank
-
-What ``SimulatedTrainer.train()`` returns on modelled GPUs has its baseline in it, some steps of one rank with the batch
-of a rank; its gpu_utilization is that of the modelled kernels.
+    speed_up             throughput / that of one rank, of a baseline run or of a simulation's own few steps
+    scaling_efficiency   speed_up / N; ``scaling`` is strong or weak, by what the baseline keeps
 """
 
 from __future__ import annotations
@@ -213,10 +209,9 @@ class DistributedTrainingAnalyzer:
         self._scaling = "" if self.baseline is None else scaling_between(self.metrics.run, self.baseline.run)
 
     def plot_training_metrics(self, path: str | Path | None = None, *, show: bool = False) -> Figure:
-        """Draws eight charts: loss, accuracy, throughput, where the time went; utilisation, memory, ranks, bottleneck.
+        """Draws eight charts into ``path``, or a window (``show``); returns the figure, for a notebook.
 
-        Saved as ``path``, and opened in a window with ``show``. Returns the figure, which a notebook shows; a script
-        that asks for neither finds it in ``training_metrics.png``, which is said.
+        A script that asks for neither finds them in ``training_metrics.png``, which is said.
         """
         if show:  # matplotlib's own windows, outside of notebooks too
             from matplotlib import pyplot
@@ -242,9 +237,7 @@ class DistributedTrainingAnalyzer:
             try:
                 figure.savefig(path)
             except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"cannot write the picture {path}: {error}\n  its ending says the format\n  name it run.png"
-                ) from error
+                raise UsageError(f"cannot write the picture {path}: {error}\n  name it run.png, or alike") from error
         if is_unseen:
             echo(f"the charts of the training are in {Path('training_metrics.png').resolve()}")
         if show:
@@ -281,6 +274,7 @@ class DistributedTrainingAnalyzer:
             speed_up = rate / (base.samples_per_s / base.ranks)
             scaling = f"{self._scaling} scaling: {where} with the same {kept}"
         measured = [value for value in metrics["gpu_utilization"] if value is not None]
+        found = metrics.limits.sentence.removeprefix("limited by ") if metrics.limits.found else ""
         return PerformanceReport(
             strategy=metrics.strategy,
             ranks=metrics.ranks,
@@ -299,16 +293,12 @@ class DistributedTrainingAnalyzer:
             scaling_efficiency=None if speed_up is None else speed_up / metrics.ranks,
             scaling=scaling,
             memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
-            bottleneck=metrics.limits.sentence.removeprefix("limited by ")
-            if metrics.limits.found
-            else _bottleneck(share, metrics.ranks),
+            bottleneck=found or (_bottleneck(share) if metrics.ranks > 1 else "one rank: nothing to wait for"),
             is_simulated=metrics.is_simulated,
         )
 
 
-def _bottleneck(share: float, ranks: int) -> str:
-    if ranks == 1:
-        return "one rank: nothing to wait for"
+def _bottleneck(share: float) -> str:
     if share < 0.1:
         return "compute: ranks hardly wait; a faster device, lower precision or compilation pays"
     if share < 0.35:
@@ -319,8 +309,7 @@ def _bottleneck(share: float, ranks: int) -> str:
 def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
     if not isinstance(metrics, TrainingMetrics | str | Path):
         raise UsageError(
-            f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
-            "folder of a run\n  pass one of them"
+            f"metrics is of type {type(metrics).__name__}\n  it is what train() returned, or a run's folder"
         )
     if isinstance(metrics, TrainingMetrics):
         return metrics

@@ -5,10 +5,8 @@
     average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
 
 A thin face over ``comm/compress`` (top-k with error feedback: ratio r sends 6 r bytes an element in place of 4) and
-over averages on groups that are there already: communicators, or torch process groups. Tensors stay as they are;
-results are new ones, the same bits on every rank. Engines do all this by themselves, while backward runs.
-
-For B bytes and H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
+over averages on groups that are there already. Results are new tensors, the same bits on every rank. For B bytes and H
+hosts of L ranks, what a rank sends inside a host, and what a host sends across:
 
     every rank has a group across    2 B (L-1)/L inside,  2 B (H-1)/H across, on the links of all its ranks
     one rank of a host has           3 B at most inside,  2 B (H-1)/H across, on the link of that rank
@@ -20,23 +18,24 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.classic.arguments import expect, refuse
+from paceline.classic.config import check_count, expect, plain_number, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
+from paceline.comm.compress.policies import num_kept
 from paceline.comm.objects import gather_objects
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import Group, communicator_of, is_outside
-from paceline.errors import UsageError
+from paceline.comm.torch_dist import Group, communicator_of, disconnect, is_outside
+from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout, round_up
 
@@ -48,15 +47,13 @@ Way = Iterator[None]
 def connect_groups(inside: Communicator, across: Communicator | None) -> Callable[[torch.Tensor], Way]:
     """Learns how the groups lie, and returns how they average a piece. All ranks of all hosts call it.
 
-    Raises UsageError on every rank of a host where a part of its ranks has a group across, and on all ranks where hosts
-    of different sizes give one to every rank: then no slice is averaged over all hosts.
+    Raises UsageError where a part of a host's ranks has a group across, or hosts of different sizes give all one.
     """
     has_group = gather_objects(inside, across is not None)
     if sum(has_group) != 1 and not all(has_group):
         raise UsageError(
             f"{sum(has_group)} of the {inside.size} ranks of a host have a group across hosts\n"
-            "  one of them stands for its host, or every one does with a slice\n"
-            "  make the groups across of one rank of each host, or of the first ranks, the second ranks, and so on"
+            "  one of them stands for its host, or every one does with a slice\n  give a group to one rank, or to each"
         )
     # Of a host: its ranks, and whether each of them has a group across. A host of one rank fits either way.
     mine = inside.size, inside.size > 1 and all(has_group)
@@ -66,9 +63,8 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> Callabl
     if any(is_sliced for hosts in seen for _, is_sliced in hosts) and not is_even:
         sizes = sorted({size for hosts in seen for size, _ in hosts})
         raise UsageError(
-            f"hosts of {sizes} ranks, with a group across for every rank\n"
-            "  where every rank of a host averages its slice over all hosts, all hosts have as many ranks, and do so\n"
-            "  give one rank of each host a group across, and None to the others"
+            f"hosts of {sizes} ranks, with a group across for every rank\n  slices need hosts of equal size"
+            "\n  give one rank of each host a group across, and None to the others"
         )
     if mine[1] and across is not None:
         return partial(_by_slices, inside, across)
@@ -110,17 +106,15 @@ def _by_slices(inside: Communicator, across: Communicator, piece: torch.Tensor) 
 
 
 class Reduction:
-    """An average on its way, which owns its tensor until it is there; without ``finish`` it is there already."""
+    """An average on its way, which owns its tensor until it is there; without ``stages`` it is there already."""
 
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
-        self._tensor = tensor
-        self._finish = finish
+    def __init__(self, tensor: torch.Tensor, stages: Iterable[None] = ()) -> None:
+        self._tensor, self._stages = tensor, stages
 
     def wait(self) -> None:
         """Returns when the average may be used. Safe to call twice."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        for _ in self._stages:
+            pass
 
     def result(self) -> torch.Tensor:
         self.wait()
@@ -128,15 +122,12 @@ class Reduction:
 
 
 class CommunicationOptimizer:
-    """Averages tensors over ranks with fewer bytes, or over two groups.
+    """Averages tensors over ranks with fewer bytes, or over two groups. All ranks make the same calls in order.
 
     ``compression_ratio`` is the share of elements that is sent, the largest in magnitude; 1 sends all of them.
     A tensor travels in pieces of ``bucket_size_mb``. With ``enable_overlap`` all pieces are under way at once, and the
     ``start_`` methods return before they have arrived; without it one piece follows another, and they return when all
-    is done. ``comm`` is the group where none is given: by default all ranks that a launcher started. All ranks make the
-    same calls in the same order.
-
-    Raises UsageError with all problems of the arguments at once.
+    is done. ``comm`` is the group where none is given: by default all ranks that a launcher started.
     """
 
     def __init__(
@@ -146,11 +137,16 @@ class CommunicationOptimizer:
         enable_overlap: bool = True,
         comm: Group | None = None,
     ) -> None:
-        _check_arguments(compression_ratio, bucket_size_mb, enable_overlap)
-        self.compression_ratio = float(compression_ratio)
-        self.bucket_size_mb = float(bucket_size_mb)
-        self.enable_overlap = enable_overlap
-        self._comm = comm
+        piece, rule = plain_number(bucket_size_mb), "it is the size in MiB of the pieces in which a tensor travels"
+        is_piece = type(piece) in (int, float) and 0 < piece < math.inf
+        problems = [
+            *_check_ratio(compression_ratio, "try 0.01; 1 sends all"),
+            *expect(is_piece, f"bucket_size_mb = {bucket_size_mb!r}", f"{rule}, above 0", "try 25"),
+            *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
+        ]
+        refuse("CommunicationOptimizer", problems)
+        self.compression_ratio, self.bucket_size_mb = float(compression_ratio), float(bucket_size_mb)
+        self.enable_overlap, self._comm = enable_overlap, comm
         self._made: dict[Any, tuple[Any, Any]] = {}  # of groups, beside them: their ids must not be given to others
         self._named: dict[str, _OwedTensor] = {}
         # By parameter, and then as by name.
@@ -164,9 +160,7 @@ class CommunicationOptimizer:
         """Returns the average over the group, of each rank's largest elements.
 
         What a rank did not send is added to the next gradient of the same parameter, or to the next tensor of the same
-        ``name``, so that it only comes later. A tensor without a name that no parameter holds as its ``.grad`` may be
-        another one each time: what it does not send is dropped, with one warning. In a group of one nothing is sent,
-        and nothing kept back.
+        ``name``. Of a tensor without a name that is no parameter's ``.grad`` it is dropped, with one warning.
         """
         return self.start_compressed(tensor, group, name=name).result()
 
@@ -183,11 +177,7 @@ class CommunicationOptimizer:
         if self.compression_ratio == 1.0:
             return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in self._cut(flat)])
         slot = self._slot(name, tensor, comm)
-        try:
-            return self._begin(average, slot.pieces(flat, comm), slot)
-        except BaseException:
-            slot.end(is_there=False)
-            raise
+        return self._begin(average, slot.pieces(flat, comm), slot)
 
     def hierarchical_all_reduce(
         self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
@@ -217,25 +207,25 @@ class CommunicationOptimizer:
 
     def _begin(self, average: torch.Tensor, pieces: Sequence[Way], slot: _OwedTensor | None = None) -> Reduction:
         """Runs the stages of the pieces: side by side, the first of them now; or piece after piece."""
-        together = [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]
-        if self.enable_overlap:
-            for piece in pieces:
-                next(piece, None)
 
-        def finish() -> None:
+        def run() -> Way:
             try:
-                for going in together:
+                for going in [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]:
                     while going:
                         going = [piece for piece in going if next(piece, piece) is None]
-            except BaseException:
-                if slot is not None:
+                        yield
+            except BaseException as error:
+                if slot is not None and not isinstance(error, GeneratorExit):  # nobody waits: it stays on its way
                     slot.end(is_there=False)
                 raise
             if slot is not None:
                 slot.end(is_there=True)
 
-        reduction = Reduction(average, finish)
-        if not self.enable_overlap:
+        stages = run()
+        reduction = Reduction(average, stages)
+        if self.enable_overlap:
+            next(stages, None)
+        else:
             reduction.wait()
         return reduction
 
@@ -276,7 +266,7 @@ class CommunicationOptimizer:
             self._has_warned = True
             warnings.warn(
                 f"a tensor {known_as} without a name is the .grad of no parameter: what it does not send is dropped\n"
-                "  what is owed is kept for a parameter's gradient, and for a tensor with a name\n"
+                "  what is owed is kept for gradients and names\n"
                 "  give each a name of its own: all_reduce_compressed(gradient, name='layer.weight')",
                 stacklevel=4,
             )
@@ -293,9 +283,7 @@ class _OwedTensor:
     """What one tensor owes, from call to call."""
 
     def __init__(self, name: str, lengths: list[int], dtype: torch.dtype, ratio: float) -> None:
-        self._name = name
-        self._lengths = lengths
-        self._dtype = dtype
+        self._name, self._lengths, self._dtype = name, lengths, dtype
         # As a matrix of one row: tensors of one dim are biases and norms to an engine, and travel whole there.
         self._compressor = Compressor(Compression(policy="topk", ratio=ratio, min_size=0))
         shapes = [
@@ -308,15 +296,11 @@ class _OwedTensor:
     def begin(self, tensor: torch.Tensor) -> None:
         """Raises UsageError for a tensor that is not the one of this slot."""
         if self._is_busy:
-            raise UsageError(
-                f"tensor {self._name} is still on its way\n  what it owes is known when it has arrived\n"
-                "  wait for it first, or give tensors names of their own"
-            )
+            raise UsageError(f"tensor {self._name} is still on its way\n  wait for it, or give each a name")
         if tensor.numel() != sum(self._lengths) or tensor.dtype != self._dtype:
             raise UsageError(
                 f"tensor {self._name} had {sum(self._lengths)} elements of {self._dtype}, and now has "
-                f"{tensor.numel()} of {tensor.dtype}\n  what it owes belongs to a tensor of one size\n"
-                "  give each tensor a name of its own"
+                f"{tensor.numel()} of {tensor.dtype}\n  give each tensor a name of its own"
             )
         self._is_busy = True
 
@@ -382,29 +366,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:
-    problems = [
-        *expect(
-            _is_number(ratio) and 0 < ratio <= 1,
-            f"compression_ratio = {ratio!r}",
-            "it is the share of elements that is sent, above 0 and at most 1",
-            "try 0.01; 1 sends all",
-        ),
-        *expect(
-            _is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf,
-            f"bucket_size_mb = {bucket_size_mb!r}",
-            "it is the size of the pieces in which a tensor travels, in MiB, above 0",
-            "try 25",
-        ),
-        *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
-    ]
-    refuse("CommunicationOptimizer", problems)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_tensor(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"a {type(tensor).__name__} cannot be reduced\n  give a tensor, a gradient for instance")
@@ -413,3 +374,39 @@ def _check_tensor(tensor: object) -> None:
             f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be averaged here\n"
             "  averages are of dense floating-point tensors\n  convert it first: tensor.float(), tensor.to_dense()"
         )
+
+
+def _check_ratio(ratio: Any, fix: str) -> list[Problem]:
+    number, rule = plain_number(ratio), "it is the share of elements that is kept, above 0 and at most 1"
+    return expect(type(number) in (int, float) and 0 < number <= 1, f"compression_ratio = {ratio!r}", rule, fix)
+
+
+# Single functions of scripts around torch's own data parallelism.
+
+cleanup_distributed = disconnect
+
+
+def compress_gradients(gradients: Any, compression_ratio: float = 0.1) -> Any:
+    """Keeps the largest elements of each gradient, by magnitude: sparse tensors of indices and values.
+
+    ``gradients`` is a tensor, or several in a list, tuple, dict or generator; None stays None, and ``.to_dense()``
+    fills up with zeros. What is left out is dropped; ``CommunicationOptimizer`` keeps it for the next step.
+    """
+    refuse("compress_gradients", _check_ratio(compression_ratio, "try 0.1"))
+
+    def compress(gradient: Any) -> Any:
+        if not isinstance(gradient, torch.Tensor):
+            return gradient
+        flat = gradient.detach().reshape(-1)
+        kept = flat.abs().topk(num_kept(compression_ratio, flat.numel())).indices.sort().values
+        places = torch.stack(torch.unravel_index(kept, gradient.shape)) if gradient.ndim else kept.new_zeros(0, 1)
+        return torch.sparse_coo_tensor(places, flat[kept], gradient.shape, is_coalesced=True, check_invariants=True)
+
+    return tree_map(compress, list(gradients) if isinstance(gradients, Iterator) else gradients)
+
+
+def auto_scale_batch_size(world_size: int, base_batch_size: int) -> int:
+    """Returns the global batch of ``world_size`` ranks that have ``base_batch_size`` samples each."""
+    wrong = [*check_count("world_size", world_size), *check_count("base_batch_size", base_batch_size)]
+    refuse("auto_scale_batch_size", wrong)
+    return world_size * base_batch_size

@@ -8,11 +8,10 @@
         trainer.flush(optimizer)                          # microbatches that do not fill a group
         trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
 
-A convenience over public parts: ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. One call is one
-microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
-divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
-of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
-finite is left out on all ranks, and ten in a row end the run.
+A thin face of ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. Every
+``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses, divided once by the
+number of samples of all ranks and microbatches of the update, also where some are smaller than others. An update whose
+gradients are not finite is left out on all ranks, and ten in a row end the run.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from paceline.checkpoint.find import find_checkpoint
-from paceline.checkpoint.loops import warn_of
+from paceline.checkpoint.find import Retention, find_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
-from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
-from paceline.classic.monitor import DistributedMonitor
-from paceline.classic.step_metrics import StepMetrics, TimedCalls
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
+from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
+from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
 from paceline.clock import on_device
 from paceline.cluster.detect import bf16_instructions
 from paceline.comm.base import Communicator, clock_of
@@ -74,10 +70,8 @@ class TrainerOptions:
 
     ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
     ``save_checkpoint`` writes; of what it wrote the newest ``keep_checkpoints`` stay (None: all), besides the best.
-    ``log_dir``, if given, gets the loss, samples and times of each call in ``trainer/``: lines of JSON of each rank,
-    and curves for TensorBoard, as a ``DistributedMonitor`` writes them.
-    ``comm`` is for ranks that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of
-    hybrid.
+    ``log_dir``, if given, gets the loss, samples and times of each call in ``trainer/``, as a ``DistributedMonitor``
+    writes them. ``comm`` is for ranks that are connected already, ``shard_ranks`` for the groups of hybrid.
     """
 
     enable_activation_checkpointing: bool = False
@@ -87,28 +81,6 @@ class TrainerOptions:
     log_dir: str | Path | None = None
     comm: Communicator | None = None
     shard_ranks: int = 0
-
-    def problems(self, strategy: Any) -> list[Problem]:
-        checkpoints, comm, offload = self.enable_activation_checkpointing, self.comm, self.cpu_offload
-        return [
-            *check_type("enable_activation_checkpointing", checkpoints, bool, "True or False"),
-            *check_type("cpu_offload", offload, bool, "True or False"),
-            *expect(
-                offload is not True or strategy != "ddp",
-                "cpu_offload = True with strategy = 'ddp'",
-                "data parallelism keeps whole parameters on the device",
-                "use strategy = 'fsdp', which works on one rank too",
-            ),
-            *expect(
-                self.keep_checkpoints is None or (type(self.keep_checkpoints) is int and self.keep_checkpoints >= 1),
-                f"keep_checkpoints = {self.keep_checkpoints!r}",
-                "it is how many of the newest checkpoints stay, at least 1",
-                "for all of them, leave it out",
-            ),
-            *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
-            *check_type("log_dir", self.log_dir, (str, Path, type(None)), "a path"),
-            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
-        ]
 
 
 _OPTIONS = tuple(field.name for field in fields(TrainerOptions))
@@ -128,8 +100,7 @@ class MicrobatchTrainer:
     ) -> None:
         more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
         asked = (model, strategy, mixed_precision, gradient_accumulation_steps, gradient_clip_val)
-        problems = [*_problems(*asked), *more.problems(strategy), *check_names(options, _OPTIONS)]
-        refuse("DistributedTrainer", problems)
+        refuse("DistributedTrainer", [*_problems(*asked, more), *check_names(options, _OPTIONS)])
         self.strategy = strategy
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.gradient_clip_val = gradient_clip_val
@@ -183,10 +154,8 @@ class MicrobatchTrainer:
 
         ``batch`` is (inputs, targets), on any device. With no rows, or None for no samples on this rank, the call
         takes part in the update alone; its loss is then nan. ``criterion(outputs, targets)`` returns the mean over
-        the batch's samples; one with ``reduction='sum'`` is taken as a sum. Samples count alike: a criterion that
-        divides by something else, such as class weights or targets not ignored, is weighed by samples all the same.
-        ``step`` is a label that comes back in the metrics. The trainer counts by itself, as an enumeration starts
-        again with each epoch.
+        the batch's samples, or with ``reduction='sum'`` the sum; one that divides by something else (class weights,
+        targets not ignored) is weighed by samples all the same. ``step`` is a label that comes back in the metrics.
 
         The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
         communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
@@ -201,7 +170,7 @@ class MicrobatchTrainer:
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = self.loss_of(criterion)
-        if self._scaler is not None and not self._scaler.knows_elements:  # how many the first update will have
+        if self._scaler is not None and self._scaler.elements is None:  # how many the first update will have
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
             self._scaler.note_elements(first)
@@ -268,9 +237,21 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        path = self._writer.save(
-            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        list(self._bad_updates.read())
+        held = list(self.engine.shards())
+        tensors, found = optimizer_shards(optimizer, held)
+        extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        state = State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
         )
+        path = self._writer.save(state)
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -305,7 +286,7 @@ class MicrobatchTrainer:
         """
         self._calls.settle(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self._bad_updates.read_all())  # counts them; whether there are too many is for the next update to say
+        list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -334,8 +315,7 @@ class MicrobatchTrainer:
         if self._num_pending:
             raise UsageError(
                 f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
-                "  the microbatches of a group make one update of one optimizer\n"
-                "  call trainer.flush with the former optimizer first"
+                "  a group makes one update of one optimizer\n  call trainer.flush with the former optimizer first"
             )
         self._adopt(optimizer)
         try:
@@ -357,10 +337,7 @@ class MicrobatchTrainer:
         return int(sum(value.count for value in self._pending))
 
     def _run_passes(self, passes: Passes) -> list[LossValue]:
-        """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
-
-        Batches keep the dtypes that they came with.
-        """
+        """Adds the gradients of microbatches, in the dtypes that they came with; returns all losses that wait."""
         found = accumulate(replace(passes, dtype=None))
         self._num_pending += len(passes.microbatches)
         self._pending += [LossValue(value.total.detach(), value.count) for value in found]
@@ -388,23 +365,6 @@ class MicrobatchTrainer:
             parameter.grad = None
         self._num_pending, self._pending = 0, []
 
-    # Checkpoints.
-
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
-        comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.read_all())
-        tensors, found = optimizer_shards(optimizer, held)
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            about={"strategy": self.strategy},
-        )
-
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values
         try:
@@ -422,29 +382,34 @@ class MicrobatchTrainer:
         if "bad_steps" in values:
             self._bad_updates.load_state_dict(values["bad_steps"])
         self.num_updates = checkpoint.step
-        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
+        self._applied_samples = checkpoint.manifest.position if comm.rank == 0 else 0
         if checkpoint.manifest.world == comm.size:
             restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
 
 
-def _problems(model: Any, strategy: Any, mixed_precision: Any, steps: Any, clip_val: Any) -> list[Problem]:
+def _problems(
+    model: Any, strategy: Any, mixed_precision: Any, steps: Any, clip_val: Any, more: TrainerOptions
+) -> list[Problem]:
     names, is_named, clip = tuple(PRECISIONS), not isinstance(mixed_precision, bool), plain_number(clip_val)
+    keep, recomputes = more.keep_checkpoints, more.enable_activation_checkpointing
+    clip_rule = "it is the largest global norm of a gradient, a number above 0"
+    is_clip = clip is None or (type(clip) in (int, float) and clip > 0)
+    offload_rule = "data parallelism keeps whole parameters on the device"
+    offload_fix = "use strategy = 'fsdp', which works on one rank too"
+    is_offload = more.cpu_offload is not True or strategy != "ddp"
     return [
         *check_type("model", model, nn.Module, "an nn.Module"),
         *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
         *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
-        *expect(
-            type(steps) is int and steps >= 1,
-            f"gradient_accumulation_steps = {steps!r}",
-            "it is a whole number of microbatches, of at least 1",
-            "for no accumulation, leave it out",
-        ),
-        *expect(
-            clip is None or (type(clip) in (int, float) and clip > 0),
-            f"gradient_clip_val = {clip_val!r}",
-            "it is the largest global norm of a gradient, a number above 0",
-            "for no clipping, leave it out",
-        ),
+        *check_count("gradient_accumulation_steps", steps, fix="for no accumulation, leave it out"),
+        *expect(is_clip, f"gradient_clip_val = {clip_val!r}", clip_rule, "for no clipping, leave it out"),
+        *check_type("enable_activation_checkpointing", recomputes, bool, "True or False"),
+        *check_type("cpu_offload", more.cpu_offload, bool, "True or False"),
+        *expect(is_offload, "cpu_offload = True with strategy = 'ddp'", offload_rule, offload_fix),
+        *([] if keep is None else check_count("keep_checkpoints", keep, fix="for all of them, leave it out")),
+        *check_type("checkpoint_dir", more.checkpoint_dir, (str, Path), "a path"),
+        *check_type("log_dir", more.log_dir, (str, Path, type(None)), "a path"),
+        *check_type("comm", more.comm, (Communicator, type(None)), "a communicator, as connect() gives"),
     ]
 
 

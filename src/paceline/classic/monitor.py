@@ -1,33 +1,41 @@
-"""Numbers of a training loop of one's own, as lines of JSON and as curves in TensorBoard.
+"""Numbers of a training loop: read when somebody asks, and logged as lines of JSON and as curves in TensorBoard.
 
-monitor = DistributedMonitor(log_dir="./logs")
-for batch in loader:
-    ...
-    monitor.log_training_step(loss=loss, batch_size=32, step_time=0.1, comm_time=0.01)
+    monitor = DistributedMonitor(log_dir="./logs")
+    for batch in loader:
+        ...
+        monitor.log_training_step(loss=loss, batch_size=32, step_time=0.1, comm_time=0.01)
+
+A loss is a tensor on the device and a time lies between two marks on its time line; to read either, the host has to
+wait for the device. So a step returns a mapping that holds them unread: who logs every hundredth step waits once in a
+hundred steps.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
+
+import numpy as np
+import torch
 
 from paceline.comm.torch_dist import launched_rank
 from paceline.records.host import open_gpus
-from paceline.records.records import EventRecord
+from paceline.records.meter import StepMeter
+from paceline.records.records import EventRecord, StepRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
+from paceline.train.step import StepOutcome, StepResult
 
 
 class DistributedMonitor:
-    """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well.
+    """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well, with its host's GPUs.
 
-    Rank 0 also measures the GPUs of its host, once a second at most: ``hw.gpu.utilization/0`` and others, which are
-    missing where NVML does not answer.
-
-    Sends nothing, so that ranks may log at different steps. Files are closed when the process ends, or by ``close``.
-    ``rank`` is the number of this rank, where no launcher says it.
+    Nothing is sent. Files are closed when the process ends, or by ``close``. ``rank`` is for where no launcher says it.
     """
 
     def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None) -> None:
@@ -52,10 +60,7 @@ class DistributedMonitor:
     def log_training_step(
         self, loss: SupportsFloat, batch_size: int, step_time: float, comm_time: float = 0.0, step: int | None = None
     ) -> None:
-        """Logs a step of this rank: its mean loss, its samples, its seconds, and the seconds waited for other ranks.
-
-        Samples a second are those of ``step_time``. Steps count from 1 where ``step`` is not given.
-        """
+        """Logs a step of this rank: its mean loss, samples, seconds, and those waited for others; counts from 1."""
         self.num_steps = self.num_steps + 1 if step is None else step
         values = {
             "train/loss": float(loss),
@@ -68,3 +73,108 @@ class DistributedMonitor:
             self._measured_s = time.monotonic()
             values |= self._gpus.read()
         self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=values, time=time.time()))
+
+
+def _of_loss(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes an operator of metrics, which calculates with their loss."""
+    return lambda metrics, other: calculate(float(metrics), other)
+
+
+class StepMetrics(Mapping[str, Any]):
+    """A step's metrics: a read-only dict whose values are read from the device on first access, and then kept.
+
+    Where a script has a number, it is the loss: ``total += metrics``, ``sum``, ``metrics.item()``, ``metrics < best``,
+    ``float(metrics)``, ``f"{metrics:.3f}"``. Each reads the loss. Two mappings are equal as mappings are.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Takes the values by name; one that can be called is read by calling it."""
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if callable(value):
+            value = self._values[name] = value()  # sync point
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values  # the inherited one would read the value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __float__(self) -> float:
+        return float(self["loss"])
+
+    item = __float__
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(float(self), dtype=dtype)  # else numpy would take the names for a row of texts
+
+    __add__ = __radd__ = _of_loss(operator.add)
+    __mul__ = __rmul__ = _of_loss(operator.mul)
+    __sub__, __rsub__ = _of_loss(operator.sub), _of_loss(lambda loss, other: other - loss)
+    __truediv__, __rtruediv__ = _of_loss(operator.truediv), _of_loss(lambda loss, other: other / loss)
+    __lt__, __gt__ = _of_loss(operator.lt), _of_loss(operator.gt)
+    __le__, __ge__ = _of_loss(operator.le), _of_loss(operator.ge)
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(float(self), digits)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def __repr__(self) -> str:
+        return f"StepMetrics({dict(self)})"
+
+
+class TimedCalls:
+    """Times a trainer's calls, without a wait for the device; logs those that had samples once it has passed them."""
+
+    def __init__(self, meter: StepMeter, log: DistributedMonitor | None = None) -> None:
+        self.step_s = self.comm_s = 0.0  # of all calls that the device has passed
+        self.start = meter.start
+        self._meter = meter
+        self._log = log
+        self._nothing = StepOutcome(loss_sum=torch.zeros(()), count=0.0, grad_norm=torch.zeros(()))
+        self._waiting: deque[tuple[list[StepRecord], StepMetrics]] = deque()
+
+    def stop(self, number: int = 0, **values: Any) -> StepMetrics:
+        """Ends a call; returns its values with its times."""
+        times: list[StepRecord] = []
+
+        def read() -> StepRecord:
+            if not times:
+                self.settle(wait=True)  # sync point
+            return times[0]
+
+        values["compute_time"] = lambda: read().step_s - read().comm_s
+        values["communication_time"] = lambda: read().comm_s
+        values["step_time"] = lambda: read().step_s
+        metrics = StepMetrics(values)
+        self._meter.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
+        self._waiting.append((times, metrics))
+        self.settle()
+        return metrics
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Reads the times of calls that the device has passed; with ``wait``, of all."""
+        for record in self._meter.drain(wait=wait):
+            times, metrics = self._waiting.popleft()
+            times.append(record)
+            self.step_s += record.step_s
+            self.comm_s += record.comm_s
+            samples = metrics.get("samples", 0)
+            if self._log is not None and samples:  # without any there is no loss
+                self._log.log_training_step(metrics["loss"], samples, record.step_s, record.comm_s, record.step)
+
+    def close(self) -> None:
+        """Logs the rest."""
+        self.settle(wait=True)
+        if self._log is not None:
+            self._log.close()

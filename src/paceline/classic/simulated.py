@@ -24,9 +24,8 @@ from paceline.records.console import ProgressView
 from paceline.records.records import Record, RunRecord
 from paceline.records.sinks import Sink
 from paceline.records.summary import RunRecords
-from paceline.rehearse.simulate.recording import write_records
+from paceline.rehearse.simulate.recording import write_records, write_trace
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
-from paceline.rehearse.simulate.summary import write_trace
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
 
@@ -57,10 +56,7 @@ class SimulatedTrainer:
         device: str | None = None,
     ) -> None:
         if not isinstance(config, DistributedConfig | Config):
-            raise UsageError(
-                f"config is of type {type(config).__name__}\n  it is a DistributedConfig or a Config\n"
-                "  for a file: paceline.config.load_config(path)"
-            )
+            raise UsageError(f"config is of type {type(config).__name__}\n  it is a DistributedConfig, or a Config")
         asked = config.to_config() if isinstance(config, DistributedConfig) else config
         is_for_gpus = isinstance(config, DistributedConfig) and config.backend == "nccl"
         self._is_on_gpus = cluster is None and is_for_gpus and compute != "measured"

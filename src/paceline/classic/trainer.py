@@ -20,12 +20,12 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.classic.config import DistributedConfig as DistributedConfig
+from paceline.classic.config import check_count, refuse
 from paceline.classic.microbatches import MicrobatchTrainer
 from paceline.clock import on_device
 from paceline.comm.objects import gather_objects
 from paceline.data.own_loader import OwnLoader, shard_weighed
-from paceline.engines.agree import tensors_in
-from paceline.engines.replicas import fingerprint
+from paceline.engines.groups import fingerprint, tensors_in
 from paceline.errors import UsageError
 from paceline.train.evaluate import score_all
 from paceline.train.loss import Criterion, count_samples
@@ -37,12 +37,10 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 
 
 class DistributedTrainer(MicrobatchTrainer):
-    """Trains a plain module on the ranks that a launcher started, or on one where none did.
+    """Trains a plain module on the ranks that a launcher started, or on one where none did; all make the same calls.
 
-    All ranks make the same calls in the same order. ``mixed_precision`` is bf16 where the device has it and fp16 with a
-    dynamic loss scale where it has not, or a policy by its name. ``options`` are the fields of ``TrainerOptions``.
-
-    Raises UsageError with all problems of the arguments at once.
+    ``mixed_precision`` is bf16, or fp16 with a dynamic loss scale where the device has none; or a policy by name.
+    ``options`` are the fields of ``TrainerOptions``. Raises UsageError with all problems of the arguments at once.
     """
 
     def fit(
@@ -61,14 +59,10 @@ class DistributedTrainer(MicrobatchTrainer):
         """Trains for ``epochs``; returns what each gave, the same on every rank, and saves a checkpoint after each.
 
         The best by loss, that of ``eval_loader`` if there is one, is kept as ``best``. After ``patience`` epochs in a
-        row without a better one the training ends. ``resume`` goes on from the newest checkpoint, with the count of
-        those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. A plain ``DataLoader`` of all the data
-        is shared out among the ranks. All ranks call it.
+        row without a better one the training ends. ``resume`` goes on from the newest checkpoint. A loader whose
+        sampler has ``set_epoch`` is told the epoch; a plain ``DataLoader`` is shared out among the ranks.
         """
-        if patience is not None and (type(patience) is not int or patience < 1):
-            raise UsageError(
-                f"patience = {patience!r}\n  it is a number of epochs, at least 1\n  for none, leave it out"
-            )
+        refuse("fit", [] if patience is None else check_count("patience", patience, fix="for none, leave it out"))
         self.fit_state = {} if not resume else self.fit_state
         first, history = (int(self.load_checkpoint(None, optimizer)["epoch"]) + 1 if resume else 0), []
         for epoch in range(first, epochs):
@@ -187,10 +181,7 @@ class DistributedTrainer(MicrobatchTrainer):
 
 
 def _describe(loader: Iterable[Any], device: torch.device) -> tuple[int, ...] | None:
-    """Returns the seed and the settings of a plain ``DataLoader``, with a fingerprint of some samples; None for others.
-
-    The samples are read from one random state on all ranks, as a data set may change them by chance.
-    """
+    """Returns seed, settings and a fingerprint of some samples of a plain ``DataLoader``; None for others."""
     sampler = loader.sampler if isinstance(loader, DataLoader) else None
     is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
@@ -219,8 +210,7 @@ def _weighed(name: str, metric: Metric) -> Callable[[Callable[..., Any], Any], A
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return value * samples, samples
         raise UsageError(
-            f"the metric {name} returned {type(value).__name__}\n"
-            "  a metric returns (sum, count), or one number: the mean over the batch\n"
+            f"the metric {name} returned {type(value).__name__}\n  it is (sum, count), or the mean over the batch\n"
             "  return correct.sum(), correct.numel()"
         )
 

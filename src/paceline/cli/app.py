@@ -15,30 +15,21 @@ import typer
 from typer.main import get_command
 
 from paceline.cli.bench import app as bench_app
-from paceline.cli.calibrate import calibrate
-from paceline.cli.chaos import chaos
 from paceline.cli.checkpoint import app as checkpoint_app
-from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
-from paceline.cli.data import app as data_app
-from paceline.cli.doctor import doctor
+from paceline.cli.config import data_app
+from paceline.cli.forecast import plan, predict, validate
 from paceline.cli.launch import app as launch_app
 from paceline.cli.learn import app as learn_app
+from paceline.cli.machine import calibrate, cluster_app, doctor
 from paceline.cli.options import tells_for_host
-from paceline.cli.plan import plan
-from paceline.cli.predict import predict
-from paceline.cli.profile import profile
-from paceline.cli.report import report
-from paceline.cli.sample import sample
-from paceline.cli.schedule import schedule
-from paceline.cli.simulate import simulate
-from paceline.cli.train import train
-from paceline.cli.validate import validate
+from paceline.cli.runs import report, sample, watch
+from paceline.cli.simulate import schedule, simulate
+from paceline.cli.train import chaos, profile, train
 from paceline.cli.verify import verify
-from paceline.cli.watch import watch
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
-from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.terminal import echo
 
 app = typer.Typer(

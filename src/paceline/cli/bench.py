@@ -1,34 +1,154 @@
 """``paceline bench``: ours beside the best of the others on this machine, interleaved in one run; and how runs scale.
 
 What only Paceline's authors measure is no part of the package: ``python bench`` in its repository.
+
+A column of a table is written as ``title: template`` (see ``records/event_words.py``), or ``<title: template`` for one
+that is aligned to the left. A cell is empty where a value that it names is None or missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli.bench_options import (
-    AsJson,
-    Models,
-    Output,
-    Rounds,
-    Rows,
-    check_device,
-    chosen_of,
-    numbers_of,
-    show_record,
-    tell,
-    words_of,
-)
-from paceline.cli.destination import check_picture
-from paceline.cli.options import ConfigPath, Overrides, load_and_tell
+from paceline.cli.options import ConfigPath, Overrides, check_file, check_picture, load_and_tell
 from paceline.errors import UsageError
+from paceline.records.event_words import fill
+from paceline.terminal import echo
+
+Rows = list[dict[str, Any]]
+
+RATIO = ("ratio: {ratio:.3f}", "quartiles: {ratio_low:.3f}-{ratio_high:.3f}")
+STEPS = (
+    *("<model: {model}", "<ranks: {ranks}", "<arm: {arm}", "step: {median_ms:.2f} ms", *RATIO),
+    *("<of: {peer}", "items/s: {items_per_s:,.0f}", "peak: {peak_bytes:?B}"),
+)
+_TABLES: dict[str, tuple[str, ...]] = {
+    "engines": STEPS,
+    "gpu": (
+        *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
+        *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),
+        *("first step: {first_step_s:.1f} s", "again: {second_start_s:.1f} s", "loss: {loss:.4f}"),
+        *("of torchao: {fp8_ratio:.3f}", "<not run: {error}"),
+    ),
+    "scaling": (
+        *("<kind: {kind}", "<scaling: {mode}", "<strategy: {strategy}", "ranks: {ranks}", "batch: {global_batch}"),
+        *("step: {step_s:S}", "rate: {units_per_s:,.0f} {unit}/s"),
+        *("ideal: {ideal:g} x", "speed-up: {speed_up:.2f} x", "efficiency: {efficiency:.1%}"),
+        *("communication: {comm_share:.1%}", "memory: {memory_bytes:B}", "<not run: {error}"),
+    ),
+    "comm": (
+        *("<ranks: {ranks}", "<size: {bytes:B}", "<arm: {arm}", "time: {median_us:,.1f} us", "Gbit/s: {gbps:.2f}"),
+        "faster than Gloo: {speedup:.2f} x",
+    ),
+}
+_LEGENDS = {
+    "gpu": "ratio: to the best plain loop of the same round   MFU: of the bf16 peak   again: at the second start",
+    "scaling": "communication: share of a step in which ranks wait for it, or for stages   memory: of the largest rank",
+}
+Output = Annotated[
+    Path | None, typer.Option(callback=check_file, help="Also write the record to this file, row after row.")
+]
+Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
+
+
+def check_device(device: str, fix: str = "use cpu, or cuda on a machine with a GPU") -> None:
+    """Raises UsageError for a device that is not here."""
+    import torch
+
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(f"--device {device} is not here\n  {fix}")
+
+
+def chosen_of(option: str, text: str | None, known: Sequence[str], where: str = "") -> list[str]:
+    """Returns the words of an option, or all that there are. Raises UsageError for others."""
+    wanted = words_of(text) or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise UsageError(f"{option} {','.join(unknown)}: {where}they are {', '.join(known)}")
+    return wanted
+
+
+def numbers_of(option: str, text: str | None) -> list[int]:
+    """Returns the numbers of an option such as ``1,2,4``. Raises UsageError for other words."""
+    if wrong := [word for word in words_of(text) if not word.isdigit()]:
+        raise UsageError(f"{option} {','.join(wrong)}: give whole numbers, with commas between them")
+    return [int(word) for word in words_of(text)]
+
+
+def words_of(text: str | None) -> list[str]:
+    """Returns the words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def show_table(name: str, rows: Rows) -> None:
+    """Shows the rows of a benchmark."""
+    print_table(rows, _TABLES[name])
+    if legend := _LEGENDS.get(name):
+        print(legend)
+
+
+def print_table(rows: Rows, columns: tuple[str, ...]) -> None:
+    """Prints rows under the titles of columns, each written as at the top of this file."""
+    from rich.table import Table
+
+    from paceline.terminal import new_console
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    split = [column.partition(": ") for column in columns]
+    for title, _, _ in split:
+        table.add_column(title.removeprefix("<"), justify="left" if title.startswith("<") else "right")
+    for row in rows:
+        table.add_row(*(fill(f"[{template}]", row) for _, _, template in split))
+    console = new_console()
+    if not console.is_terminal:
+        console.width = 160  # nobody to fold the lines for
+    console.print(table)
+
+
+def show_record(
+    name: str,
+    settings: dict[str, Any],
+    batches: Iterable[Rows],
+    output: Path | None,
+    *,
+    as_json: bool,
+    program: str = "paceline",
+    show: Callable[[str, Rows], None] = show_table,
+) -> None:
+    """Shows the rows of a benchmark as a table, or its record as JSON.
+
+    A file is written after each batch of rows, so that a run that is cut short leaves what it has.
+    """
+    from paceline.bench.timing import BenchRecord
+
+    rows: Rows = []
+    words = sys.argv[1:]
+    if "--output" in words:  # the command to repeat a measurement does not say where the record went
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    record = partial(BenchRecord, name=name, command=" ".join([program, *words]), rows=rows, config=settings)
+    for batch in batches:
+        rows += batch
+        if output is not None:
+            record().write(output)
+    if as_json:
+        echo(record().to_json())
+    else:
+        show(name, rows)
+
+
+def tell(text: str) -> None:
+    """Tells what is measured now."""
+    echo(text, err=True)
 
 
 class _Benchmarks(TyperGroup):
@@ -52,34 +172,17 @@ def scaling(
     config: ConfigPath,
     overrides: Overrides = None,
     ranks: str = typer.Option("1,2,4", help="Comma-separated numbers of ranks."),
-    strategies: str = typer.Option(
-        None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline. Without it, that of the config."
-    ),
+    strategies: str = typer.Option(None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline; else the config's."),
     batch_sizes: str = typer.Option("64", help="Comma-separated: global batch (strong), samples of a rank (weak)."),
     modes: str = typer.Option("strong,weak", help="strong: the batch stays; weak: the samples of a rank stay."),
     steps: int = typer.Option(20, min=6, help="Steps of each run."),
     predict_to: int = typer.Option(0, min=0, help="Also predict for 1, 2, 4, ... up to so many ranks of --cluster."),
     cluster: str = typer.Option("dgx-h100", help="Whose devices and links predictions have."),
-    plot: Path = typer.Option(
-        None, callback=check_picture, metavar="FILE", help="Draw speed-up; .svg and .pdf go too."
-    ),
+    plot: Path = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw speed-up; .svg and .pdf too."),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """See how a config scales with ranks, each row labelled.
-
-    Measured on real ranks where this machine has a core or a GPU for each, simulated beyond, and predicted for a
-    cluster. Efficiency is speed-up / ranks, among rows of the same kind. Each row also has the share of a step in which
-    ranks wait for communication or other ranks, and the memory of a rank.
-
-    Examples:
-
-      paceline bench scaling configs/digits.yaml --ranks 1,2,4 --strategies ddp,fsdp --batch-sizes 32,64
-
-      paceline bench scaling configs/gpt_pydoc.yaml --ranks 1,2 --strategies ddp,pipeline --modes strong
-
-      paceline bench scaling configs/gpt_124m.yaml --ranks 1 --predict-to 256 --plot scaling.svg
-    """
+    """See how a config scales with ranks, each row labelled."""
     import torch
 
     from paceline.bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
@@ -110,27 +213,11 @@ def engines(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a step of every engine beside torch DDP and FSDP2.
-
-    On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
-    compiled: the plain loop as one graph with its loss, the others block by block. The arms take turns in one run; the
-    ratio of an arm to its peer is what counts.
-
-    Examples:
-
-      paceline bench engines --json
-
-      paceline bench engines --models mlp --arms fsdp --rounds 100
-
-      paceline bench engines --ranks 4 --arms hybrid
-
-      paceline bench engines --device cuda --models gpt-1.1b
-    """
+    """Time a step of every engine beside torch DDP and FSDP2."""
     import torch
 
-    from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
+    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, arms_alone, arms_in_bf16, arms_on_ranks, check_words
     from paceline.bench.engines import bench_bf16, bench_fp32
-    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
     check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
@@ -163,17 +250,7 @@ def comm(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time all-reduce by backend, algorithm and size beside Gloo.
-
-    Gloo and shared memory as they are, and ring, tree, halving-doubling (and, on four ranks or more, hierarchical) on
-    the messages of each. The arms take turns in one run; how much faster than Gloo an arm is, is what counts.
-
-    Examples:
-
-      paceline bench comm --ranks 2 --json
-
-      paceline bench comm --ranks 4 --sizes 1024,1048576
-    """
+    """Time all-reduce by backend, algorithm and size beside Gloo."""
     from paceline.bench.comm import SIZES, bench_comm
 
     wanted = numbers_of("--sizes", sizes) or list(SIZES)
@@ -192,31 +269,13 @@ def gpu(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time paceline train beside the best loops of a user on one GPU.
-
-    The loops compile the whole model with its loss: with autocast, with bf16 parameters and fp32 masters, with CUDA
-    graphs; Accelerate, Lightning and torchao's fp8 where they are installed. Ours: the engine alone, and the command
-    `paceline train` on the configs that ship. Each arm trains in a process of its own, in turns; the ratio to the best
-    plain loop of the same round is what counts, below 1 is faster.
-
-    Examples:
-
-      paceline bench gpu --output gpu.json
-
-      paceline bench gpu --models gpt-124m,gpt-10m --arms masters,graphs,train --rounds 1
-    """
-    import torch
+    """Time paceline train beside the best loops of a user on one GPU."""
 
     from paceline.bench.arms import check_words
     from paceline.bench.gpu.arms import arms_of, bench_gpu
-    from paceline.bench.gpu.workloads import workloads_on
+    from paceline.bench.gpu.loops import workloads_on
 
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {device}: torch reaches no such device here\n  this benchmark times one GPU\n"
-            "  run it on a machine with a GPU (paceline doctor tells what is missing), or try the machinery with tiny "
-            "models: --device cpu"
-        )
+    check_device(device, "run it where torch reaches a GPU; --device cpu tries the machinery with tiny models")
     known = workloads_on(device)
     wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
     workloads = [known[name] for name in wanted]

@@ -6,20 +6,21 @@ Nothing here needs the model's code or a GPU, and memory stays at some windows o
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from paceline.cli import checkpoint_text as text
-from paceline.cli.options import grouped, progress_bar
-from paceline.errors import UsageError, did_you_mean
-from paceline.terminal import echo
+from paceline.cli.options import check_word, print_json, progress_bar
+from paceline.terminal import echo, table_lines
+from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
 
@@ -43,7 +44,11 @@ def list_all(
 
     with _reading(), progress_bar("reading", None, as_json) as tell:
         found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
-    text.show_list(found, as_json=as_json)
+    if as_json:
+        print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
+    else:
+        titles = ("step", "age", "size", "written by", "whole", "metrics", "kept because")
+        echo("\n".join(table_lines([titles, *map(_listed, found)])))
     if any(each.problem for each in found):
         raise typer.Exit(1)
 
@@ -59,7 +64,7 @@ def inspect(
 
     with _reading():
         found = summarize(find_any(path), tensors)
-    text.show_summary(found, lists_tensors=tensors is not None, as_json=as_json)
+    show_summary(found, lists_tensors=tensors is not None, as_json=as_json)
 
 
 @app.command()
@@ -76,7 +81,15 @@ def verify(
         chosen = find_any(path)
         with progress_bar("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
             found = audit(chosen, "fast" if fast else "full", tell)
-    text.show_audit(found, as_json=as_json)
+    if as_json:
+        checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
+        print_json({**asdict(found), "is_good": found.is_good, "checks": checks})
+    else:
+        echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
+        for check in found.checks:
+            word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
+            echo(f"  {check.what:<9}{word:<7}{check.finding}")
+            _echo_first([f"{'':18}{problem}" for problem in check.problems], f"{'':18}and {{}} more: --json lists them")
     if not found.is_good:
         raise typer.Exit(1)
 
@@ -89,49 +102,41 @@ def diff(
 ) -> None:
     """Compare two checkpoints, however each of them is cut."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.difference import compare
+    from paceline.checkpoint.tools.listing import compare
 
     with _reading():
         ours, theirs = open_checkpoint(find_any(left)), open_checkpoint(find_any(right))
         with progress_bar("comparing", ours.manifest.num_bytes, as_json) as tell:
             found = compare(ours, theirs, tell)
-    text.show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
+    show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
     if not found.is_same_state:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions:
-    """The ranks that would have saved the checkpoint."""
-
-    ranks: int = typer.Option(..., min=1, help="For so many ranks.")
-    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid.")
-    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks.")
-    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks.")
-
-
 @app.command()
-@grouped
 def reshard(
     source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
     *,
-    asked: ReshardOptions,
+    ranks: int = typer.Option(..., min=1, help="For so many ranks."),
+    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
+    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
+    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
     fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
     """Rewrite a checkpoint as other ranks would have saved it."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.reshard import reshard as write
+    from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.parts import cut_of_run
 
-    _check_word("--strategy", asked.strategy, STRATEGIES)
-    strategy = cast("Strategy", asked.strategy)
-    layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
+    check_word("--strategy", strategy, STRATEGIES)
+    strategy = cast("Strategy", strategy)
+    layout = check_layout(Layout(strategy=strategy, pipeline=pipeline, tensor=tensor), ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     values = checkpoint.manifest.about.get("config")
     cut = None
@@ -139,16 +144,14 @@ def reshard(
         cut = cut_of_run(config_from_dict(values), layout)
     with progress_bar("writing", checkpoint.manifest.num_bytes, as_json) as tell:
         path = write(checkpoint, Path(target), layout, cut, progress=tell, may_replace=force)
-    text.show_written("resharded", path, as_json=as_json)
+    show_written("resharded", path, as_json=as_json)
 
 
 @app.command()
 def export(
     source: str = _SOURCE,
     target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
-    kind: str = typer.Option(
-        None, "--format", help="safetensors, torch or dcp.  [default: torch for .pt, .pth, .bin; else safetensors]"
-    ),
+    kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by the name's ending]"),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
     fast: bool = _FAST,
@@ -161,27 +164,23 @@ def export(
     from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
-        _check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
+        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
     hf, kind = hf or kind == "hf", "safetensors" if kind == "hf" else kind
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
     options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     with progress_bar("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)
-    text.show_written("exported", path, as_json=as_json)
+    show_written("exported", path, as_json=as_json)
 
 
 @app.command("import")
 def take(
-    source: Path = typer.Argument(
-        metavar="SRC", readable=False, help="A safetensors or torch file, a Hugging Face or DCP folder."
-    ),
+    source: Path = typer.Argument(metavar="SRC", readable=False, help="Weights: safetensors, torch, Hugging Face, DCP"),
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by what is there]"),
     prefix: str = typer.Option("", help="Take this off the names, such as 'module.'."),
-    allow_pickle: bool = typer.Option(
-        False, "--allow-pickle", help="Open torch files and DCP folders, which are pickles: trust who wrote them."
-    ),
+    allow_pickle: bool = typer.Option(False, "--allow-pickle", help="Open pickles (torch, DCP): trust who wrote them."),
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
@@ -189,13 +188,13 @@ def take(
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
 
     if kind is not None:
-        _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+        check_word("--format", kind, ("safetensors", "torch", "dcp"))
     with _reading():
         chosen = cast("Format", kind) if kind is not None else format_of(source)
         found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
     with progress_bar("writing", found.num_bytes, as_json) as tell:
         path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
-    text.show_written("imported", path, as_json=as_json)
+    show_written("imported", path, as_json=as_json)
 
 
 def find_any(where: str) -> Path:
@@ -221,12 +220,6 @@ def _find_whole(where: str, fast: bool) -> Path:
         return path
 
 
-def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        fix = did_you_mean(word.lower(), known, "choose one of them", cutoff=0.5)
-        raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
-
-
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     """Tells what the system lets nobody read in words, and not as a traceback."""
@@ -236,3 +229,115 @@ def _reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_read(Path(error.filename or "."), error) from error
+
+
+_FIRST = 20  # rows of a long table, of which JSON has all
+
+
+def _listed(each: Listed) -> tuple[str, ...]:
+    return (
+        str(each.step),
+        format_seconds(each.age_s) if each.age_s is not None else "-",
+        format_bytes(each.num_bytes),
+        _world(each.world, each.strategy, each.mesh or {}),
+        f"NO: {each.problem}" if each.problem else "yes",
+        ", ".join(f"{name} {value:.4g}" for name, value in (each.metrics or {}).items()) or "-",
+        ", ".join(each.kept) or "-",
+    )
+
+
+def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
+    """Shows a manifest in words, and tensors if they were asked for."""
+    manifest, about = found.manifest, found.manifest.about
+    if as_json:
+        of_manifest = ("step", "position", "world", "num_bytes", "metrics", "about")
+        shown: dict[str, Any] = {"path": str(found.path), **{name: getattr(manifest, name) for name in of_manifest}}
+        for name in ("num_parameters", "bytes_by_kind", "bytes_by_dtype", "optimizer"):
+            shown[name] = getattr(found, name)
+        shown["files"] = {name: asdict(file) for name, file in manifest.files.items()}
+        print_json(shown | ({"tensors": [asdict(each) for each in found.tensors]} if lists_tensors else {}))
+        return
+    echo(f"{found.path}")
+    reason = about.get("reason", "a call")
+    echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
+    echo(
+        f"  written by {_world(manifest.world, str(about.get('strategy', '')), manifest.mesh)} into "
+        f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
+    )
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.bytes_by_kind.items())
+    dtypes = ", ".join(f"{code} {format_bytes(size)}" for code, size in found.bytes_by_dtype.items())
+    echo(f"  {len(manifest.tensors)} tensors, {format_count(found.num_parameters)} elements in the model")
+    echo(f"    by kind   {kinds}")
+    echo(f"    by dtype  {dtypes}")
+    for settings in found.optimizer.values():
+        given = {key: value for key, value in settings.items() if value is not None and value is not False}
+        words = [f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in given.items()]
+        echo(f"  optimizer group: {', '.join(words)}")
+    if manifest.metrics:
+        echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    echo(f"  values: {', '.join(manifest.values) or 'none'}")
+    if not lists_tensors:
+        echo("  list tensors with --tensors '*'")
+        return
+    rows = []
+    for each in found.tensors:
+        pieces = "whole" if (len(each.files), each.cut) == (1, "whole") else f"{len(each.files)} ({each.cut})"
+        shape = "x".join(map(str, each.shape)) or "scalar"
+        rows.append((each.name, each.dtype, shape, format_bytes(each.num_bytes), pieces))
+    echo("\n".join(table_lines([("tensor", "dtype", "shape", "size", "pieces"), *rows])))
+
+
+def show_difference(found: Difference, left: str, right: str, *, as_json: bool) -> None:
+    """Shows what differs, the tensors that are furthest apart first."""
+    if as_json:
+        print_json({"left": left, "right": right, "is_same_state": found.is_same_state, **asdict(found)})
+        return
+    echo(f"A  {left}\nB  {right}")
+    for title, names in (("only in A", found.only_left), ("only in B", found.only_right), ("other", found.other_shape)):
+        _echo_first([f"  {title}: {name}" for name in names], f"  {title}: and {{}} more")
+    if found.tensors:
+        ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
+        rows = []
+        for each in ordered[:_FIRST]:
+            sizes = (each.max_absolute, each.max_relative)
+            most = ("not a number" if math.isinf(size) else f"{size:.3g}" for size in sizes)
+            rows.append((each.name, f"{each.num_different:,} of {each.num_elements:,}", *most))
+        echo("\n".join(table_lines([("tensor", "elements that differ", "largest", "relative"), *rows])))
+        if len(ordered) > _FIRST:
+            echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
+    for title, pairs in (("value", found.values), ("setting", found.settings)):
+        lines = [f"  {title} {name}: {_short(ours)} -> {_short(theirs)}" for name, (ours, theirs) in pairs.items()]
+        _echo_first(lines, f"  and {{}} more {title}s: --json lists them")
+    same = found.num_compared - len(found.tensors)
+    word = "the same state, to the last bit" if found.is_same_state else "other states"
+    echo(f"{same} of {found.num_compared} tensors are alike: {word}")
+
+
+def show_written(what: str, path: Path, *, as_json: bool) -> None:
+    """Shows where something was written."""
+    from paceline.checkpoint.storage import url_of
+
+    if as_json:
+        print_json({what: url_of(path)})
+    else:
+        echo(f"{what} to {url_of(path)}")
+
+
+def _world(ranks: int, strategy: str, mesh: Any) -> str:
+    if not ranks:
+        return "-"
+    axes = "".join(f", {name} {size}" for name, size in mesh.items() if isinstance(size, int) and size > 1)
+    return f"{ranks} rank{'s' if ranks > 1 else ''}{f' {strategy}' if strategy else ''}{axes}"
+
+
+def _echo_first(lines: Sequence[str], rest: str) -> None:
+    """Prints some lines, and of how many more there are."""
+    for line in lines[:_FIRST]:
+        echo(line)
+    if len(lines) > _FIRST:
+        echo(rest.format(len(lines) - _FIRST))
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,22 +1,24 @@
-"""``paceline config``: what a config says, where each value comes from, and whether it is sound."""
+"""``paceline config`` and ``paceline data``: what a config says and where it comes from; files of tokens from text."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell, print_json
+from paceline.cli.options import AsJson, ConfigPath, Overrides, check_word, load_and_tell, print_json, progress_bar
 from paceline.errors import ConfigError, Problem
 from paceline.terminal import echo
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.search.automatic import Choice
+    from paceline.data.token_files import DataManifest
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
@@ -58,7 +60,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors."""
-    from paceline.config import json_schema
+    from paceline.config.schema import json_schema
 
     print_json(json_schema())
 
@@ -91,7 +93,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 def import_config(config: ConfigPath) -> None:
     """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
-    from paceline.config.translate import translate_config
+    from paceline.config.suggest import translate_config
     from paceline.config.yaml_text import dump_values
 
     found = translate_config(read_values(config))
@@ -103,9 +105,10 @@ def import_config(config: ConfigPath) -> None:
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
-    from paceline.config import ExplainRow, LoadedConfig, leaf_values
+    from paceline.config import ExplainRow, LoadedConfig
     from paceline.config import explain as explain_config
-    from paceline.plan.describe import mesh_text
+    from paceline.config.load import leaf_values
+    from paceline.plan.workload import mesh_text
     from paceline.run.decide import decide_strategy, resolve_config
     from paceline.search.automatic import KEY
 
@@ -125,7 +128,16 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
     rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
     rows = [changed.pop(row.key, row) for row in rows]
-    return [*rows, *changed.values(), *_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
+    ladder = [
+        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
+    ]
+    ladder += [f"impossible: {reason}" for reason in choice.left_out]
+    rows += [
+        *changed.values(),
+        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
+        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
+    ]
+    return rows + _estimate_rows(decided, known, decided.parallel.device)
 
 
 def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
@@ -137,20 +149,6 @@ def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
         return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
     return _estimate_rows(config, known, device)
-
-
-def _choice_rows(choice: Choice) -> list[ExplainRow]:
-    from paceline.config import ExplainRow
-    from paceline.search.automatic import KEY
-
-    ladder = [
-        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
-    ]
-    ladder += [f"impossible: {reason}" for reason in choice.left_out]
-    return [
-        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
-    ]
 
 
 def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
@@ -191,3 +189,83 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Prepare text as files of tokens, and look at them.")
+
+
+@data_app.command()
+def prepare(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCE...", help="Files or folders: text, .jsonl, .parquet.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER|bytes|char", help="A folder with tokenizer.json, or bytes, or char.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the tokens.")],
+    field: Annotated[str, typer.Option(help="Field of JSON lines, or column of parquet, that has the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one for each core.")] = None,
+    on_error: Annotated[
+        str, typer.Option(metavar="stop|skip", help="What to do with a document that cannot be read.")
+    ] = "stop",
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Encode text once, into files that runs map into memory."""
+    from paceline.data.prepare import PrepareOptions, total_bytes
+    from paceline.data.prepare import prepare as run
+
+    check_word("--on-error", on_error, ("stop", "skip"))
+    if tokenizer == "byte":
+        tokenizer = "bytes"
+        echo("--tokenizer byte: the word is bytes", err=True)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options = PrepareOptions(
+        sources=tuple(sources),
+        output=output,
+        tokenizer=tokenizer,
+        field=field,
+        workers=workers or cores,
+        on_error="skip" if on_error == "skip" else "stop",
+        may_replace=force,
+    )
+    with progress_bar("encoding", total_bytes(options), as_json) as hear:
+        manifest = run(options, hear)
+    if as_json:
+        print_json(_facts(manifest))
+        return
+    skipped = f", {manifest.skipped:,} left out" if manifest.skipped else ""
+    echo(f"{manifest.tokens:,} tokens of {manifest.documents:,} documents{skipped} in {output}")
+    echo(f"Train on them:  paceline train CONFIG 'data={{kind: tokens, path: {output}}}'")
+
+
+@data_app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that paceline data prepare has written.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the hash of every file: reads everything.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a folder of tokens holds, and whether its files are whole."""
+    from paceline.data.token_files import check_shards, open_tokens, read_manifest
+
+    manifest = read_manifest(path)
+    check_shards(path, manifest, "full" if verify else "fast")
+    facts = _facts(manifest)
+    opened = open_tokens(str(path), dtype=None, vocab_size=None, verify="none")
+    if opened.tokenizer is not None:
+        import numpy as np
+
+        first = opened.tokens.read(np.zeros(1, dtype=np.int64), min(64, len(opened.tokens)))[0].tolist()
+        facts["begins"] = opened.tokenizer.decode(first)
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        echo(f"{name:<12} {value:,}" if isinstance(value, int) else f"{name:<12} {value!r}")
+    echo(f"{'files':<12} whole, by {'hash' if verify else 'size'}")
+
+
+def _facts(manifest: DataManifest) -> dict[str, object]:
+    names = ("tokens", "documents", "skipped", "vocab_size", "end_token", "dtype", "tokenizer")
+    return {**{name: getattr(manifest, name) for name in names}, "shards": len(manifest.shards)}

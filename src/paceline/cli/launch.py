@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli.options import ConfigPath, Overrides, grouped
+from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -37,69 +36,68 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartOptions:
-    """Where a run is started, and how much of it."""
-
-    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes.")
-    nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough.")
-    gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs.")
-    time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00.")
-    queue: str = typer.Option(None, help="The queue or partition; else the target's default.")
-    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines.")
-    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line.")
-    kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job.")
-    port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet.")
-    array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it.")
-    max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10.")
-    settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own.")
-    setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'.")
-    python: str = typer.Option(sys.executable, help="The Python of the machines.")
-    resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name.")
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted.")
-    detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow.")
-    no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit.")
-
-
 @app.command()
-@grouped
-def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOptions) -> None:
+def start(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes."),
+    nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
+    gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
+    time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
+    queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
+    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
+    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
+    kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
+    port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
+    array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
+    max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10."),
+    settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own."),
+    setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'."),
+    python: str = typer.Option(sys.executable, help="The Python of the machines."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted."),
+    detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow."),
+    no_memory_check: NoMemoryCheck = False,
+) -> None:
     """Start a run, and follow it; leaves with its exit code."""
     from paceline.launch.job import LaunchJob
     from paceline.launch.start import prepare
     from paceline.launch.start import start as submit
 
-    named = _hosts(asked.hosts, asked.hostfile)
-    least, most = _counts(asked.nodes or str(len(named) or 1))
+    if wrong := [word for word in settings or [] if "=" not in word]:
+        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
+    if kind is not None and on != "kubernetes":
+        raise typer.BadParameter(f"--kind {kind} with --on {on}: only Kubernetes has kinds")
+    named = _hosts(hosts, hostfile)
+    least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
-        raise typer.BadParameter(f"--nodes {asked.nodes} with {len(named)} hosts: name as many, or leave --nodes out")
+        raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
     request = LaunchJob(
-        target=asked.on,
+        target=on,
         nodes=most,
         least=least,
-        gpus=asked.gpus_per_node,
-        time=asked.time,
-        queue=asked.queue,
+        gpus=gpus_per_node,
+        time=time,
+        queue=queue,
         hosts=named,
-        tasks=asked.array,
-        max_requeues=asked.max_requeues,
-        python=asked.python,
-        port=asked.port,
-        settings=_settings(asked.settings or [], asked.on, asked.kind),
-        setup=tuple(asked.setup or ()),
+        tasks=array,
+        max_requeues=max_requeues,
+        python=python,
+        port=port,
+        settings=dict(word.split("=", 1) for word in settings or []) | ({} if kind is None else {"kind": kind}),
+        setup=tuple(setup or ()),
     )
-    checks = not asked.no_memory_check
-    target, job, lines = prepare(
-        config, overrides or [], request, resumes=asked.resume, checks_memory=checks, is_dry=asked.dry_run
-    )
+    checks = not no_memory_check
+    target, job, lines = prepare(config, overrides or [], request, resumes=resume, checks_memory=checks, is_dry=dry_run)
     for line in (f"run {job.run} on {job.target}", *lines):
         echo(line, err=True)
-    if asked.dry_run:
+    if dry_run:
         echo(target.render(job), nl=False)
         return
     job = submit(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
-    if asked.detach or asked.array is not None:
+    if detach or array is not None:
         echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
         return
     raise typer.Exit(_follow(target, job))
@@ -172,12 +170,3 @@ def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
             raise typer.BadParameter(f"--hostfile {file}: {getattr(error, 'strerror', None) or error}") from error
         words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
     return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
-
-
-def _settings(words: list[str], target: str, kind: str | None) -> dict[str, str]:
-    wrong = [word for word in words if "=" not in word]
-    if wrong:
-        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    if kind is not None and target != "kubernetes":
-        raise typer.BadParameter(f"--kind {kind} with --on {target}: only Kubernetes has kinds")
-    return dict(word.split("=", 1) for word in words) | ({} if kind is None else {"kind": kind})

@@ -6,12 +6,13 @@ Progress lies in ``$XDG_STATE_HOME/paceline/learn.json``, or in ``~/.local/state
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import AsJson, print_json
+from paceline.cli.options import AsJson, IsOpened, Port, print_json
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
 
@@ -24,29 +25,11 @@ app = typer.Typer(no_args_is_help=True, help="The course: check answers, get hin
 @app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
 def check(
     number: str = typer.Argument("", metavar="NUMBER", help="The exercise, such as 3.2; none: lists all exercises."),
-    answer: str = typer.Argument(
-        "", metavar="ANSWER", help="A number, a word, or a Python file; none: shows the exercise."
-    ),
+    answer: str = typer.Argument("", metavar="ANSWER", help="A number, word or Python file; none: shows the exercise."),
     as_json: AsJson = False,
 ) -> None:
-    """Check an answer to an exercise of the course, and keep a note of it when it is right.
-
-    A Python file is RUN, as `python FILE` would run it, and the function that the exercise asks for is called with
-    inputs of the check: give files that you wrote yourself.
-
-    Leaves with exit code 0 if the answer is right, 1 if it is wrong, and 2 if it cannot be read.
-
-    Examples:
-
-      paceline learn check
-
-      paceline learn check 1.2
-
-      paceline learn check 1.2 24
-
-      paceline learn check 1.1 my_all_gather.py
-    """
-    from paceline.learn.course import find
+    """Check an answer to an exercise of the course, and keep a note of it when it is right."""
+    from paceline.learn.course import find, judge, load_function, load_progress, save_progress, sentence
 
     if not number:
         _list(as_json=as_json)
@@ -55,54 +38,50 @@ def check(
     if not answer:
         _show(exercise, as_json=as_json)
         return
-    _check(exercise, answer, as_json=as_json)
+    given: Any = load_function(exercise, Path(answer)) if exercise.answer == "function" else answer
+    verdict = judge(exercise, given)
+    if verdict.is_right:
+        progress = load_progress(state_file())
+        save_progress(state_file(), replace(progress, passed=progress.passed | {number}))
+    if as_json:
+        print_json({"number": number, "right": verdict.is_right, "words": verdict.words})
+    else:
+        echo(sentence(exercise, verdict))
+        if not verdict.is_right:
+            echo(f"A hint: paceline learn hint {number}")
+    raise typer.Exit(0 if verdict.is_right else FAILED)
 
 
 @app.command()
 def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise, such as 3.2.")) -> None:
-    """Show the next hint to an exercise; each call shows one more.
-
-    Example:  paceline learn hint 3.2
-    """
+    """Show the next hint to an exercise; each call shows one more."""
     from paceline.learn.course import find, hint_text, load_progress, save_progress
 
     exercise = find(number)
-    progress = load_progress(state_file()).with_hint(number)
-    if save_progress(state_file(), progress):
-        echo(hint_text(exercise, progress.hints[number]))
+    progress = load_progress(state_file())
+    shown = progress.hints.get(number, 0) + 1
+    if save_progress(state_file(), replace(progress, hints={**progress.hints, number: shown})):
+        echo(hint_text(exercise, shown))
         return
     for place in range(1, len(exercise.hints) + 1):  # which were shown cannot be kept, so all are
         echo(hint_text(exercise, place))
 
 
 @app.command()
-def play(
-    port: int | None = typer.Option(
-        None, min=1, max=65535, help="Port to serve at; else 6070 or the next that is free."
-    ),
-    is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
-) -> None:
-    """Move sliders, and see the memory and the step time of a model at once.
-
-    The page is served on this machine alone. Its numbers come from the formulas of paceline plan, and it shows the
-    command that gives the same.
-
-    Example:  paceline learn play --no-open
-    """
-    from paceline.cli.watch import open_browser, require_server
+def play(port: Port = None, is_opened: IsOpened = True) -> None:
+    """Move sliders, and see the memory and the step time of a model at once."""
+    from paceline.cli.runs import open_browser, require_server
 
     require_server()
-    from paceline.learn.play_server import make_play_app
+    from paceline.learn.play import make_play_app
     from paceline.view.server import listen, make_server
 
-    app = make_play_app()
-    found = listen("127.0.0.1", port)
+    page, found = make_play_app(), listen("127.0.0.1", port)
     url = f"http://127.0.0.1:{found.getsockname()[1]}/"
-    echo(f"the page is at {url}")
-    echo("  Ctrl-C ends it")
+    echo(f"the page is at {url}\n  Ctrl-C ends it")
     if is_opened:
         open_browser(url)
-    make_server(app).run(sockets=[found])
+    make_server(page).run(sockets=[found])
 
 
 def state_file() -> Path:
@@ -112,29 +91,11 @@ def state_file() -> Path:
     return folder / "paceline" / "learn.json"
 
 
-def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
-    from paceline.learn.course import judge, load_function, load_progress, save_progress, sentence
-
-    answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text
-    verdict = judge(exercise, answer)
-    if verdict.is_right:
-        save_progress(state_file(), load_progress(state_file()).with_passed(exercise.number))
-    if as_json:
-        print_json({"number": exercise.number, "right": verdict.is_right, "words": verdict.words})
-    else:
-        echo(sentence(exercise, verdict))
-        if not verdict.is_right:
-            echo(f"A hint: paceline learn hint {exercise.number}")
-    raise typer.Exit(0 if verdict.is_right else FAILED)
-
-
 def _show(exercise: Exercise, *, as_json: bool) -> None:
     """Prints what the exercise asks for."""
     if as_json:
-        print_json(
-            {name: getattr(exercise, name) for name in ("number", "title", "asks", "answer", "function")}
-            | {"hints": len(exercise.hints)}
-        )
+        names = ("number", "title", "asks", "answer", "function")
+        print_json({name: getattr(exercise, name) for name in names} | {"hints": len(exercise.hints)})
         return
     form = {"number": "NUMBER", "word": "WORD", "function": "FILE.py"}[exercise.answer]
     echo(f"{exercise.number} {exercise.title}\n{exercise.asks}\n")
@@ -148,17 +109,12 @@ def _list(*, as_json: bool) -> None:
     progress = load_progress(state_file())
     exercises = [each for lesson in lessons().values() for each in lesson.exercises]
     if as_json:
-        print_json(
-            [
-                {
-                    "number": each.number,
-                    "title": each.title,
-                    "passed": each.number in progress.passed,
-                    "hints_shown": min(progress.hints.get(each.number, 0), len(each.hints)),
-                }
-                for each in exercises
-            ]
-        )
+        rows = []
+        for each in exercises:
+            hints = min(progress.hints.get(each.number, 0), len(each.hints))
+            row = {"number": each.number, "title": each.title, "passed": each.number in progress.passed}
+            rows.append(row | {"hints_shown": hints})
+        print_json(rows)
         return
     for number, lesson in lessons().items():
         echo(f"Lesson {number}: {lesson.title}")

@@ -118,7 +118,7 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
 
 def _remove_folders(modules: dict[str, ModuleType] = sys.modules) -> None:
     """Removes the temporary folders that a verb holds, where it is left before it could do so."""
-    scratch = modules.get("paceline.run.scratch")
+    scratch = modules.get("paceline.run.signals")
     if scratch is not None and hasattr(scratch, "remove_held"):  # else it is not loaded, or being loaded
         try:
             scratch.remove_held()

@@ -1,25 +1,35 @@
-"""``paceline train``: from a config to a finished run on this machine, or one rank of it under torchrun."""
+"""``paceline train``, ``chaos`` and ``profile``: runs of real ranks on this machine, or one rank under torchrun."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides, grouped, print_json, tells_for_host
-from paceline.errors import ConfigError, Problem, did_you_mean
+from paceline.cli.options import (
+    ConfigPath,
+    NoMemoryCheck,
+    Overrides,
+    check_file,
+    check_word,
+    load_and_tell,
+    print_json,
+    tells_for_host,
+)
+from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.health.exit_codes import REFUSED
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
-    from paceline.run.result import RunResult
+    from paceline.run.location import RunResult
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
@@ -27,64 +37,58 @@ _ENDINGS = (".yaml", ".yml")
 _MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """How a run is started, shown and checked."""
-
-    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path.")
-    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number.")
-    auto_batch_size: bool = typer.Option(
-        False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."
-    )
-    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one.")
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress.")
-    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress.")
-    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone.")
-    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv.")
-    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port.")
-    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU.")
-    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run.")
-    no_memory_check: bool = typer.Option(
-        False, "--no-memory-check", help="Also start a run that is estimated to need more memory than there is."
-    )
-
-
-@grouped
-def train(context: typer.Context, config: ConfigPath, overrides: Overrides = None, *, asked: TrainOptions) -> None:
+def train(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
+    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
+    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits."),
+    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone."),
+    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
+    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
+    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
+    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run."),
+    no_memory_check: NoMemoryCheck = False,
+) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks."""
     options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
     for note in notes if tells_for_host() else ():
         echo(note, err=True)
-    from paceline.run.nodes import parse_nodes
-    from paceline.run.result import RunOptions
+    from paceline.run.location import RunOptions
     from paceline.run.train import train as run
+    from paceline.run.whereami import parse_nodes
 
     hosts = None
-    if asked.nnodes is not None and asked.rdzv is not None:
-        hosts = parse_nodes(asked.nnodes, asked.rdzv, asked.node_ranks)
-    elif asked.nnodes is not None or asked.rdzv is not None:
+    if nnodes is not None and rdzv is not None:
+        hosts = parse_nodes(nnodes, rdzv, node_ranks)
+    elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
-    if asked.verbose and (asked.quiet or asked.as_json):
+    if verbose and (quiet or as_json):
         raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
     options = RunOptions(
-        force=asked.force,
-        resume=asked.resume,
-        is_quiet=asked.as_json or asked.quiet,
-        is_verbose=asked.verbose,
-        checks_memory=not asked.no_memory_check,
+        force=force,
+        resume=resume,
+        is_quiet=as_json or quiet,
+        is_verbose=verbose,
+        checks_memory=not no_memory_check,
         hosts=hosts,
     )
-    if asked.find_lr:
+    if find_lr:
         from paceline.run.find_rate import find_rate
 
-        show_finding(find_rate(config, words, options=options), as_json=asked.as_json)
+        show_finding(find_rate(config, words, options=options), as_json=as_json)
         return
-    words += ["train.microbatch=auto"] if asked.auto_batch_size else []
-    with live_page(config, words) if asked.is_watched else nullcontext():
+    words += ["train.microbatch=auto"] if auto_batch_size else []
+    with live_page(config, words) if is_watched else nullcontext():
         result = run(config, words, options)
-    if result is not None and (asked.as_json or not asked.quiet):
-        show_result(result, as_json=asked.as_json)
+    if result is not None and (as_json or not quiet):
+        show_result(result, as_json=as_json)
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
     import subprocess
     import sys
 
-    from paceline.cli.watch import require_server
+    from paceline.cli.runs import require_server
     from paceline.config import load_config_with_sources
 
     require_server()
@@ -165,13 +169,11 @@ def write_small_report(folder: Path, summary: RunSummary) -> Path | None:
 
 def _nothing_left(result: RunResult) -> str:
     patience = result.config.train.early_stop.patience
-    note = (
-        f"nothing left to do: the checkpoint is of step {result.last_step}, and the run ends there\n"
-        f"  to go on, make it longer: {_longer(result.config)} --resume ..."
-    )
-    if patience is None:
-        return note
-    return f"{note}\n  where early stopping ended it: train.early_stop.patience={2 * patience} --resume ..."
+    note = f"nothing left to do: the checkpoint is of step {result.last_step}, and the run ends there"
+    ways = [f"to go on, make it longer: {_longer(result.config)} --resume ..."]
+    if patience is not None:
+        ways.append(f"where early stopping ended it: train.early_stop.patience={2 * patience} --resume ...")
+    return "\n  ".join([note, *ways])
 
 
 def _next_steps(folder: Path, config: Config) -> list[str]:
@@ -187,12 +189,9 @@ def _next_steps(folder: Path, config: Config) -> list[str]:
     example = Path("configs/gpt_pydoc.yaml")
     if config.model.kind != "gpt" and example.is_file():
         commands.append(("a small GPT", ["paceline", "train", str(example)]))
-    return [_with_comment(f"  {shlex.join(command)}", comment) for comment, command in commands]
-
-
-def _with_comment(command: str, comment: str) -> str:
-    full = f"{command:<50}  # {comment}"
-    return full if len(full) <= 80 else command
+    lines = {f"  {shlex.join(command)}": comment for comment, command in commands}
+    full = {line: f"{line:<50}  # {comment}" for line, comment in lines.items()}
+    return [full[line] if len(full[line]) <= 80 else line for line in lines]
 
 
 def _longer(config: Config) -> str:
@@ -205,7 +204,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
 
     Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
     """
-    from paceline.config.translate import translate_setting
+    from paceline.config.suggest import translate_setting
 
     files: list[str] = []
     overrides: list[str] = []
@@ -256,13 +255,99 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
     if own := did_you_mean(option, known, cutoff=0.75):
         return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=own)
     name = option.strip("-").replace("-", "_")
-    found = [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
+    keys = suggest_keys("", name, {})
+    # Of a section one word can set its kind alone, where it has one.
+    keys = [f"{key}.kind" if key in ("model", "data", "optim") else key for key in keys]
+    found = [f"{key}={value or '...'}" for key in keys if "." in key or key == "name"]
     fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
     return Problem(what=what, rule=_RULE, fix=fix)
 
 
-def _settable(key: str) -> str:
-    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
-    if key in ("model", "data", "optim"):
-        return f"{key}.kind"
-    return key if "." in key or key == "name" else ""
+def chaos(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md."),
+    random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed."),
+    seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults."),
+    backend: str = typer.Option(None, metavar="virtual|gloo", help="Ranks as threads or processes; else the config's."),
+    compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss."),
+    mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+) -> None:
+    """Train with faults, recover, and report what that cost."""
+    from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
+    from paceline.chaos.faults import parse_faults
+    from paceline.chaos.report import report_lines
+    from paceline.config.load import load_config_with_sources
+    from paceline.run.signals import scratch_folder
+    from paceline.run.warm import CPU_RANKS
+
+    if (faults is None) == (random == 0):
+        raise UsageError("--faults or --random\n  one of them says what goes wrong\n  try --faults kill:rank=1@step=20")
+    changes = list(overrides or [])
+    if backend is not None:
+        check_word("--backend", backend, ("virtual", "gloo"))
+        changes += [f"comm.backend={backend}", "parallel.device=cpu"]
+    run = prepare_run(
+        load_config_with_sources(config, changes),
+        config,
+        changes,
+        num_faults=random if faults is None else len(parse_faults(faults)),
+        may_hang=faults is None or "hang" in faults or "stop" in faults,
+        ranks=CPU_RANKS,
+        environment=os.environ,
+        say=lambda text: echo(f"chaos: {text}", err=True),
+    )
+    plan = plan_faults(run, faults, num_random=random, seed=seed)
+    mtbf_s = None if mtbf is None else mtbf * 3600.0
+    with scratch_folder() as scratch:
+        report = run_with_faults(run, plan, scratch, seed=seed, compare=compare, mtbf_s=mtbf_s)
+    if report is None:
+        raise typer.Exit(REFUSED)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
+        echo("\n".join(["", *report_lines(report), f"\n{verdict}; the run is in {run.folder}"]))
+    raise typer.Exit(0 if report.is_good else 1)
+
+
+def profile(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
+    output: Path = typer.Option(Path("trace.json"), callback=check_file, help="The time line; a .gz is compressed."),
+    beside: list[Path] = typer.Option([], metavar="TRACE", help="A time line to lay beside it; may be repeated."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Profile a few steps of real ranks as one time line."""
+    if "RANK" in os.environ:
+        raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
+    from paceline.chrome_trace import write_events
+    from paceline.profile.hook import profile_run
+    from paceline.profile.merge import beside as lay_beside
+    from paceline.profile.merge import merged_events
+    from paceline.profile.summary import summarize_profile
+    from paceline.run.processes import PROFILE
+    from paceline.run.signals import scratch_folder
+
+    asked = load_and_tell(config, overrides).config
+    for path in beside:
+        lay_beside([], path)  # what is no trace is refused before anything runs
+    with scratch_folder() as folder:
+        os.environ[PROFILE] = str(folder)
+        try:
+            ranks = profile_run(asked, steps, Path(folder))
+        finally:
+            del os.environ[PROFILE]
+    found = summarize_profile(ranks)
+    events = merged_events(ranks)
+    for path in beside:
+        events = lay_beside(events, path)
+    write_events(output, events, {"kind": "measured", "name": asked.name, "step_s": found.step_s})
+    if as_json:
+        print_json(found.to_json() | {"trace": str(output)})
+        return
+    for line in [*found.lines(), "", f"The time line is in {output}: open it in ui.perfetto.dev."]:
+        echo(line)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.layout_options import with_layout_options
-from paceline.cli.options import Overrides, print_json
-from paceline.errors import UsageError
+from paceline.cli.options import Overrides, print_json, with_layout_options
+from paceline.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -40,11 +39,7 @@ _NOT_VERIFIED = (
 
 @with_layout_options(without=_NOT_VERIFIED)
 def verify(
-    config: str | None = typer.Argument(
-        None,
-        metavar="CONFIG",
-        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
-    ),
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, or mlp, gpt or resnet, built in."),
     overrides: Overrides = None,
     ranks: int = typer.Option(4, help="How many ranks."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
@@ -57,29 +52,9 @@ def verify(
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
     **layout: Any,
 ) -> None:
-    """Prove that training on N ranks computes what one process would.
-
-    Trains the same model on the same data twice: in one process, and on N ranks with the batch cut unevenly. Compares
-    loss, every gradient, the clip norm, parameters and buffers after each step: in float64, or in mixed precision
-    within the rounding of it. Leaves with exit code 1 on a mismatch, naming the first module and step that diverge.
-
-    Options that the run is spread by go before the config. Without them it is spread as the config says, but for
-    precision (fp32, verified in float64), accumulate (1) and the size of buckets (small). Lists are written as in a
-    config, [layers.0, layers.1]; a schedule is a name or a CSV file.
-
-    Examples:
-
-      paceline verify gpt --strategy fsdp --ranks 4 --accumulate 3
-
-      paceline verify resnet --strategy zero2 --precision bf16 --checkpoint-activations
-
-      paceline verify gpt --pipeline 2 --tensor 2 --data 2 --strategy zero1 --ranks 8
-
-      paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
-    """
-    from paceline.verify.case import ConfigCase
+    """Prove that training on N ranks computes what one process would."""
+    from paceline.verify.case import ConfigCase, Settings, check_settings, complete
     from paceline.verify.certificate import certify
-    from paceline.verify.settings import Settings, check_settings, complete
 
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
     pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
@@ -123,7 +98,7 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
     from paceline.schedule.text import read_csv
-    from paceline.verify.settings import SMALL_BUCKETS
+    from paceline.verify.case import SMALL_BUCKETS
 
     asked = layout_of(config)
     said = options.get("strategy", config.parallel.strategy)
@@ -149,18 +124,12 @@ def _load(name: str, overrides: list[str]) -> Config:
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         return config_from_dict(values, f"the built-in case {name}", overrides)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
-        import difflib
-
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
-        raise UsageError(
-            f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
-        )
+        hint = did_you_mean(name, BUILT_IN, "check the path, or take paceline verify gpt")
+        raise UsageError(f"{name} is neither a file nor built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}")
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 
 def _show(certificate: Certificate, name: str) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from paceline.terminal import new_console
@@ -173,19 +142,16 @@ def _show(certificate: Certificate, name: str) -> None:
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"
     console.print(verdict, f"  {name}: {what}", highlight=False)
-    console.print(f"against {certificate.reference}", highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    for quantity in ("loss", "gradients", "norm", "parameters", "buffers"):
-        table.add_row(quantity, f"{getattr(certificate.errors, quantity):.2e}")
-    console.print(f"largest {certificate.measure} difference:")
-    console.print(table)
-    console.print(f"allowed: {certificate.tolerance:.3g} ({certificate.bound})", highlight=False)
-    console.print(
+    errors = ("loss", "gradients", "norm", "parameters", "buffers")
+    lines = [
+        f"against {certificate.reference}",
+        f"largest {certificate.measure} difference:",
+        *(f"{quantity:<12} {getattr(certificate.errors, quantity):.2e}" for quantity in errors),
+        f"allowed: {certificate.tolerance:.3g} ({certificate.bound})",
         f"{certificate.steps} steps, {certificate.batch} samples a batch, {certificate.accumulate} microbatches, "
         f"clip {certificate.clip}, checkpointing {certificate.checkpoint_activations}, "
         f"{certificate.num_parameters:,} parameters, {certificate.dtype}, precision {certificate.precision}, "
         f"{certificate.seconds:.1f} s",
-        highlight=False,
-    )
-    if certificate.divergence is not None:
-        console.print(f"first divergence: {certificate.divergence}", highlight=False)
+        *([] if certificate.divergence is None else [f"first divergence: {certificate.divergence}"]),
+    ]
+    console.print(*lines, sep="\n", highlight=False)

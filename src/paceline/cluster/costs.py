@@ -1,4 +1,4 @@
-"""What a collective costs: seconds by size, ranks and hosts, and bytes per rank and on a host's link.
+"""What a collective costs: seconds by size, ranks and hosts, bytes per rank and on a host's link; who talks to whom.
 
 A message of b bytes takes alpha + beta b seconds. For B bytes on N ranks, chunks of C bytes, trees of height D:
 
@@ -13,18 +13,24 @@ messages that leave a host, one behind the other, at ``across``. Ranks are numbe
 
 A benchmark's record of all-reduces, where ``auto`` is given one, takes the place of the formulas. Between two sizes
 that were measured, a figure lies on a straight line of the logarithms.
+
+    double tree   two binary trees over the same ranks; a rank has children in one of them at most, so that each tree
+                  carries one half and every rank sends about as much as any other
+    halving       ceil(log2 N) rounds; in each, a group of ranks falls into two halves, and every rank sends the part
+                  that belongs to the other half to one rank there. Halves of an odd group differ by one; the rank
+                  without a partner sends to one that has another. Together they send (N-1) B bytes, the least.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from paceline.cluster.patterns import Tree, chain, double_tree, halving, rooted_tree
 from paceline.errors import UsageError
 from paceline.untrusted import parse_json, read_regular
 
@@ -34,10 +40,7 @@ CHUNK_BYTES = 256 * 1024
 _Part: TypeAlias = tuple[int, int, float]  # sender, receiver, bytes
 Choice: TypeAlias = Literal["native"] | Algorithm
 _CHOICES: tuple[Choice, ...] = ("native", *get_args(Algorithm))
-_FIX = (
-    "  write one on as many ranks and hosts: paceline bench comm --output FILE, python bench/links.py --speed MBIT "
-    "--output FILE"
-)
+_FIX = "  write one there: paceline bench comm --output FILE, python bench/links.py --speed MBIT --output FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """The links of a cluster of two levels: between ranks of a host, and the one link that a host has to others.
-
-    By default those of Gloo: over loopback as measured on a machine of two cores, across hosts at 10 Gbit/s.
-    """
+    """The links between ranks of a host, and the one that a host has to others; by default as measured over Gloo."""
 
     inside: Wire = Wire(alpha_s=2e-4, bandwidth=1.3e9)
     across: Wire = Wire(alpha_s=3e-4, bandwidth=1.2e9)
@@ -72,9 +72,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
-            raise UsageError(
-                f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
-            )
+            what = f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
+            raise UsageError(f"{what}")
 
     @property
     def node_ranks(self) -> int:
@@ -95,15 +94,22 @@ def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement,
         up = [_edges(tree, num_bytes / 2) for tree in double_tree(where.ranks)]
         height = max(tree.height for tree in double_tree(where.ranks))
         return 2 * _pipeline_seconds([*up[0], *up[1]], height, min(CHUNK_BYTES, num_bytes / 2), where, links)
-    return _hierarchical_seconds(num_bytes, where, links)
+    local, hosts = where.node_ranks, where.hosts
+    inside = links.inside.seconds(num_bytes * (local - 1) / local) if local > 1 else 0.0
+    if hosts == 1:
+        return 2 * inside
+    rounds = hosts - 1 if hosts & (hosts - 1) else hosts.bit_length() - 1
+    return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
 
 
 def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
     """Returns how long a reduce-scatter or an all-gather of ``num_bytes`` in all takes; no tree has one."""
     if where.ranks == 1:
         return 0.0
-    if algorithm == "hierarchical":
-        return _hierarchical_scatter_seconds(num_bytes, where, links)
+    if algorithm == "hierarchical":  # a round inside for each host, whose slices are added up there, and a ring across
+        local, hosts = where.node_ranks, where.hosts
+        inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
+        return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
     return (_ring_seconds if algorithm == "ring" else _halving_seconds)(num_bytes, where, links)
 
 
@@ -112,7 +118,7 @@ def broadcast_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, 
     if where.ranks == 1:
         return 0.0
     tree = chain(where.ranks) if algorithm == "ring" else rooted_tree(where.ranks, 0)
-    down = [(receiver, sender, size) for sender, receiver, size in _edges(tree, num_bytes)]
+    down = _back(_edges(tree, num_bytes))
     return _pipeline_seconds(down, tree.height, min(CHUNK_BYTES, num_bytes), where, links)
 
 
@@ -141,7 +147,7 @@ def sent_bytes(algorithm: Algorithm, num_bytes: float, where: Placement, rank: i
 
 def host_link_bytes(algorithm: Algorithm, num_bytes: float, where: Placement) -> float:
     """Returns what leaves the busiest host for an all-reduce; as much comes in."""
-    return _most(_leaving(all_reduce_messages(algorithm, num_bytes, where), where))
+    return _busiest(_leaving(all_reduce_messages(algorithm, num_bytes, where), where))
 
 
 def all_reduce_messages(algorithm: Algorithm, num_bytes: float, where: Placement) -> list[tuple[int, int, float]]:
@@ -157,7 +163,7 @@ def all_reduce_messages(algorithm: Algorithm, num_bytes: float, where: Placement
         up = [part for tree in double_tree(size) for part in _edges(tree, num_bytes / 2)]
     else:
         up = [part for each in _halving_rounds(num_bytes, size) for part in each]
-    return up + [(receiver, sender, part) for sender, receiver, part in up]
+    return up + _back(up)
 
 
 def _ring_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
@@ -173,22 +179,6 @@ def _halving_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
     return sum(_round_seconds(each, where, links) for each in _halving_rounds(num_bytes, where.ranks))
 
 
-def _hierarchical_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
-    local, hosts = where.node_ranks, where.hosts
-    inside = links.inside.seconds(num_bytes * (local - 1) / local) if local > 1 else 0.0
-    if hosts == 1:
-        return 2 * inside
-    rounds = hosts - 1 if hosts & (hosts - 1) else hosts.bit_length() - 1
-    return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
-
-
-def _hierarchical_scatter_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
-    """Returns the time of a round inside for each host, whose slices are added up there, and a ring across."""
-    local, hosts = where.node_ranks, where.hosts
-    inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
-    return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
-
-
 def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Placement, links: Wires) -> float:
     """Returns the time until all chunks have gone all the way: the busiest sender, receiver or host sets the pace."""
     crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
@@ -202,15 +192,9 @@ def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Plac
 def _round_seconds(parts: list[_Part], where: Placement, links: Wires) -> float:
     """Returns the longest time of: what a rank sends, what it receives, and what leaves or enters a host."""
     inside = [part for part in parts if where.host(part[0]) == where.host(part[1])]
-    across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
-    found = 0.0
-    if inside:
-        received = _sent((receiver, sender, size) for sender, receiver, size in inside)
-        found = links.inside.seconds(max(_most(_sent(inside)), _most(received)))
-    if across:
-        entering = _leaving(((receiver, sender, size) for sender, receiver, size in across), where)
-        found = max(found, links.across.seconds(max(_most(_leaving(across, where)), _most(entering))))
-    return found
+    across = _leaving(parts, where)
+    near = links.inside.seconds(max(_busiest(inside), _busiest(_back(inside)))) if inside else 0.0
+    return max(near, links.across.seconds(max(_busiest(across), _busiest(_back(across)))) if across else 0.0)
 
 
 def _halving_rounds(num_bytes: float, size: int) -> list[list[_Part]]:
@@ -235,21 +219,22 @@ def _edges(tree: Tree, num_bytes: float) -> list[_Part]:
     return [(rank, parent, num_bytes) for rank, parent in enumerate(tree.parents) if parent >= 0]
 
 
-def _sent(parts: Iterable[_Part]) -> dict[int, float]:
-    found: dict[int, float] = {}
+def _back(parts: list[_Part]) -> list[_Part]:
+    return [(receiver, sender, size) for sender, receiver, size in parts]
+
+
+def _busiest(parts: list[_Part]) -> float:
+    """Returns the most bytes that a sender sends."""
+    sent: dict[int, float] = {}
     for sender, _, size in parts:
-        found[sender] = found.get(sender, 0.0) + size
-    return found
+        sent[sender] = sent.get(sender, 0.0) + size
+    return max(sent.values(), default=0.0)
 
 
-def _leaving(parts: Iterable[_Part], where: Placement) -> dict[int, float]:
-    """Returns the bytes that leave each host."""
-    hosts = ((where.host(sender), where.host(receiver), size) for sender, receiver, size in parts)
-    return _sent(part for part in hosts if part[0] != part[1])
-
-
-def _most(counts: dict[int, float]) -> float:
-    return max(counts.values(), default=0.0)
+def _leaving(parts: list[_Part], where: Placement) -> list[_Part]:
+    """Returns the messages that leave a host, with hosts in the place of ranks."""
+    hosts = [(where.host(sender), where.host(receiver), size) for sender, receiver, size in parts]
+    return [part for part in hosts if part[0] != part[1]]
 
 
 # What was measured.
@@ -266,7 +251,7 @@ def figure_between(points: Sequence[tuple[int, float]], size: float) -> float:
 
 
 def seconds_between(points: Sequence[tuple[int, float]], size: float) -> float:
-    """Returns the seconds of a message of some size; ``points`` are (size, seconds) in growing order.
+    """Returns the seconds of a message of some size, between (size, seconds) in growing order.
 
     Below the smallest they stay as they are: there a message pays for getting going. Beyond the largest they grow.
     """
@@ -289,10 +274,7 @@ class MeasuredTable:
 
 
 def read_table(path: Path, where: Placement) -> MeasuredTable:
-    """Reads what a benchmark's record says about this placement of ranks.
-
-    Raises UsageError for a file that is no such record, or that says nothing, or two things, about the placement.
-    """
+    """Reads what a benchmark's record says about this placement; raises UsageError where that is not one thing."""
     try:
         found = list(_points(parse_json(read_regular(path))["rows"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -308,10 +290,8 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
         points.setdefault(choice, []).append((size, seconds))
     for choice, line in points.items():
         if len({size for size, _ in line}) < len(line):
-            raise UsageError(
-                f"{path} says more than once how long {choice} takes for one size on {named}\n"
-                f"  a table is of one kind of link\n{_FIX}"
-            )
+            rule = f"a table is of one kind of link\n{_FIX}"
+            raise UsageError(f"{path} says more than once how long {choice} takes for one size on {named}\n  {rule}")
     return MeasuredTable(where=where, points=points)
 
 
@@ -323,3 +303,112 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, int]
                 yield (row["ranks"], row["hosts"]), row["arm"], row["size_bytes"], row["median_ms"] / 1e3
         elif row["backend"] == "gloo" and row["algorithm"] in _CHOICES and row["algorithm"] != "hierarchical":
             yield (row["ranks"], 1), row["algorithm"], row["bytes"], row["median_us"] / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class SliceMessage:
+    """In one round: rank ``sender`` sends its slices ``first`` to ``last`` (exclusive) to rank ``receiver``."""
+
+    sender: int
+    receiver: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A rooted tree over ranks: the parent of each (-1: the root), and how far each is from the root."""
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @property
+    def root(self) -> int:
+        return self.parents.index(-1)
+
+    @property
+    def height(self) -> int:
+        return max(self.depths)
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        return tuple(child for child, parent in enumerate(self.parents) if parent == rank)
+
+
+def make_tree(parents: tuple[int, ...]) -> Tree:
+    depths = []
+    for rank in range(len(parents)):
+        depth, above = 0, parents[rank]
+        while above >= 0:
+            depth, above = depth + 1, parents[above]
+        depths.append(depth)
+    return Tree(parents, tuple(depths))
+
+
+@lru_cache(maxsize=64)
+def chain(size: int, source: int = 0) -> Tree:
+    """Returns the ranks one after another, beginning with ``source``."""
+    return make_tree(tuple(-1 if rank == source else (rank - 1) % size for rank in range(size)))
+
+
+@lru_cache(maxsize=64)
+def double_tree(size: int) -> tuple[Tree, Tree]:
+    """Returns two binary trees over ``size`` ranks: whoever has children in one is a leaf of the other.
+
+    In the first, ranks are numbered from left to right. The second is its mirror image where that swaps leaves and
+    others (an even number of ranks), and else the first moved on by one rank.
+    """
+    first = [_parent(rank + 1, size) - 1 for rank in range(size)]
+    place = [size - 1 - rank if size % 2 == 0 else (rank + 1) % size for rank in range(size)]
+    rank_at = {there: rank for rank, there in enumerate(place)}
+    second = [-1 if first[place[rank]] < 0 else rank_at[first[place[rank]]] for rank in range(size)]
+    return make_tree(tuple(first)), make_tree(tuple(second))
+
+
+@lru_cache(maxsize=256)
+def rooted_tree(size: int, source: int) -> Tree:
+    """Returns the first of the double tree, its ranks moved on so that ``source`` is the root."""
+    tree = double_tree(size)[0]
+    shift = source - tree.root
+    parents = [0] * size
+    for rank, parent in enumerate(tree.parents):
+        parents[(rank + shift) % size] = -1 if parent < 0 else (parent + shift) % size
+    return make_tree(tuple(parents))
+
+
+@lru_cache(maxsize=64)
+def halving(size: int) -> tuple[tuple[SliceMessage, ...], ...]:
+    """Returns the rounds of recursive halving, after which rank r has the sum of slice r."""
+    rounds: list[tuple[SliceMessage, ...]] = []
+    groups = [(0, size)]
+    while any(last - first > 1 for first, last in groups):
+        exchanges: list[SliceMessage] = []
+        halves: list[tuple[int, int]] = []
+        for first, last in groups:
+            if last - first == 1:
+                halves.append((first, last))
+                continue
+            middle = (first + last + 1) // 2
+            halves += [(first, middle), (middle, last)]
+            for rank in range(first, middle):  # of the first half, which is larger by one at most
+                partner = min(rank - first + middle, last - 1)
+                exchanges.append(SliceMessage(rank, partner, middle, last))
+                if rank - first + middle < last:
+                    exchanges.append(SliceMessage(partner, rank, first, middle))
+        rounds.append(tuple(exchanges))
+        groups = halves
+    return tuple(rounds)
+
+
+def _parent(place: int, size: int) -> int:
+    """Returns the parent of a place (from 1) of a binary tree numbered from left to right; 0 for its root.
+
+    The zeros that a place ends with are its height. A parent beyond the last place is replaced by the nearest there.
+    """
+    bit = place & -place
+    if place == 1 << (size.bit_length() - 1):
+        return 0
+    above = (place ^ bit) | (bit << 1)
+    while above > size:
+        bit <<= 1
+        above = (above ^ bit) | (bit << 1)
+    return above

@@ -1,8 +1,7 @@
 """Detects the present machine, without torch: its processor, cores, memory and GPUs, and the cluster that it is.
 
-GPUs are those that ``nvidia-smi`` tells of. Where the catalog has them, the machine is taken for that device's usual
-node with as many devices as there are; how they are joined is not looked at, and said to be assumed. A file that
-``paceline calibrate`` wrote here takes the catalog's place.
+Where the catalog has the GPUs that ``nvidia-smi`` tells of, the machine is taken for that device's usual node; how they
+are joined is assumed. A file that ``paceline calibrate`` wrote here takes the catalog's place.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def detect_machine(*, with_gpus: bool = True) -> Machine:
     """Detects this machine; ``with_gpus`` asks the driver for GPUs, which may take a second."""
     gpus = read_smi(_ask_smi()) if with_gpus else []
     return Machine(
-        processor=_processor(),
+        processor=_cpuinfo(("model name",)) or platform.processor() or platform.machine(),
         cores=len(usable_cores()),
         memory_bytes=host_memory(),
         gpus=tuple(name for name, _ in gpus),
@@ -71,17 +70,19 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def bf16_instructions(proc: Path = _PROC) -> tuple[str, ...]:
-    """Returns the bf16 instructions of this host's processor; without any, torch emulates bf16, slower than fp32.
+    """Returns the bf16 instructions of this host's processor; without any, torch emulates bf16, slower than fp32."""
+    told = _cpuinfo(_FLAGS, proc)
+    return tuple(name for name in BF16_INSTRUCTIONS if name in told.split())
 
-    It is what the processor says of itself, so that every start on a machine finds the same. A system that does not
-    tell has none.
-    """
+
+def _cpuinfo(keys: Collection[str], proc: Path = _PROC) -> str:
+    """Returns the first value of these keys; nothing on a system that does not tell."""
     try:
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return ()
-    told = next((value for key, _, value in (each.partition(":") for each in lines) if key.strip() in _FLAGS), "")
-    return tuple(name for name in BF16_INSTRUCTIONS if name in told.split())
+        return ""
+    pairs = (each.partition(":")[::2] for each in lines)
+    return next((value.strip() for key, value in pairs if key.strip() in keys and value.strip()), "")
 
 
 def host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
@@ -110,15 +111,11 @@ def _limits(proc: Path, groups: Path) -> Iterator[float]:
 
 
 def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
-    """Returns the cluster of the catalog that a machine is most like, or what ``entry`` says of it.
-
-    Raises UsageError for an entry that cannot be read, or that is of a CPU where there are GPUs.
-    """
+    """Returns the cluster that a machine is most like, or what ``entry`` says of it. Raises UsageError."""
     if entry is not None and load_cluster(str(entry)).device.is_cpu == bool(machine.gpus):
-        raise UsageError(
-            f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  the ranks run on the other\n"
-            f"  measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
-        )
+        rule = "the ranks run on the other"
+        fix = f"measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
+        raise UsageError(f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  {rule}\n  {fix}")
     if not machine.gpus:
         return _as_cpu_host(machine, entry)
     if entry is not None:
@@ -126,9 +123,7 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
         return _one_node(machine, node, f"the GPUs are as {entry} says")
     counts = Counter(machine.gpus)
     name, count = counts.most_common(1)[0]
-    others = [
-        f"{number}x {other} is left out: nodes have one kind" for other, number in counts.items() if other != name
-    ]
+    others = [f"{n}x {other} is left out: nodes have one kind" for other, n in counts.items() if other != name]
     try:
         device = Catalog().device(name)
     except UsageError as error:
@@ -153,7 +148,6 @@ def _cpu_host(entry: Path | None) -> Node:
 
 
 def _measured(name: str, entry: Path | None) -> Node | None:
-    """Returns a node of an entry or of the catalog, where it is there."""
     entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
     return Catalog(entries=entries).node(name) if name in entries.nodes else None
 
@@ -204,13 +198,3 @@ def _ask_smi() -> str:
             process.kill()
             return ""
     return text if process.returncode == 0 else ""
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()

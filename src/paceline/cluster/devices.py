@@ -16,21 +16,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from paceline.cluster.entries import (
-    AnyEntry,
-    CatalogFile,
-    DeviceEntry,
-    Generation,
-    LinkKind,
-    NetworkEntry,
-    NodeEntry,
-    find_name,
-    near_names,
-    read_catalog,
-    shipped,
-)
+from paceline.cluster import entries as written
 from paceline.errors import UsageError
 from paceline.units import GIB
 
@@ -41,19 +29,19 @@ _MEASURED = ("shapes", "memory_rates", "operation_s", "tensor_s", "step_s", "loo
 _LOOP_OPERATIONS = 10  # of a run's loop, where nobody measured it: about what one takes that was
 _COUNT_FIRST = re.compile(r"^\s*(\d+)\s*[x*]\s*(\S.*)$", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"^(.*\S)\s+[x*]\s*(\d+)\s*$", re.IGNORECASE)
+Key = TypeVar("Key")
 _OVER = re.compile(r"^(.*\S)\s+(?:over|on)\s+(\S.*)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRate:
-    """FLOP per second that one shape reached: (rows, inner, columns) of a product, or of attention
-    (batch, heads, sequence, head size). ``layout`` of a product: nn, nt, tn; empty where it is not known."""
+    """FLOP per second of one shape: (rows, inner, columns) of a product, (batch, heads, sequence, head size)."""
 
     kind: str
     dtype: str
     sizes: tuple[int, ...]
     flops: float
-    layout: str = ""
+    layout: str = ""  # of a product: nn, nt, tn; empty where it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +53,14 @@ class Device:
     and ``compiled_launch_s`` for one of a compiled block.
 
     What ``paceline calibrate`` measured besides: ``shapes``; ``memory_rates``, bytes per second of families of kernels
-    by bytes (cluster/kernels.py); ``operation_s``, the host's time for one operation of a training step, and
-    ``tensor_s`` for each further tensor of one over lists; ``step_s``, its time for a step whatever there is in it, and
-    ``loop_s`` for what surrounds a step in a run: the next batch, times, records, hooks; ``factor``, what a run took
-    over what its kernels add up to, as ``calibrate --from`` fits it.
+    by bytes; the host's time for one operation of a training step (``operation_s``), for each further tensor of one
+    over lists (``tensor_s``), for a step whatever is in it (``step_s``) and what surrounds it in a run (``loop_s``);
+    ``factor``, what a run took over what its kernels add up to, as ``calibrate --from`` fits it.
     """
 
     name: str
     vendor: str
-    generation: Generation
+    generation: written.Generation
     memory_bytes: float
     memory_bandwidth: float
     memory_share: float
@@ -91,18 +78,12 @@ class Device:
     factor: float = 1.0
 
     def peak(self, dtype: str) -> float:
-        """Returns the dense peak of a dtype, or of what it may be computed in where that is faster.
-
-        A device may have no units for a dtype, or emulate it: no share of this peak is then above 100 %.
-        """
+        """Returns the dense peak of a dtype, or of what it may be computed in where that is faster."""
         kinds = (dtype, *_COMPUTED_AS.get(dtype, ()))
-        found = [self.peak_flops[each] for each in kinds if each in self.peak_flops]
-        if found:
+        if found := [self.peak_flops[each] for each in kinds if each in self.peak_flops]:
             return max(found)
-        known = ", ".join(self.peak_flops)
-        raise UsageError(
-            f"{self.name} has no figure for {dtype}\n  dtypes are fp32, tf32, fp16, bf16 and fp8\n  take one of {known}"
-        )
+        rule, known = "dtypes are fp32, tf32, fp16, bf16 and fp8", ", ".join(self.peak_flops)
+        raise UsageError(f"{self.name} has no figure for {dtype}\n  {rule}\n  take one of {known}")
 
     def ceiling(self, dtype: str) -> float:
         """Returns the most that a product reaches: as measured, else the usual share of the peak."""
@@ -143,7 +124,6 @@ class Network:
 
     @property
     def reached(self) -> float:
-        """Bytes per second that collectives reach."""
         return self.bandwidth * self.efficiency
 
 
@@ -151,12 +131,11 @@ class Network:
 class Link(Network):
     """What joins the devices of a node: the same one way per DEVICE.
 
-    ``ring`` and ``nvls_ring`` are measured bus bandwidths by the number of devices that take part, where known.
-    ``all_reduce`` holds measured seconds by bytes, by the number of ranks; ``busy`` is what collectives take while the
-    ranks compute, over what they take alone.
+    ``ring`` and ``nvls_ring`` are measured bus bandwidths by the number of devices that take part. ``all_reduce`` holds
+    measured seconds by bytes, by ranks; ``busy`` is what collectives take while the ranks compute, over what alone.
     """
 
-    kind: LinkKind
+    kind: written.LinkKind
     nvls: bool
     ring: Mapping[int, float] = field(default_factory=dict, hash=False)
     nvls_ring: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -199,15 +178,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices > MOST_DEVICES:
-            raise UsageError(
-                f"{self.name}: {self.devices:,} devices\n"
-                f"  a cluster has {MOST_DEVICES:,} at most: no run is known with more\n  take fewer"
-            )
+            rule = f"a cluster has {MOST_DEVICES:,} at most: no run is known with more"
+            raise UsageError(f"{self.name}: {self.devices:,} devices\n  {rule}\n  take fewer")
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
-            raise UsageError(
-                f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "
-                "has one of each at least, and several nodes need a network\n  name one: 'NAME over infiniband-ndr-8x'"
-            )
+            what = f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}"
+            rule = "a cluster has one of each at least, and several nodes need a network"
+            raise UsageError(f"{what}: {rule}\n  name one: 'NAME over infiniband-ndr-8x'")
 
     @property
     def device(self) -> Device:
@@ -215,7 +191,6 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are on all nodes."""
         return self.nodes * self.node.devices
 
     @property
@@ -224,15 +199,12 @@ class Cluster:
 
 
 def load_cluster(text: str) -> Cluster:
-    """Reads a cluster from a name and a count, as the top of this file shows; without a count, one.
-
-    Raises UsageError for a name that is not known, with the nearest, and for counts that no equal nodes hold.
-    """
+    """Reads a cluster from a name and a count, as the top of this file shows. Raises UsageError with the nearest."""
     over = _OVER.match(text)
     count, name = _split_count(over[1] if over else text.strip())
     catalog, path = Catalog(), Path(name)
     if path.suffix in (".yaml", ".yml"):
-        found = read_catalog(path)
+        found = written.read_catalog(path)
         catalog = Catalog(entries=catalog.entries.with_file(found))
         if not (found.nodes or found.devices):
             raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
@@ -244,13 +216,12 @@ def load_cluster(text: str) -> Cluster:
 class Catalog:
     """Entries, of this package unless told otherwise, made into values. Raises UsageError with the nearest names."""
 
-    entries: CatalogFile = field(default_factory=shipped)
+    entries: written.CatalogFile = field(default_factory=written.shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
-        """Returns so many nodes, or so many devices, of a name."""
-        found = find_name(name, self.entries.nodes)
+        found = written.find_name(name, self.entries.nodes)
         if found is None:
-            if find_name(name, self.entries.devices) is None:
+            if written.find_name(name, self.entries.devices) is None:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
             return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
@@ -281,11 +252,10 @@ class Catalog:
         return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
-        """Returns a node, or the one that a device is usually in."""
-        found = find_name(name, self.entries.nodes)
+        found = written.find_name(name, self.entries.nodes)
         if found is not None:
             return self._node(found, self.entries.nodes[found])
-        if find_name(name, self.entries.devices) is None:
+        if written.find_name(name, self.entries.devices) is None:
             raise _unknown(name, "node", [*self.entries.nodes, *self.entries.devices])
         return self._usual_node(name)[0]
 
@@ -296,17 +266,14 @@ class Catalog:
             nvls=entry.nvls,
             ring={count: rate * 1e9 for count, rate in entry.ring_gb_per_s.items()},
             nvls_ring={count: rate * 1e9 for count, rate in entry.nvls_gb_per_s.items()},
-            all_reduce={
-                ranks: tuple(sorted((size, took * 1e-6) for size, took in points.items()))
-                for ranks, points in entry.all_reduce_us.items()
-            },
+            all_reduce=_points(entry.all_reduce_us, 1e-6),
             busy=entry.busy,
         )
 
     def network(self, name: str) -> Network:
         return Network(**_wire(*_find(name, "network", self.entries.networks)))
 
-    def _node(self, name: str, entry: NodeEntry) -> Node:
+    def _node(self, name: str, entry: written.NodeEntry) -> Node:
         inside, over_gloo = self.link(entry.inside), self.entries.nodes.get(f"{name}-gloo")
         gloo = self.link(over_gloo.inside) if over_gloo is not None else inside if inside.kind == "loopback" else None
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=inside, gloo=gloo)
@@ -316,28 +283,28 @@ class Catalog:
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
-            raise UsageError(
-                f"no node is known with {found.name}\n  a cluster is made of nodes\n"
-                "  name one of them: paceline cluster ls"
-            )
+            rule = "a cluster is made of nodes"
+            raise UsageError(f"no node is known with {found.name}\n  {rule}\n  name one of them: paceline cluster ls")
         entry = self.entries.nodes[name]
         return replace(self._node(name, entry), device=found), entry.network
 
     def _between(self, name: str | None, nodes: int) -> Network | None:
         if name is None and nodes > 1:
-            raise UsageError(
-                f"{nodes} nodes, and no network is known between them\n  several nodes need one\n"
-                f"  name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
-            )
+            fix = f"name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
+            raise UsageError(f"{nodes} nodes, and no network is known between them\n  several nodes need one\n  {fix}")
         return None if name is None else self.network(name)
 
 
-def _wire(name: str, entry: NetworkEntry) -> dict[str, Any]:
+def _wire(name: str, entry: written.NetworkEntry) -> dict[str, Any]:
     rates = {"bandwidth": entry.gb_per_s * 1e9, "efficiency": entry.efficiency, "latency_s": entry.latency_us * 1e-6}
     return {"name": name, "kind": entry.kind, **rates}
 
 
-def _device(name: str, entry: DeviceEntry) -> Device:
+def _points(tables: Mapping[Key, Mapping[int, float]], unit: float) -> dict[Key, tuple[tuple[int, float], ...]]:
+    return {key: tuple(sorted((size, x * unit) for size, x in points.items())) for key, points in tables.items()}
+
+
+def _device(name: str, entry: written.DeviceEntry) -> Device:
     compiled = entry.compiled_launch_us if entry.compiled_launch_us is not None else entry.launch_us
     return Device(
         name=name,
@@ -352,15 +319,10 @@ def _device(name: str, entry: DeviceEntry) -> Device:
         compiled_launch_s=compiled * 1e-6,
         sm_count=entry.multiprocessors,
         shapes=tuple(
-            ShapeRate(
-                kind=each.kind, dtype=each.dtype, sizes=each.sizes, flops=each.tflops * 1e12, layout=each.layout or ""
-            )
-            for each in entry.shapes
+            ShapeRate(kind=e.kind, dtype=e.dtype, sizes=e.sizes, flops=e.tflops * 1e12, layout=e.layout or "")
+            for e in entry.shapes
         ),
-        memory_rates={
-            family: tuple(sorted((size, rate * 1e9) for size, rate in points.items()))
-            for family, points in entry.memory_rates.items()
-        },
+        memory_rates=_points(entry.memory_rates, 1e9),
         operation_s=None if entry.operation_us is None else entry.operation_us * 1e-6,
         tensor_s=entry.tensor_us * 1e-6,
         step_s=entry.step_us * 1e-6,
@@ -369,7 +331,7 @@ def _device(name: str, entry: DeviceEntry) -> Device:
     )
 
 
-def loop_us(entry: DeviceEntry) -> float:
+def loop_us(entry: written.DeviceEntry) -> float:
     """Returns what a run's loop takes a step: as measured, else a few operations; 0 beside a GPU."""
     if entry.loop_us is not None:
         return entry.loop_us
@@ -382,10 +344,8 @@ def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
     for nodes in range(least, 2 * least + 1):
         if count % nodes == 0:
             return nodes, count // nodes
-    raise UsageError(
-        f"{count}x {name}: no equal nodes of up to {most} devices hold {count}\n  nodes of a cluster are equal\n"
-        f"  take {most * (count // most)} or {most * least}"
-    )
+    what = f"{count}x {name}: no equal nodes of up to {most} devices hold {count}"
+    raise UsageError(f"{what}\n  nodes of a cluster are equal\n  take {most * (count // most)} or {most * least}")
 
 
 def _split_count(text: str) -> tuple[int, str]:
@@ -396,23 +356,21 @@ def _split_count(text: str) -> tuple[int, str]:
     else:
         count, name = 1, text.strip()
     if count < 1 or not name:
-        raise UsageError(
-            f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  a cluster is a count and a name\n"
-            "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
-        )
+        rule = "a cluster is a count and a name"
+        fix = "write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
+        raise UsageError(f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  {rule}\n  {fix}")
     return count, name
 
 
-def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:
-    """Returns the entry that a name means, and its own name. Raises UsageError with the nearest names."""
-    found = find_name(name, entries)
+def _find(name: str, what: str, entries: Mapping[str, written.AnyEntry]) -> tuple[str, written.AnyEntry]:
+    found = written.find_name(name, entries)
     if found is None:
         raise _unknown(name, what, entries)
     return found, entries[found]
 
 
 def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:
-    near = near_names(name, known)
+    near = written.near_names(name, known)
     hint = f"did you mean {', '.join(near)}?" if near else "none is like it"
     return UsageError(
         f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
@@ -421,20 +379,14 @@ def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> U
 
 
 class Peaks(NamedTuple):
-    """FLOP per second of one device in one dtype: of the data sheet, and the most that products were measured to reach.
-
-    None where nobody knows: a device that is not in the catalog, or one that was not measured in this dtype.
-    """
+    """FLOP per second of one device in one dtype: of the data sheet, and as measured. None where nobody knows."""
 
     sheet: float | None = None
     measured: float | None = None
 
 
 def find_peaks(name: str, compute: str, entry: Path | None = None) -> Peaks:
-    """Returns the peaks of a GPU by the name that its driver has, or of the device of an ``entry``.
-
-    Without an entry a CPU has none: those of the catalog were measured on other machines.
-    """
+    """Returns the peaks of a GPU by its driver's name, or of an ``entry``'s device; a CPU of the catalog has none."""
     try:
         device = Catalog().device(name) if entry is None else load_cluster(str(entry)).device
     except UsageError:  # unknown, or a file that is of no use, which is told of elsewhere

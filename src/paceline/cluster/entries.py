@@ -1,7 +1,7 @@
 """The catalog as it is written: YAML entries of devices, links, nodes and networks, strictly checked, found by name.
 
-A name is looked up as people write it: case, order and punctuation do not count, nor do words such as ``NVIDIA``. So
-``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What sources call a thing otherwise is an alias.
+A name is looked up as people write it: ``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What
+sources call a thing otherwise is an alias.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gb
 
 
 class _Closed(BaseModel):
-    """A frozen record that refuses unknown keys."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -54,8 +52,6 @@ class ShapeEntry(_Closed):
 
 
 class MeasuredEntry(_Closed):
-    """When and with what a device was measured, and how much its samples spread."""
-
     time: str
     torch: str
     python: str
@@ -131,12 +127,10 @@ class CatalogFile(_Closed):
 
     def with_file(self, found: CatalogFile) -> CatalogFile:
         """Returns these and those of a file, whose own come first where names are the same."""
-        return CatalogFile(
-            devices={**self.devices, **found.devices},
-            links={**self.links, **found.links},
-            networks={**self.networks, **found.networks},
-            nodes={**self.nodes, **found.nodes},
-        )
+        kinds: dict[str, Any] = {
+            kind: {**getattr(self, kind), **getattr(found, kind)} for kind in type(self).model_fields
+        }
+        return CatalogFile(**kinds)
 
 
 AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)
@@ -165,10 +159,8 @@ def read_catalog(path: Path) -> CatalogFile:
     try:
         text = read_regular(path, 4 * MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
-            f"  write one for this machine: paceline calibrate --output {path.name}"
-        ) from error
+        fix = f"write one for this machine: paceline calibrate --output {path.name}"
+        raise UsageError(f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n  {fix}") from error
     return parse_catalog(text, str(path))
 
 
@@ -182,15 +174,12 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
         told = error if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         raise UsageError(f"{source} is not YAML: {told}\n{rule}") from error
     except ValidationError as error:
-        places = [
-            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {_PROBLEMS.get(each['type'], each['msg'])}"
-            for each in error.errors()[:5]
-        ]
+        found = [(".".join(map(str, each["loc"])) or "the file", each) for each in error.errors()[:5]]
+        places = [f"{place}: {_PROBLEMS.get(each['type'], each['msg'])}" for place, each in found]
         raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
 
 
 def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
-    """Returns the name of the entry that a word means, or None."""
     if word in among:
         return word
     wanted = _key(word)
@@ -201,7 +190,6 @@ def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
 
 
 def near_names(word: str, names: Iterable[str]) -> list[str]:
-    """Returns up to three names that may have been meant, the likeliest first."""
     plain = {name.lower(): name for name in names}
     wanted = word.lower().strip()
     found = [plain[each] for each in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.55)]

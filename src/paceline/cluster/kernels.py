@@ -10,22 +10,17 @@ By fitted rates (predict/formulas/constants.py), where a device was not measured
     memory       bytes / (bandwidth x the share of it that streaming kernels reach)
     launches     kernels x the host's time for each: a device with less work than that waits
 
-``rate`` stands for what a whole training step reaches of a ceiling that was measured on one product at a time: clocks
-fall under load. Ceilings and bandwidths are the catalog's.
+``rate`` is what a whole training step reaches of a ceiling that was measured on one product at a time: clocks fall
+under load. On a device that ``paceline calibrate`` measured:
 
-On a device that ``paceline calibrate`` measured:
-
-    product, attention       FLOPs / the rate of this shape, between the shapes that ``paceline calibrate`` timed
+    product, attention       FLOPs / the rate of this shape, between the shapes that were timed
     all others               bytes read and written / the rate of this family of kernels at this size
     the host                 its time for each operation; a CPU computes itself, beside a GPU it runs ahead
 
 What was not measured falls back: another family to ``pointwise``, that to the memory's bandwidth, a product to the
-device's ceiling. Families are kernels that are alike in how they go through memory; a CPU's differ by a factor of ten.
-
-The rate of a shape is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the distance of the
-sizes' logarithms: at a measured shape it is what was measured, and far from all of them about the mean of the nearest.
-A processor's small products take a time that hardly depends on their sizes: the library makes a plan for each call, and
-that more for some layouts than for others. So on a CPU
+device's ceiling. The rate of a shape is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the
+distance of the sizes' logarithms. A processor's small products take a time that hardly depends on their sizes: the
+library makes a plan for each call, more for some layouts than for others. So on a CPU
 
     seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took,
                                           in whatever dtype
@@ -49,8 +44,6 @@ _BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
-    """What kernels reach of a device: see the top of this file."""
-
     matmul: float = 0.85
     k_half: float = 128.0
     attention: float = 0.45
@@ -84,7 +77,6 @@ def attention_seconds(device: Device, rates: KernelRates, flops: float, seq_len:
 
 
 def memory_seconds(device: Device, rates: KernelRates, num_bytes: float) -> float:
-    """Returns how long kernels take that only move so many bytes."""
     return num_bytes / (device.memory_bandwidth * rates.memory)
 
 
@@ -99,20 +91,9 @@ _BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1.5, "fp4": 1.25}
 # By what was measured.
 
 MemoryFamily: TypeAlias = Literal[
-    "pointwise",
-    "curve",
-    "curve_backward",
-    "norm",
-    "norm_backward",
-    "softmax",
-    "reduction",
-    "strided",
-    "convert",
-    "embedding",
-    "embedding_backward",
-    "optimizer",
-    "random",
-]
+    "pointwise", "curve", "curve_backward", "norm", "norm_backward", "softmax", "reduction", "strided", "convert",
+    "embedding", "embedding_backward", "optimizer", "random",
+]  # fmt: skip
 Family: TypeAlias = Literal["matmul", "attention", "attention_backward"] | MemoryFamily
 MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
 # Kernels that a compiler puts into one, and goes through memory once for all of them.
@@ -130,11 +111,9 @@ _BACKWARD_FLOPS = 2.5  # of attention, over its forward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One call of a kernel. ``sizes``: (rows, inner, columns) of a product, (batch, heads, queries, head size) of
-    attention; ``batch`` counts equal products. ``layout`` says which operands are transposed: nn, nt, tn.
-
-    ``reads`` and ``writes`` are what it goes through: (number of the tensor, bytes). ``tensors`` is how many a kernel
-    over lists has, which the host goes through one by one.
+    """One call of a kernel. ``sizes``: (rows, inner, columns) of ``batch`` products, or (batch, heads, queries, head
+    size) of attention. ``layout`` says which operands are transposed: nn, nt, tn. ``reads`` and ``writes``: (number of
+    the tensor, bytes). ``tensors``: how many a kernel over lists has, which the host goes through one by one.
     """
 
     name: str
@@ -186,7 +165,6 @@ class Operation:
 
 
 def work_seconds(device: Device, operation: Operation) -> float:
-    """Returns what a kernel takes once it runs."""
     if operation.family == "matmul":
         measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
         rate = measured or device.ceiling(operation.dtype)
@@ -203,7 +181,6 @@ def work_seconds(device: Device, operation: Operation) -> float:
 
 
 def memory_rate(device: Device, family: str, num_bytes: float) -> float:
-    """Returns bytes per second of a family of kernels: between measured sizes along a line of logarithms."""
     points = device.memory_rates.get(family) or device.memory_rates.get("pointwise")
     if not points:
         return device.memory_bandwidth * device.memory_share
@@ -211,16 +188,12 @@ def memory_rate(device: Device, family: str, num_bytes: float) -> float:
 
 
 def host_seconds(device: Device, operation: Operation, *, is_compiled: bool = False) -> float:
-    """Returns what it takes the host to get an operation going."""
     each = device.compiled_launch_s if is_compiled else device.operation_s or device.launch_s
     return each + (operation.tensors - 1) * device.tensor_s
 
 
 def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str = "") -> float | None:
-    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured.
-
-    ``layout`` says which operand is transposed: nn, nt, tn. Products measured in it count alone, where there are any.
-    """
+    """Returns FLOP per second of a product, by those of its ``layout`` if any; None for a dtype without any."""
     known = [each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype]
     same = [each for each in known if each.layout == layout] if layout else []
     found = same or known
@@ -237,14 +210,15 @@ def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str 
 def attention_rate(
     device: Device, sizes: tuple[int, ...], kind: str = "attention", dtype: str = "fp32"
 ) -> float | None:
-    """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
+    """Returns FLOP per second of causal attention, counted as half of the square; backward as 2.5 forwards.
 
-    Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the
-    forward. None where neither was measured. In a dtype that a CPU emulates it is slower by as much as products are.
+    Batch and heads are one size here. None where neither was measured. In a dtype that a CPU emulates it is slower
+    by as much as products are.
     """
     known = [each for each in device.shapes if each.kind == kind]
     known = known or [each for each in device.shapes if each.kind == "attention"]
-    rate = _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+    merged = [replace(each, sizes=(each.sizes[0] * each.sizes[1], *each.sizes[2:])) for each in known]
+    rate = _between(merged, (sizes[0] * sizes[1], *sizes[2:]))
     if rate is None or not (device.is_cpu and device.emulates(dtype)):
         return rate
     return rate * device.ceiling(dtype) / device.ceiling("fp32")
@@ -252,11 +226,6 @@ def attention_rate(
 
 def _flops(sizes: Sequence[int]) -> float:
     return 2.0 * math.prod(sizes)
-
-
-def _merged(shape: ShapeRate) -> ShapeRate:
-    batch, heads, *rest = shape.sizes
-    return ShapeRate(kind=shape.kind, dtype=shape.dtype, sizes=(batch * heads, *rest), flops=shape.flops)
 
 
 def _between(known: Sequence[ShapeRate], sizes: Sequence[int]) -> float | None:

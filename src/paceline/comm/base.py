@@ -12,17 +12,17 @@ Bytes that each of N ranks sends for a tensor of B bytes, with the bandwidth-opt
 Ranks are numbered within the group: ``comm.rank`` runs from 0 to ``comm.size - 1``, and so do ``source`` and ``to``.
 All ranks of a group issue the same collectives in the same order.
 
-A communicator declares what it can do (``takes_real_time``, ``clock``, ``backend``, ...): nobody looks at its type, or
-at what it wraps.
+A communicator declares what it can do (``takes_real_time``, ``clock``, ...): nobody looks at its type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from paceline.clock import Clock, DeviceClock
 from paceline.errors import UsageError
@@ -30,8 +30,7 @@ from paceline.plan.layout import Compression
 from paceline.shards import FlatLayout
 
 if TYPE_CHECKING:
-    from paceline.comm.ledger.ledger import Ledger
-    from paceline.comm.ledger.updates import TrainedParameters
+    from paceline.comm.ledger.ledger import Ledger, TrainedParameters
     from paceline.comm.trace import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
@@ -63,11 +62,7 @@ class Call(NamedTuple):
 
 
 class Communicator:
-    """A group of ranks that talk. Engines know this class and no backend.
-
-    The verbs say here, once, what they refuse: else a mistake would pass on virtual ranks and hang real ones. What
-    differs is ``issue``, and ``barrier`` and ``split``.
-    """
+    """A group of ranks that talk. Engines know this class and no backend. The verbs refuse here what none can do."""
 
     rank: int  # this rank's number within the group
     size: int
@@ -82,75 +77,57 @@ class Communicator:
     trace: Trace | None = None  # what counts operations, bytes and waits, if anything does
 
     def __init__(self, rank: int, ranks: tuple[int, ...], device: torch.device, *, backend: str) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.device = device
-        self.device_kind = device.type
+        self.rank, self.ranks, self.size = rank, ranks, len(ranks)
+        self.device, self.device_kind = device, device.type
         self.backend = backend
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that collectives use in place, without a copy; None, on all ranks, where there are none.
-
-        Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
-        """
+        """Returns zeros that collectives use in place, or None on all ranks. All call it, with the same arguments."""
         del numel, dtype
         return None
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, the same bits on each."""
-        return self.issue(Call("all_reduce", tensor, tensor, op))
+        return self.issue(_dense(Call("all_reduce", tensor, tensor, op)))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction of ``tensor`` into ``output``: ``numel`` is 1/size of the input's.
-
-        ``output`` may be this rank's own slice of ``tensor``.
-        """
+        """Puts this rank's slice of the reduction of ``tensor`` into ``output``, which may be that slice itself."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        return self.issue(Call("reduce_scatter", output, tensor, op))
+        return self.issue(_dense(Call("reduce_scatter", output, tensor, op)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Fills ``output`` with every rank's ``tensor`` in rank order; all have the same shape.
-
-        ``tensor`` may be this rank's own slice of ``output``.
-        """
+        """Fills ``output`` with every rank's ``tensor`` in rank order, which may be its own slice of ``output``."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        return self.issue(Call("all_gather", output, tensor))
+        return self.issue(_dense(Call("all_gather", output, tensor)))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
-        return self.issue(Call("broadcast", tensor, tensor, "sum", source))
+        return self.issue(_dense(Call("broadcast", tensor, tensor, "sum", source)))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
-
-        Splits count rows of dim 0; without them the pieces are equal.
-        """
+        """Sends the i-th piece of ``tensor`` to rank i, and puts that of rank i at place i. Splits: rows of dim 0."""
         splits = (_rows(output, output_splits, self.size), _rows(tensor, input_splits, self.size))
-        return self.issue(Call("all_to_all", output, tensor, "sum", 0, 0, splits))
+        return self.issue(_dense(Call("all_to_all", output, tensor, "sum", 0, 0, splits)))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; matched with a receive of the same tag, in the order they were issued."""
         check_peer("send to", to, self.size)
-        return self.issue(Call("send", tensor, tensor, "sum", to, tag))
+        return self.issue(_dense(Call("send", tensor, tensor, "sum", to, tag)))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
-        return self.issue(Call("recv", tensor, tensor, "sum", source, tag))
+        return self.issue(_dense(Call("recv", tensor, tensor, "sum", source, tag)))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         raise NotImplementedError
 
     def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes the subgroup of ``ranks`` (numbers within this group).
-
-        Called by the members alone, each with the same ``ranks``; a member's rank is its place in ``ranks``.
-        """
+        """Makes the subgroup of ``ranks`` of this group, in their order. The members alone call it, with the same."""
         raise NotImplementedError
 
     def issue(self, call: Call) -> Work:
@@ -159,8 +136,16 @@ class Communicator:
         return work
 
 
+def _dense(call: Call) -> Call:
+    if call.tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{call.kind} of a tensor with layout {call.tensor.layout}\n"
+            "  ranks exchange dense tensors\n  call to_dense() first, or exchange its indices and values"
+        )
+    return call
+
+
 def check_peer(kind: str, peer: int, size: int) -> None:
-    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
     if not 0 <= peer < size:
         raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
 
@@ -205,6 +190,16 @@ def clock_of(comm: Communicator) -> Clock:
     return DeviceClock(comm.device) if comm.clock is None else comm.clock
 
 
+def available_backends() -> dict[str, str | None]:
+    """Returns the backends that this torch was built with, and of NCCL the version, where there is a GPU."""
+    if not dist.is_available():
+        return {}
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    nccl: Any = torch.cuda.nccl  # not annotated
+    version = ".".join(map(str, nccl.version())) if found["nccl"] and torch.cuda.is_available() else None
+    return {name: version if name == "nccl" else None for name, is_there in found.items() if is_there}
+
+
 class Done:
     """The work of an operation that had finished when it was issued."""
 
@@ -243,16 +238,13 @@ class GradientCompression(Protocol):
     settings: Compression
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> Sequence[BucketReduction]:
-        """Makes the reductions of an engine's buckets; those of buckets that it had before end.
-
-        ``replicas`` are the ranks that average, where these are not all that train.
-        """
+        """Makes the reductions of an engine's buckets; ``replicas`` average, where these are not all that train."""
 
     def end_pass(self, shards: Communicator | None = None) -> None:
         """Ends a pass: every bucket was waited for. ``shards`` have the other parts of the gradient; all call it."""
 
     def abandon_pass(self) -> None:
-        """Forgets a pass that was broken off; without one under way nothing happens."""
+        """Forgets a pass that was broken off, if one was."""
 
     def roll_back(self) -> None:
         """Forgets the last pass, ended or not: its gradients were dropped, and come again."""
@@ -307,10 +299,7 @@ def reduce_pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch
 def reduce_in_order(
     pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor, scratch: Callable[[torch.dtype], torch.Tensor]
 ) -> None:
-    """Reduces pieces in rank order into ``output``, which may be one of them: that one is read before it is written.
-
-    ``scratch`` gives memory of a dtype for what has been added up so far.
-    """
+    """Reduces pieces in rank order into ``output``, which may be one of them; ``scratch`` gives memory for sums."""
     if output.dtype in NARROW:
         total = scratch(torch.float32).copy_(pieces[0])
         for piece in pieces[1:]:

@@ -38,17 +38,18 @@ class Meeting:
 
     def initialize(self, backend: str) -> None:
         with self._explained("arrived"), threads_that_do_not_preempt():
-            c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = _own_store(world, self._timeout) if rank == 0 else None
             store = store or join_store(self._timeout.total_seconds())
-            self._store = c10d.PrefixStore(_WORLD, store)
+            self._store = _C10D.PrefixStore(_WORLD, store)
             self._store.set(f"paceline arrived {rank}", "")
             # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
             # take part, while ours are made by their members alone.
             group_store = _store_for_nccl(store, rank, world) if backend == "nccl" else self._store
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=self._timeout)
-        atexit.register(_leave, store if isinstance(store, ControlStore) else None)
+        if isinstance(store, ControlStore):  # it is kept until then: see there
+            atexit.register(store.close)
+        atexit.register(disconnect)  # before the store is closed
 
     def wait_until_all_joined(self) -> None:
         with self._explained("joined"):
@@ -85,11 +86,7 @@ class Meeting:
 
 
 def join_store(timeout_s: float) -> Any:
-    """Returns a new connection to the store at which the ranks meet.
-
-    It is the control server of our launcher, which gives its address in MASTER_ADDR and the number of the meeting in
-    MASTER_PORT, or torch's store of another launcher's making.
-    """
+    """Returns a new connection to the store at which the ranks meet; in our control server, MASTER_PORT numbers it."""
     place, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address, timeout = Address.parse(place), datetime.timedelta(seconds=timeout_s)
     if address is None:
@@ -107,16 +104,15 @@ def _store_for_nccl(store: Any, rank: int, world: int) -> Any:
     then what those threads would read once a second, whether to dump what they know, is turned off.
     """
     address = Address.parse(os.environ["MASTER_ADDR"])
-    if address is None:
-        return _C10D.PrefixStore(_WORLD, store)
-    if not address.is_path:
+    if address is not None and address.is_path:
+        # Ranks may meet again, and a file that is left from before would mislead them.
+        number = store.add(f"paceline nccl {rank}", 1)
+        file = Path(address.host).with_name(f"nccl-{os.environ['MASTER_PORT']}-{number}")
+        store = _C10D.FileStore(str(file), world)
+    elif address is not None:
         for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
             os.environ.setdefault(name, "0")
-        return _C10D.PrefixStore(_WORLD, store)
-    # Ranks may meet again, and a file that is left from before would mislead them.
-    number = store.add(f"paceline nccl {rank}", 1)
-    file = Path(address.host).with_name(f"nccl-{os.environ['MASTER_PORT']}-{number}")
-    return _C10D.PrefixStore(_WORLD, _C10D.FileStore(str(file), world))
+    return _C10D.PrefixStore(_WORLD, store)
 
 
 def does_first_rank_hold_store() -> bool:
@@ -126,10 +122,7 @@ def does_first_rank_hold_store() -> bool:
 
 
 def _own_store(world: int, timeout: datetime.timedelta) -> Any:
-    """Makes torch's store on rank 0, where a foreign launcher leaves that to it; None where the launcher has one.
-
-    It listens at the address in MASTER_ADDR; torch's own would listen at all addresses of this host.
-    """
+    """Makes torch's store on rank 0, at MASTER_ADDR and no other address; None where the launcher has one."""
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not does_first_rank_hold_store():
         return None
@@ -142,13 +135,6 @@ def _own_store(world: int, timeout: datetime.timedelta) -> Any:
         return _C10D.TCPStore(place, port, world, True, **options)
 
 
-def _leave(store: ControlStore | None) -> None:
-    """Leaves the group at the end of the process, until when a store of ours is kept: see ``ControlStore``."""
-    disconnect()
-    if store is not None:
-        store.close()
-
-
 def disconnect() -> None:
     """Leaves the process group, if there is one. Safe to call twice."""
     if dist.is_initialized():
@@ -158,9 +144,8 @@ def disconnect() -> None:
 def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
-    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
-    this one leaves. So each says in the store that it has joined, and waits until all have. Ranks may meet again in the
-    store of a launcher, so meetings are numbered.
+    Torch makes a group on a rank as soon as this one is connected: others may still be connecting, and fail if it
+    leaves. Ranks may meet again in the store of a launcher, so meetings are numbered.
     """
     rank, inner = dist.get_rank(), store
     while isinstance(inner, _C10D.PrefixStore):

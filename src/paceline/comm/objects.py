@@ -4,9 +4,7 @@ An object travels as bytes that are only data: what another rank sends is rebuil
 
     8 bytes, how long the text is; text (JSON); what the text refers to by place and length (tensors, arrays, bytes)
 
-A pickle says which functions to call; this says what a value is. Containers, numbers, texts, tensors, arrays, paths,
-enums, dataclasses, named tuples, configs and our errors are known. Of classes, only those are rebuilt that this process
-has loaded already, without a call of their constructors.
+Of classes, only those are rebuilt that this process has loaded already, without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ _PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
 
 
 def to_bytes(value: object) -> bytes:
-    """Returns a value as bytes. Raises UsageError for what is not plain data."""
     writer = _Writer()
     text = json.dumps(writer.write(value), separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "big"), text, *writer.parts])
@@ -60,7 +57,7 @@ class _Writer:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:
-            return [self.write(each) for each in value]
+            return self.all(value)
         for kind, (is_one, describe, _) in _KINDS.items():
             if is_one(value):
                 return {kind: describe(self, value)}
@@ -76,7 +73,7 @@ class _Writer:
         return [self.write(each) for each in values]
 
     def pairs(self, values: dict[Any, Any]) -> list[Any]:
-        return [[self.write(key), self.write(each)] for key, each in values.items()]
+        return [self.all(pair) for pair in values.items()]
 
     def part(self, content: bytes) -> list[int]:
         self.parts.append(content)
@@ -171,7 +168,6 @@ def _name(cls: type) -> str:
 
 
 def _class(name: str, is_right: Callable[[type], bool]) -> Any:
-    """Returns a class that this process has loaded, if it is of the right kind."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -205,10 +201,6 @@ def _is_just(cls: type) -> Callable[[Any], bool]:
     return lambda value: type(value) is cls
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, PacelineError))
-
-
 # By kind: which values are of it, how a writer describes them, how a reader rebuilds them.
 _Kind: TypeAlias = tuple[Callable[[Any], bool], Callable[[_Writer, Any], Any], Callable[[_Reader, Any], Any]]
 _KINDS: dict[str, _Kind] = {
@@ -229,9 +221,9 @@ _KINDS: dict[str, _Kind] = {
     "device": (_is(torch.device), lambda _, value: str(value), lambda _, content: torch.device(content)),
     "complex": (_is_just(complex), lambda _, value: [value.real, value.imag], lambda _, content: complex(*content)),
     "range": (_is_just(range), lambda _, value: [value.start, value.stop, value.step], lambda _, ends: range(*ends)),
-    "record": (_is_record, _Writer.record, _Reader.record),
-    "model": (lambda value: _is_model(type(value)), _Writer.model, _Reader.model),
     "error": (_is(PacelineError), _Writer.error, _Reader.error),
+    "record": (lambda value: dataclasses.is_dataclass(type(value)), _Writer.record, _Reader.record),
+    "model": (lambda value: _is_model(type(value)), _Writer.model, _Reader.model),
 }
 
 
@@ -305,7 +297,6 @@ def _empty(comm: Communicator, numel: int, dtype: torch.dtype = torch.uint8) -> 
 
 
 def _to_bytes(value: object, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a value as bytes, and how many these are."""
     raw = np.frombuffer(to_bytes(value), dtype=np.uint8).copy()
     device = control_device(comm)
     return torch.from_numpy(raw).to(device), torch.tensor([len(raw)], dtype=torch.int64, device=device)
@@ -319,19 +310,15 @@ def mean(total: float | torch.Tensor, count: float | torch.Tensor, comm: Communi
     """Returns the sum of ``total`` over all ranks by the sum of ``count``: the same number on every rank.
 
     ``total`` is a *sum* over this rank's samples (or tokens), of which there are ``count``, perhaps none. All ranks
-    call it. A mean of the ranks' means would weigh the samples of a small batch more. Added up in float64.
-
-    Raises UsageError where no rank has a sample, or what is given is not one number.
+    call it. Added up in float64. Raises UsageError where no rank has a sample, or what is given is not one number.
     """
     values = [torch.as_tensor(value).detach() for value in (total, count)]
     if any(value.numel() != 1 for value in values):
-        shapes = [list(value.shape) for value in values]
         raise UsageError(
-            f"a mean of tensors of the shapes {shapes[0]} and {shapes[1]}\n"
+            f"a mean of tensors of the shapes {list(values[0].shape)} and {list(values[1].shape)}\n"
             "  a total and a count are one number each\n  sum over the samples first: total=losses.sum()"
         )
-    device = control_device(comm)
-    sums = torch.stack([value.reshape(()).to(device, torch.float64) for value in values])
+    sums = torch.stack([value.reshape(()).to(control_device(comm), torch.float64) for value in values])
     comm.all_reduce(sums).wait()
     added, samples = sums.tolist()
     if samples == 0 or math.isnan(samples):
@@ -346,23 +333,19 @@ _ROUNDS = 10
 
 
 def clock_offset(comm: Communicator, read: Callable[[], float] = time.time) -> tuple[float, float]:
-    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong. All ranks call it.
-
-    Costs ``2 x rounds`` messages a rank, one rank after the other. ``read`` reads the clock.
-    """
+    """Returns how far this rank's clock is ahead of rank 0's, and the largest error. All call it; 20 messages each."""
     best = (float("inf"), 0.0)
+    ball = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for rank in range(1, comm.size):
         for _ in range(_ROUNDS):
             if comm.rank == 0:
-                ping = torch.zeros(1, dtype=torch.float64, device=comm.device)
-                comm.recv(ping, rank).wait()
-                ping.fill_(read())
-                comm.send(ping, rank).wait()
+                comm.recv(ball, rank).wait()
+                ball.fill_(read())
+                comm.send(ball, rank).wait()
             elif comm.rank == rank:
-                pong = torch.zeros(1, dtype=torch.float64, device=comm.device)
                 start = read()
-                comm.send(pong, 0).wait()
-                comm.recv(pong, 0).wait()
-                reading, end = float(pong.item()), read()
+                comm.send(ball, 0).wait()
+                comm.recv(ball, 0).wait()
+                reading, end = float(ball.item()), read()
                 best = min(best, (end - start, (start + end) / 2 - reading))
     return (0.0, 0.0) if comm.rank == 0 else (best[1], best[0] / 2)

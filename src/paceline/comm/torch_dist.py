@@ -1,6 +1,5 @@
 """Ranks as processes: NCCL and Gloo through ``torch.distributed``, or shared memory on one host.
 
-``connect()`` reads the environment that torchrun (or any launcher of its kind) sets, and is a world of one without it.
 On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on Gloo it blocks the caller.
 
 Over Gloo, some collectives are messages between all pairs of ranks:
@@ -41,26 +40,7 @@ _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
 _WHOLE_TAG = 2**30 + 2
 _WORD = 16  # bytes: memory of any dtype is made of whole ones
-
-
-class _Scratch:
-    """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for ``numel`` elements, at least."""
-        num_bytes = numel * dtype.itemsize
-        for piece in self._free:
-            if piece.numel() >= num_bytes:
-                self._free.remove(piece)
-                return piece.view(dtype)
-        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
-
-    def give_back(self, piece: torch.Tensor) -> None:
-        """Keeps memory for the next one, if it is among the two largest."""
-        self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
+_C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +53,6 @@ class ExchangeWork:
     combine: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Returns when everything has come, is added up, and has left. Safe to call twice."""
         for work in self.receives:
             work.wait(self.timeout)
         if self.combine is not None:
@@ -84,21 +63,29 @@ class ExchangeWork:
 
 
 class GlooExchanges:
-    """The collectives of one rank of a Gloo group, on flat tensors."""
+    """The collectives of one rank of a Gloo group, on flat tensors.
+
+    The two largest pieces of memory for what arrives stay: to touch new memory costs as much as to fill it.
+    """
 
     def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
-        self._group = group
-        self._rank = rank
-        self._size = size
+        self._group, self._rank, self._size = group, rank, size
         self._others = [(rank + step) % size for step in range(1, size)]  # its neighbour first: not all to the same one
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._scratch = _Scratch()
+        self._free: list[torch.Tensor] = []
+
+    def _take_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        for piece in self._free:
+            if piece.numel() >= num_bytes:
+                self._free.remove(piece)
+                return piece.view(dtype)
+        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Reduces the ranks' ``whole`` tensors, of floating point, to this rank's slice of the result."""
-        length, is_first = output.numel(), self._rank == 0
+        length = output.numel()
         pieces = list(whole.view(self._size, length))
-        memory = self._scratch.take((self._size - 1) * length, whole.dtype)
+        memory = self._take_memory((self._size - 1) * length, whole.dtype)
         slices = list(pieces)
         for place, other in enumerate(self._others):
             slices[other] = memory[place * length : (place + 1) * length]
@@ -106,13 +93,12 @@ class GlooExchanges:
         sends = [self._group.send([pieces[other]], other, _SLICE_TAG) for other in self._others]
 
         def combine() -> None:
-            _combine(slices, output, op, is_first=is_first)
-            self._scratch.give_back(memory)
+            self._reduce(slices, output, op)
+            self._free = sorted([*self._free, memory.view(torch.uint8)], key=lambda each: -each.numel())[:2]
 
         return ExchangeWork(receives, sends, self._timeout, combine)
 
     def all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> ExchangeWork:
-        """Puts every rank's ``piece`` into its place in ``whole``."""
         places = list(whole.view(self._size, piece.numel()))
         if places[self._rank].data_ptr() != piece.data_ptr():
             places[self._rank].copy_(piece)
@@ -121,27 +107,20 @@ class GlooExchanges:
         return ExchangeWork(receives, sends, self._timeout)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Replaces a small ``tensor`` by the reduction over two ranks."""
-        arriving, (other,), is_first = torch.empty_like(tensor), self._others, self._rank == 0
+        arriving, (other,) = torch.empty_like(tensor), self._others
         receive = self._group.recv([arriving], other, _WHOLE_TAG)
         send = self._group.send([tensor], other, _WHOLE_TAG)
 
         def combine() -> None:
             send.wait(self._timeout)  # what leaves is overwritten
-            _combine([tensor, arriving] if is_first else [arriving, tensor], tensor, op, is_first=is_first)
+            self._reduce([tensor, arriving] if self._rank == 0 else [arriving, tensor], tensor, op)
 
         return ExchangeWork([receive], [], self._timeout, combine)
 
-
-def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
-    """Reduces the slices in rank order into ``output``, which may be this rank's own one.
-
-    That one is read only, until the last step: the others' are free to hold what has been summed so far.
-    """
-    free = slices[1] if is_first else slices[0]
-    reduce_in_order(
-        slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
-    )
+    def _reduce(self, slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces the slices in rank order into ``output``, which may be this rank's own, in the memory of another."""
+        free = slices[self._rank == 0]
+        reduce_in_order(slices, op, output, lambda to: free if to == free.dtype else torch.empty_like(free, dtype=to))
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -158,12 +137,12 @@ Group: TypeAlias = Communicator | dist.ProcessGroup
 def connect(
     backend: Backend = "auto", *, device: str | torch.device | None = None, timeout_s: float = 300.0
 ) -> Communicator:
-    """Joins the ranks that a launcher started, or makes a world of one where none did.
+    """Joins the ranks that a launcher such as torchrun started, or makes a world of one where none did.
 
-    Returns on no rank before all have joined, so that a rank with little to do may leave at once. ``auto`` takes
-    NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there is room for it,
-    or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others do not come within
-    ``timeout_s``, or the ranks cannot share the memory that was asked for.
+    Returns on no rank before all have joined. ``auto`` takes NCCL where this rank has a GPU to itself; else shared
+    memory, if all ranks are on one host and there is room for it, or Gloo. Raises CommunicationError when the
+    launcher's environment is incomplete, the others do not come within ``timeout_s``, or the ranks cannot share the
+    memory that was asked for.
     """
     where = _device(device, backend)
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not dist.is_initialized():
@@ -209,13 +188,10 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
 
 
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a torch process group as a communicator; None: all ranks. A communicator is returned as it is.
-
-    Raises UsageError for what is no group, and on a rank that is not a member of it.
-    """
+    """Returns a torch process group, or all ranks, as a communicator. Raises UsageError outside it, or for no group."""
     if is_outside(group):
         raise UsageError(
-            "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"
+            "this rank is not a member of the group\n  only members call a collective\n  leave it out here"
         )
     if group is None:
         if not dist.is_initialized():
@@ -265,10 +241,7 @@ class _TorchWork:
     __slots__ = ("_comm", "_kind", "_tensors", "_work")
 
     def __init__(self, work: Any, comm: TorchCommunicator, kind: str, *tensors: torch.Tensor) -> None:
-        self._work = work
-        self._comm = comm
-        self._kind = kind
-        self._tensors: tuple[torch.Tensor, ...] = tensors
+        self._work, self._comm, self._kind, self._tensors = work, comm, kind, tensors
 
     def wait(self) -> None:
         try:
@@ -279,8 +252,6 @@ class _TorchWork:
 
 
 class TorchCommunicator(Communicator):
-    """A ``torch.distributed`` process group behind the communicator protocol."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
@@ -326,25 +297,24 @@ class TorchCommunicator(Communicator):
         sizes = {"output_split_sizes": theirs, "input_split_sizes": ours}
         return self._start("all_to_all", dist.all_to_all_single, output, tensor, **sizes)
 
-    def _send(self, call: Call) -> Work:
-        """Sends a message. NCCL has no tags: there, order alone matches."""
-        kind, tensor = f"send to rank {self.ranks[call.peer]}", call.tensor.detach()
+    def _message(self, call: Call) -> Work:
+        """Sends or receives. NCCL has no tags: there, order alone matches."""
+        is_send, tensor = call.kind == "send", call.tensor.detach()
+        kind = f"{'send to' if is_send else 'recv from'} rank {self.ranks[call.peer]}"
+        verb = dist.isend if is_send else dist.irecv
         if self._is_nccl:
-            return self._attempt(kind, self._nccl_message, dist.isend, tensor, call.peer)
-        return self._attempt(kind, dist.isend, tensor, group=self._group, tag=call.tag, group_dst=call.peer)
+            return self._attempt(kind, self._nccl_message, verb, tensor, call.peer)
+        other = {"group_dst" if is_send else "group_src": call.peer}
+        return self._attempt(kind, verb, tensor, group=self._group, tag=call.tag, **other)
 
-    def _recv(self, call: Call) -> Work:
-        kind, tensor = f"recv from rank {self.ranks[call.peer]}", call.tensor.detach()
-        if self._is_nccl:
-            return self._attempt(kind, self._nccl_message, dist.irecv, tensor, call.peer)
-        return self._attempt(kind, dist.irecv, tensor, group=self._group, tag=call.tag, group_src=call.peer)
+    _send = _recv = _message
 
     def _nccl_message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
         """Sends or receives: each pair of ranks has a group of its own, and each message is a batch of one.
 
         A communicator of NCCL has one stream, on which a message waits for those before it, whoever they are for: ranks
         that all send to their neighbour first would wait for one another. Outside a batch torch makes a communicator
-        for each pair by itself, with a warning. Made here, and used in batches, it is the same one without.
+        for each pair by itself, with a warning.
         """
         group, peer = self._group, other
         # One that is connected as a whole has no groups of pairs: they would need all ranks of the world.
@@ -352,8 +322,7 @@ class TorchCommunicator(Communicator):
             if other not in self._pairs:  # both find it under one name, whoever needs it first
                 places = sorted({self.rank, other})
                 name = f"messages {places} of {group.group_name}"
-                made: Any = dist.distributed_c10d._world.pg_names
-                known = next((each for each, its_name in made.items() if its_name == name), None)
+                known = next((each for each, its_name in _C10D._world.pg_names.items() if its_name == name), None)
                 members = [self.ranks[place] for place in places]
                 self._pairs[other] = known or _make_group(name, members, self._timeout_s)
             group, peer = self._pairs[other], int(self.rank < other)
@@ -369,8 +338,13 @@ class TorchCommunicator(Communicator):
         members = [self.ranks[r] for r in ranks]
         if len(members) == 1:
             return SoloCommunicator(self.device, world_rank=members[0])
+        # ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups
+        # that the process has made so far: members that differ in it would wait in vain. So it is named here, after its
+        # members and how many groups these have already.
+        stem = f"paceline {members} "
+        number = sum(each.startswith(stem) for each in _C10D._world.pg_names.values())
         try:
-            group = _new_group(members, self._timeout_s)
+            group = _make_group(f"{stem}{number}", members, self._timeout_s)
         except RuntimeError as error:
             raise self._explain(f"split({list(ranks)})", error) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
@@ -396,37 +370,16 @@ class TorchCommunicator(Communicator):
         return CommunicationError(f"{head}\n  {first}")
 
 
-def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes a group in the order of ``members``, who alone call this. Over Gloo they go on together.
-
-    ``dist.new_group`` sorts the ranks, and names a group that only its members make after the number of groups that
-    the process has made so far: members that differ in it look for one another under two names, and wait in vain. So
-    the group is named here, after its members and how many groups these have already.
-    """
-    c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    stem = f"paceline {members} "
-    name = f"{stem}{sum(each.startswith(stem) for each in c10d._world.pg_names.values())}"
-    return _make_group(name, members, timeout_s)
-
-
 def _make_group(name: str, members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Makes the group of a name that all members have agreed on."""
-    c10d: Any = dist.distributed_c10d
-    store, timeout = c10d._get_default_store(), datetime.timedelta(seconds=timeout_s)
+    """Makes the group of ``members``, in that order, who alone call this. Over Gloo they go on together."""
+    store, timeout = _C10D._get_default_store(), datetime.timedelta(seconds=timeout_s)
+    place, backend = members.index(dist.get_rank()), dist.Backend(dist.get_backend())
     group: dist.ProcessGroup
     with threads_that_do_not_preempt():
-        group, _ = c10d._new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            dist.Backend(dist.get_backend()),
-            store,
-            name,
-            timeout=timeout,
-        )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+        group, _ = _C10D._new_process_group_helper(len(members), place, members, backend, store, name, timeout=timeout)
+    _C10D._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
-        wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
+        wait_until_all_joined(_C10D.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
 
 

@@ -17,7 +17,7 @@ Issued: TypeAlias = tuple[str, int, tuple[int, ...], float, Mark | float]
 """An operation on its way: kind, bytes, group, and when it was issued, as the host and as the device has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TracedOperation:
     """One operation of one rank. ``end_s`` is when this rank's wait for it returned."""
 
@@ -44,8 +44,7 @@ class Trace:
 
     def __init__(self, device: torch.device, *, keep: bool = False, clock: Clock | None = None) -> None:
         """Reads the time of ``clock``; None: of the device."""
-        self.keep = keep
-        self.clock = clock
+        self.keep, self.clock = keep, clock
         self.operations: list[TracedOperation] = []
         self.num_operations: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
@@ -72,7 +71,6 @@ class Trace:
         return self.mark()
 
     def end_wait(self, start: Mark | None) -> None:
-        """Records a wait of the compute, which goes on."""
         if start is not None:
             self._is_waiting = False
             self.waits.append((start, self.mark()))
@@ -108,7 +106,6 @@ class Trace:
             total.seconds += seconds_between(start, end)
 
     def finish(self, issued: Issued | None) -> None:
-        """Notes that an operation has ended; keeps it, if operations are kept."""
         if issued is None:
             return
         if self.adds_up and len(issued[2]) > 1:
@@ -116,8 +113,4 @@ class Trace:
             if len(self._ended) >= _MOST_ENDED:  # nobody has asked for long
                 self._add_up(wait=False)
         if self.keep:
-            kind, num_bytes, group, start_s, _ = issued
-            end_s = time.perf_counter()
-            self.operations.append(
-                TracedOperation(kind=kind, num_bytes=num_bytes, group=group, start_s=start_s, end_s=end_s)
-            )
+            self.operations.append(TracedOperation(*issued[:4], time.perf_counter()))

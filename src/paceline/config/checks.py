@@ -12,15 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
-from paceline.config import data_checks, train_checks
-from paceline.config.batch import check_batch
+from paceline.config import data_sections as sections
+from paceline.config import train_checks
+from paceline.config.data_sections import known_shape, sources_of
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
-from paceline.config.layout import layout_problems
+from paceline.config.layout import check_batch, layout_problems
 from paceline.config.schema import Config, ParallelConfig
-from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems
+from paceline.config.sections import GPTModelConfig, ModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
+from paceline.config.suggest import near_files, nearest
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
@@ -31,42 +33,26 @@ _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file
 _MOST_GROWTH = 4  # of a batch that is suggested
 
 
-class _BrokenSectionError(Exception):
-    """A rule reads a section that is broken."""
-
-
-class _SoundSections(SimpleNamespace):
-    def __getattr__(self, name: str) -> Any:
-        raise _BrokenSectionError(name)
-
-
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
     if sections is None:
         found = [problem for check in CHECKS for problem in check(config)]
     else:
-        found, sound = [], cast(Config, _SoundSections(**{name: getattr(config, name) for name in sections}))
+        found, sound = [], cast(Config, SimpleNamespace(**{name: getattr(config, name) for name in sections}))
         for check in CHECKS:
-            with contextlib.suppress(_BrokenSectionError):
+            with contextlib.suppress(AttributeError):  # it reads a section that is broken
                 found += list(check(sound))
     ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
     return found + layout_problems(config, ranks, node_ranks=0, sections=sections)
 
 
 def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> list[Problem]:
-    """Lists what this number of ranks, ``node_ranks`` of them on a host (None: all), breaks.
-
-    For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
-    """
-    of_ranks = layout_problems(config, ranks, node_ranks, only_of="ranks")
-    return [*of_ranks, *_batch_problems(config, ranks)]
+    """Lists what this number of ranks, ``node_ranks`` of them on a host (None: all), breaks."""
+    return [*layout_problems(config, ranks, node_ranks, only_of="ranks"), *_batch_problems(config, ranks)]
 
 
 def check_hosts(config: Config, each: int, hosts: range) -> list[Problem]:
-    """Lists what any of these numbers of hosts, with ``each`` ranks on every one, breaks.
-
-    Hosts may come and go during a run, and its batch stays: it is divided among the ranks of every number of them.
-    """
+    """Lists what any of these numbers of hosts, with ``each`` ranks on every one, breaks: the batch stays."""
     found = {problem.what: problem for count in hosts for problem in check_ranks(config, each * count, each)}
     whole, batch = math.lcm(*(each * count for count in hosts)), config.train.global_batch
     if len(hosts) == 1 or batch is None or batch % whole == 0:
@@ -93,61 +79,45 @@ def check_name(config: Config) -> Iterator[Problem]:
     is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
     if not is_plain or not name.isprintable() or re.search(r'[/\\:<>"|?*]', name):
         plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
-        yield Problem(
-            what=f"name = {name!r} is not a plain folder name",
-            rule="the run is kept in monitor.folder/name, so a name has no path separators and is short",
-            fix=f"try name = {plain}, and set monitor.folder for the place",
-        )
+        what = f"name = {name!r} is not a plain folder name"
+        rule = "the run is kept in monitor.folder/name, so a name has no path separators and is short"
+        yield Problem(what=what, rule=rule, fix=f"try name = {plain}, and set monitor.folder for the place")
 
 
 def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
     """Lists why the batch cannot be divided among the ranks; None: among any number of them."""
     train, parallel = config.train, config.parallel
     if train.microbatch == "auto" and train.accumulate is not None:
-        problem = Problem(
-            what=f"train.microbatch = auto with train.accumulate = {train.accumulate}",
-            rule="global_batch = microbatch x accumulate x ranks: what is found decides accumulate",
-            fix="remove train.accumulate, or give train.microbatch",
-        )
-        return [problem]
-    microbatch = None if train.microbatch == "auto" else train.microbatch
-    if parallel.strategy == "auto" and not _is_split(parallel):  # how many ranks share the batch is not decided yet
-        return check_batch(train.global_batch, microbatch, train.accumulate, None)
-    if not _is_split(parallel):
-        return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
+        what = f"train.microbatch = auto with train.accumulate = {train.accumulate}"
+        rule = "global_batch = microbatch x accumulate x ranks: what is found decides accumulate"
+        return [Problem(what=what, rule=rule, fix="remove train.accumulate, or give train.microbatch")]
+    batch = (train.global_batch, None if train.microbatch == "auto" else train.microbatch, train.accumulate)
+    if not _is_split(parallel):  # with auto, how many ranks share the batch is not decided yet
+        return check_batch(*batch, None if parallel.strategy == "auto" else ranks)
     if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
         return []  # the rules of the degrees report it
     data = parallel.data if ranks is None else ranks // (parallel.pipeline * parallel.tensor)
-    return check_batch(train.global_batch, microbatch, train.accumulate, data, ranks_key="parallel.data")
+    return check_batch(*batch, data, ranks_key="parallel.data")
 
 
-def check_gpt_size(config: Config) -> Iterator[Problem]:
+def check_gpt(config: Config) -> Iterator[Problem]:
     model = config.model
-    if not isinstance(model, GPTModelConfig) or model.size is not None:
+    if not isinstance(model, GPTModelConfig):
         return
-    if missing := [name for name in ("layers", "heads", "width") if getattr(model, name) is None]:
-        yield Problem(
-            what=f"a gpt without model.size lacks {', '.join('model.' + name for name in missing)}",
-            rule="layers, heads and width are given, or come from the size",
-            fix="try model.size = gpt-micro, or set them",
-        )
-
-
-def check_gpt_heads(config: Config) -> Iterator[Problem]:
-    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    if shape is not None:
-        is_rotary = shape.positions == "rotary"
-        yield from head_problems(width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, is_rotary=is_rotary)
+    if shape := gpt_shape(model):
+        yield from head_problems(shape)
+        return
+    missing = [f"model.{name}" for name in ("layers", "heads", "width") if getattr(model, name) is None]
+    what = f"a gpt without model.size lacks {', '.join(missing)}"
+    rule = "layers, heads and width are given, or come from the size"
+    yield Problem(what=what, rule=rule, fix="try model.size = gpt-micro, or set them")
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.sharding_strategy == "auto":  # else it has been read as the strategy
-        yield Problem(
-            what=f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}",
-            rule="it is an older way to write parallel.strategy = auto",
-            fix="remove one of them",
-        )
+        what = f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}"
+        yield Problem(what=what, rule="it is an older way to write parallel.strategy = auto", fix="remove one of them")
     if parallel.strategy != "auto":
         return
     needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor"}
@@ -158,11 +128,9 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         degree = needs.get(key, key)
         rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
         is_older = "sharding_strategy" in parallel.model_fields_set
-        yield Problem(
-            what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}",
-            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
-            fix=f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}"),
-        )
+        rule = "auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs"
+        fix = f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}")
+        yield Problem(what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}", rule=rule, fix=fix)
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
@@ -174,46 +142,158 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
         yield no_effect("parallel.schedule_file", file, "with parallel.pipeline = 1", rule, instead)
     for key, default in {"schedule": "1f1b", "chunks": None}.items():
         if getattr(parallel, key) != default:
-            yield Problem(
-                what=f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given",
-                rule="the file says what each rank does, and with which stages",
-                fix=f"remove parallel.{key}, or parallel.schedule_file",
-            )
+            what = f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given"
+            fix = f"remove parallel.{key}, or parallel.schedule_file"
+            yield Problem(what=what, rule="the file says what each rank does, and with which stages", fix=fix)
     if not Path(file).is_file():
         kind = "a CSV file as paceline schedule --csv writes"
-        yield data_checks.no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
+        yield no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
     if _is_split(config.parallel) and config.train.microbatch == "auto":
-        yield Problem(
-            what=f"train.microbatch = auto with {_degrees(config.parallel)}",
-            rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
-            fix=f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number",
-        )
+        asked = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}
+        degrees = " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
+        rule = "a pass is one of several ranks together, so that one of them cannot try how much fits"
+        fix = f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number"
+        yield Problem(what=f"train.microbatch = auto with {degrees}", rule=rule, fix=fix)
 
 
 def _is_split(parallel: ParallelConfig) -> bool:
     return parallel.pipeline > 1 or parallel.tensor > 1
 
 
-def _degrees(parallel: ParallelConfig) -> str:
-    asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
-    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
+_WITH_CONTEXT = (
+    sections.TextDataConfig,
+    sections.TokensDataConfig,
+    sections.SyntheticTokensDataConfig,
+    sections.RowsDataConfig,
+)
+_ROWS = ("jsonl", "parquet", "hf_dataset")
+_OWN = ("factory", "stream")
+_FITTING_DATA = {
+    "mlp": ("digits", "synthetic_classification", "synthetic_images", "images", *_ROWS, *_OWN),
+    "resnet": ("synthetic_images", "images", *_OWN),
+    "gpt": ("text", "tokens", "synthetic_tokens", *_ROWS, *_OWN),
+}
+_OF_THE_WHOLE = ("shuffle", "last_batch", "workers", "prefetch", "worker_start")
+
+
+def check_model_reads_data(config: Config) -> Iterator[Problem]:
+    model = config.model.kind
+    for place, source in sources_of(config.data).items():
+        data = source.kind
+        fitting = _FITTING_DATA.get(model, (data,))
+        if data not in fitting:
+            models = [each for each, kinds in _FITTING_DATA.items() if data in kinds]
+            written = [f"{{kind: {each}{', size: gpt-micro' if each == 'gpt' else ''}}}" for each in models]
+            what = f"model.kind = {model} cannot read {place}.kind = {data}"
+            fix = f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(written)}"
+            yield Problem(what=what, rule=f"{model} reads {', '.join(fitting)}", fix=fix)
+
+
+def check_mixture(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not isinstance(data, sections.MixtureDataConfig):
+        return
+    for name in data.weights.keys() - data.sources.keys():
+        near = nearest(name, tuple(data.sources))
+        what = f"data.weights.{name} is the weight of no source"
+        fix = f"did you mean data.weights.{near}?" if near else "remove it, or add the source"
+        yield Problem(what=what, rule=f"the sources are {', '.join(data.sources)}", fix=fix)
+    for place, source in sources_of(data).items():
+        for key in _OF_THE_WHOLE:
+            value = getattr(source, key)
+            if value != type(source).model_fields[key].default:
+                rule = "batches of a mixture are read and ordered together"
+                yield no_effect(f"{place}.{key}", value, "in a source of a mixture", rule, f"set data.{key}")
+
+
+def check_documents(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    for place, source in sources_of(config.data).items():
+        if not isinstance(source, sections.TokensDataConfig):
+            continue
+        if source.documents == "joined":
+            if source.end_token is not None:
+                where, rule = f"with {place}.documents = joined", "it says where attention begins anew"
+                yield no_effect(f"{place}.end_token", source.end_token, where, rule, f"set {place}.documents = apart")
+            continue
+        with_what = ""
+        if config.model.kind != "gpt":
+            with_what = f"model.kind = {config.model.kind}"
+        elif _is_split(parallel):
+            with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
+        if with_what:
+            yield Problem(
+                what=f"{place}.documents = apart with {with_what}",
+                rule="the blocks of a gpt are handed the ends of documents; other models, stages of a pipeline and "
+                "tensor ranks are handed nothing but the stream",
+                fix=f"set {place}.documents = joined, or shard a gpt with parallel.strategy = fsdp",
+            )
+
+
+def check_model_dimensions(config: Config) -> Iterator[Problem]:
+    if not any(check_model_reads_data(config)):
+        yield from dimension_problems(config.model, known_shape(config.data))
+
+
+def dimension_problems(model: ModelConfig, shape: sections.DataShape) -> Iterator[Problem]:
+    """Yields the dimensions of a model that do not fit the data, where both are known; outputs may be more."""
+    exact = {"input_dim": (shape.features, "features of a sample")}
+    exact["in_channels"] = shape.channels, "channels of an image"
+    least = {"num_classes": (shape.classes, "classes"), "vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
+    for key, (known, meaning) in (exact | least).items():
+        given, what, rule = getattr(model, key, None), "", ""
+        if given is not None and known is not None and key in exact and given != known:
+            what, rule = f"model.{key} = {given}, but the data has {known} {meaning}", "they are the same number"
+        elif given is not None and known is not None and given < known:
+            what, rule = f"model.{key} = {given} is fewer than the data's {known} {meaning}", "each needs an output"
+        if what:
+            yield Problem(what=what, rule=rule, fix=f"set model.{key} = {known}, or leave it out")
+
+
+def check_context(config: Config) -> Iterator[Problem]:
+    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
+    for place, source in sources_of(config.data).items():
+        if shape is None or not isinstance(source, _WITH_CONTEXT):
+            continue
+        context = source.context
+        if not shape.context and context is None:
+            what = f"neither model.context nor {place}.context is given"
+            rule = "the length of a sample comes from one of them, or from model.size"
+            yield Problem(what=what, rule=rule, fix="try model.context = 128")
+        elif shape.context and context is not None and context > shape.context:
+            what = f"model.context = {shape.context} is smaller than {place}.context = {context}"
+            fix = f"set model.context = {context}, or {place}.context = {shape.context}"
+            yield Problem(what=what, rule="a sample must fit into the model's context", fix=fix)
+
+
+def check_text_file(config: Config) -> Iterator[Problem]:
+    for place, source in sources_of(config.data).items():
+        if source.kind == "text" and source.path is not None and not Path(source.path).expanduser().is_file():
+            otherwise = "leave it out to train on Python's documentation"
+            yield no_file(f"{place}.path", source.path, "a text file", otherwise)
+
+
+def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
+    near = near_files(Path(path))
+    what = f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}"
+    rule = f"it is {kind}, and a relative path starts at {Path.cwd()}"
+    return Problem(what=what, rule=rule, fix=f"did you mean {' or '.join(near)}?" if near else otherwise)
 
 
 CHECKS: tuple[Check, ...] = (
     train_checks.check_metric_names,
     check_name,
     train_checks.check_trackers,
-    data_checks.check_mixture,
-    data_checks.check_documents,
-    data_checks.check_model_reads_data,
-    data_checks.check_model_dimensions,
-    check_gpt_size,
-    check_gpt_heads,
-    data_checks.check_context,
-    data_checks.check_text_file,
+    check_mixture,
+    check_documents,
+    check_model_reads_data,
+    check_model_dimensions,
+    check_gpt,
+    check_context,
+    check_text_file,
     _refuse(
         when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
         what="comm.backend = nccl with parallel.device = cpu",

@@ -169,13 +169,8 @@ class DataShape:
 
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
-
-    ``class_names`` are those of the classes, by their numbers.
-
-    ``end_token`` is what documents end with that a model keeps apart.
-
-    ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
-    count in bytes: 0 to 255.
+    ``end_token`` ends documents that a model keeps apart. ``mean`` and ``std``, in bytes (0 to 255), one for each
+    channel or one for all, ask for images of bytes to be normalised.
     """
 
     kind: Literal["classes", "tokens", "custom"]
@@ -205,7 +200,6 @@ class DataShape:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Returns a list of numbers; none of what is no list of numbers."""
     try:
         return [float(each) for each in values]
     except (TypeError, ValueError):
@@ -236,16 +230,23 @@ def may_ignore(data: DataConfig) -> bool:
 
 
 def known_shape(data: DataConfig) -> DataShape:
-    """Returns what is known of the data from its config; ``None`` where they must be read."""
-    if isinstance(data, MixtureDataConfig):
-        return _known_together([known_shape(source) for source in data.sources.values()])
+    if isinstance(data, MixtureDataConfig):  # what all sources have in common, and the largest vocabulary
+        shapes = [known_shape(source) for source in data.sources.values()]
+        found: dict[str, Any] = {"kind": "custom"}
+        for name in (field.name for field in fields(DataShape)):
+            values = [getattr(shape, name) for shape in shapes]
+            if len(set(values)) == 1:
+                found[name] = values[0]
+            elif name in ("classes", "vocab_size") and None not in values:
+                found[name] = max(values)
+        return DataShape(**found)
     if isinstance(data, DigitsDataConfig):
         return DataShape(kind="classes", features=_DIGIT_PIXELS, classes=10)
     if isinstance(data, SyntheticClassificationDataConfig):
         return DataShape(kind="classes", features=data.features, classes=data.classes)
     if isinstance(data, SyntheticImagesDataConfig):
-        sizes: dict[str, Any] = {"channels": data.channels, "size": data.size, "classes": data.classes}
-        return DataShape(kind="classes", features=data.channels * data.size**2, **sizes)
+        features = data.channels * data.size**2
+        return DataShape(kind="classes", **data.model_dump(include={"channels", "size", "classes"}), features=features)
     if isinstance(data, ImagesDataConfig):
         return DataShape(kind="classes", features=3 * (data.size or IMAGE_SIZE) ** 2, channels=3)
     if isinstance(data, SyntheticTokensDataConfig | TokensDataConfig | RowsDataConfig):
@@ -253,15 +254,3 @@ def known_shape(data: DataConfig) -> DataShape:
     if isinstance(data, TextDataConfig):
         return DataShape(kind="tokens", vocab_size=256 if data.tokens == "bytes" else None, context=data.context)
     return DataShape(kind="custom")
-
-
-def _known_together(shapes: Sequence[DataShape]) -> DataShape:
-    """Returns what is known of a mixture: what all sources have in common, and the largest vocabulary."""
-    found: dict[str, Any] = {"kind": "custom"}
-    for name in (field.name for field in fields(DataShape)):
-        values = [getattr(shape, name) for shape in shapes]
-        if len(set(values)) == 1:
-            found[name] = values[0]
-        elif name in ("classes", "vocab_size") and None not in values:
-            found[name] = max(values)
-    return DataShape(**found)

@@ -7,25 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.data_sections import IMAGE_SIZE, ImagesDataConfig, TextDataConfig, TokensDataConfig, known_shape
-from paceline.config.fields import known_fields
 from paceline.config.hf_folder import image_size, tokenizer_file
-from paceline.config.layout import config_batch, layout_of, why_not_sharded
+from paceline.config.layout import DEFAULT_GLOBAL_BATCH, config_batch, layout_of, peak_learning_rate, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config
 from paceline.config.sections import GPT_DIMENSIONS, GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.config.settings import config_settings
+from paceline.config.suggest import known_fields
 from paceline.plan.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRow:
-    """One value of a config and its origin.
+    """One value of a config and its origin: ``file``, ``override``, ``default`` or ``derived`` and more.
 
-    ``origin`` starts with ``file``, ``override``, ``default`` or ``derived``; ``value`` is ``None`` where it is decided
-    only when the run starts. Keys that start with ``derived.`` are consequences, and cannot be set.
+    ``value`` is ``None`` where the run decides it at its start. ``derived.`` keys are consequences, and cannot be set.
     """
 
     key: str
@@ -36,10 +34,8 @@ class ExplainRow:
 def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[ExplainRow]:
     """Lists every key of a config with its value and origin, derived ones with their formula.
 
-    ``ranks`` is the number of ranks where ``parallel.ranks = auto``, or to see what another number would do. A plain
-    Config knows no files: its keys are ``given`` or ``default``.
-
-    Raises ConfigError when the batch does not fit these ranks.
+    ``ranks`` is their number where ``parallel.ranks = auto``, or to see what another would do. A plain Config knows no
+    files: its keys are ``given`` or ``default``. Raises ConfigError when the batch does not fit these ranks.
     """
     if isinstance(config, LoadedConfig):
         sources, config = config.sources, config.config
@@ -54,10 +50,8 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
     found += [*_ranks(config, known), *_batch(config, known), *_length_and_precision(config)]
     found += [*_learning_rate(config, known), *_offload_and_buckets(config), *_settings(config)]
     derived = {row.key: row for row in found}
-    rows = [
-        derived.pop(key, ExplainRow(key=key, value=value, origin=sources[key]))
-        for key, value in leaf_values(config).items()
-    ]
+    plain = (ExplainRow(key=key, value=value, origin=sources[key]) for key, value in leaf_values(config).items())
+    rows = [derived.pop(row.key, row) for row in plain]
     return rows + list(derived.values())
 
 
@@ -67,27 +61,20 @@ def _row(key: str, value: Any, formula: str) -> ExplainRow:
 
 def _model(config: Config) -> Iterator[ExplainRow]:
     model, shape = config.model, known_shape(config.data)
-    from_data = {
-        "input_dim": shape.features,
-        "num_classes": shape.classes,
-        "in_channels": shape.channels,
-        "vocab_size": shape.vocab_size,
-    }
+    from_data = {"input_dim": shape.features, "num_classes": shape.classes}
+    from_data |= {"in_channels": shape.channels, "vocab_size": shape.vocab_size}
     for key, value in from_data.items():
         if getattr(model, key, 0) is None:
             formula = f"from data.kind = {config.data.kind}" + ("" if value is not None else ", when it is read")
             yield _row(f"model.{key}", value, formula)
-    gpt = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
-    if gpt is None or not isinstance(model, GPTModelConfig):
+    if not isinstance(model, GPTModelConfig) or (gpt := gpt_shape(model)) is None:
         return
     formula = f"model.size = {model.size}" if model.size else "the current family, as model.size is null"
-    for key in GPT_DIMENSIONS:
-        if getattr(model, key) is None and key not in ("context", "vocab_size"):
+    for key in (*(each for each in GPT_DIMENSIONS if each not in ("context", "vocab_size")), "context"):
+        if getattr(model, key) is None and (key != "context" or gpt.context):
             yield _row(f"model.{key}", getattr(gpt, key), formula)
-    if model.context is None and gpt.context:
-        yield _row("model.context", gpt.context, formula)
-    elif model.context is None:
-        yield _row("model.context", shape.context, "data.context")
+        elif getattr(model, key) is None:
+            yield _row("model.context", shape.context, "data.context")
 
 
 def _data(config: Config) -> Iterator[ExplainRow]:
@@ -111,14 +98,14 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     if parallel.strategy == "hybrid" and parallel.shard_ranks is None:
         known = parallel.node_ranks or None
         yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
+    layout = layout_of(config)
     if ranks is not None and parallel.strategy not in ("ddp", "auto"):
         if reason := why_not_sharded(config, ranks):
             yield _row("derived.strategy", "ddp", reason)
-        layout = layout_of(config).for_ranks(ranks)
-        name = "parallel.data" if layout.is_split else "parallel.ranks"
-        text = f"{name} / ranks of a shard group = {layout.data} / {layout.shards}"
-        yield _row("derived.copies_of_the_model", layout.replicas, text)
-    layout = layout_of(config)
+        spread = layout.for_ranks(ranks)
+        name = "parallel.data" if spread.is_split else "parallel.ranks"
+        text = f"{name} / ranks of a shard group = {spread.data} / {spread.shards}"
+        yield _row("derived.copies_of_the_model", spread.replicas, text)
     if layout.is_split and parallel.data is None:
         formula = "parallel.ranks / (parallel.pipeline x parallel.tensor)"
         if ranks is None:
@@ -215,11 +202,9 @@ def _offload_and_buckets(config: Config) -> Iterator[ExplainRow]:
         yield _row("derived.offload", [], formula)
     if config.comm.bucket_mb != "auto" or layout_of(config).is_fully_sharded:
         return
-    if config.parallel.strategy in ("zero1", "zero2"):
-        formula = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"
-    else:
-        formula = "what waits least by the times of the first steps; 25 until then, and where that is as good"
-    yield _row("comm.bucket_mb", None, formula)
+    by_link = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"
+    by_steps = "what waits least by the times of the first steps; 25 until then, and where that is as good"
+    yield _row("comm.bucket_mb", None, by_link if config.parallel.strategy in ("zero1", "zero2") else by_steps)
 
 
 def _settings(config: Config) -> Iterator[ExplainRow]:

@@ -1,22 +1,35 @@
-"""A config as a layout: how the run that it asks for is spread, and the rules of layouts in the words of its keys."""
+"""A config as a layout: how the run that it asks for is spread, and its batch.
+
+    global_batch = microbatch x accumulate x ranks
+
+``microbatch`` is the number of samples that a rank processes at once, ``accumulate`` the number of microbatches of one
+step. What is not given is derived: accumulate is 1 unless the other two say otherwise, and the global batch is 64
+unless a microbatch is given. The global batch is what training sees: ranks that do not fit it are refused.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from paceline.config.batch import batch_plan
 from paceline.config.data_sections import known_shape
 from paceline.config.schema import Config
 from paceline.config.sections import gpt_shape
-from paceline.errors import Problem, UsageError
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.mesh import divisors
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
-from paceline.plan.rule_case import Rule
+from paceline.plan.rule_case import RuleCase
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
+
+if TYPE_CHECKING:
+    from paceline.config.schema import OptimConfig, TrainConfig
+
 
 _RESNET_BLOCKS = {18: 8, 50: 16}  # by depth
 _LINEAR_LAYERS = 3  # of an mlp
@@ -36,9 +49,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     """Returns the layout that a config asks for; on so many ranks, if they are given, ``node_ranks`` on a host.
 
     With ranks, the batch is resolved too, and one rank that offloads nothing has the layout of ddp: its shards would be
-    whole. A strategy that is still to be chosen stands as ddp; a precision that is to follow from a device that is not
-    known stands as fp32.
-
+    whole. A strategy still to be chosen stands as ddp; a precision that follows from an unknown device as fp32.
     Raises ConfigError where the batch cannot be divided, UsageError where a schedule's file cannot be read.
     """
     parallel, comm, train = config.parallel, config.comm, config.train
@@ -83,10 +94,7 @@ def with_precision(config: Config, device: str, *, has_bf16: bool = True) -> Con
 
 
 def config_batch(config: Config, ranks: int) -> BatchPlan:
-    """Resolves the batch of a config on this many ranks, of which only the data ranks share it.
-
-    Raises ConfigError where it cannot be divided.
-    """
+    """Resolves the batch on this many ranks, of which the data ranks share it. Raises ConfigError where it cannot."""
     layout = layout_of(config).for_ranks(ranks)
     return batch_plan(config.train, layout.data, layout.pipeline)
 
@@ -101,16 +109,15 @@ def layout_problems(
 ) -> list[Problem]:
     """Lists what does not go together in the layout of a config, by the rules that read the field ``only_of``.
 
-    With ``sections``, by rules that read no other section of the config.
-    ``node_ranks`` of ``ranks`` are on a host (None: all; 0: not known yet).
+    With ``sections``, by rules that read no other. ``node_ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
     undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
 
-    def is_wanted(rule: Rule) -> bool:
-        read = {CONFIG_KEYS[name].rstrip(".") for name in rule.reads}
-        is_asked = not only_of or only_of in rule.reads
-        return is_asked and undecided.isdisjoint(rule.reads) and (sections is None or read <= set(sections))
+    def is_wanted(reads: tuple[str, ...]) -> bool:
+        of = {CONFIG_KEYS[name].rstrip(".") for name in reads}
+        is_asked = not only_of or only_of in reads
+        return is_asked and undecided.isdisjoint(reads) and (sections is None or of <= set(sections))
 
     try:
         layout = layout_of(config)
@@ -121,12 +128,144 @@ def layout_problems(
     shape = ModelShape(kind=model.kind, layers=layers, context=context)
     if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
         shape = replace(known, context=context or known.context)
-    return rules(
-        layout,
-        ranks=ranks,
-        node_ranks=node_ranks,
-        model=shape,
-        keys=CONFIG_KEYS,
-        strategy=parallel.strategy,
-        only=is_wanted,
+    case = RuleCase(
+        layout, ranks=ranks, node_ranks=node_ranks, model=shape, keys=CONFIG_KEYS, strategy=parallel.strategy
     )
+    return rules(case, is_wanted)
+
+
+DEFAULT_GLOBAL_BATCH = 64
+
+_KEYS = {
+    "global_batch": "train.global_batch",
+    "microbatch": "train.microbatch",
+    "accumulate": "train.accumulate",
+    "ranks": "parallel.ranks",
+}
+
+
+def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:
+    """Derives what is not given. Raises ConfigError for values that contradict one another or are below 1."""
+    if problems := check_batch(global_batch, microbatch, accumulate, ranks):
+        raise ConfigError(problems, source="batch")
+    total = _AskedBatch(global_batch=global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks).total
+    microbatch = microbatch or total // ((accumulate or 1) * ranks)
+    accumulate = accumulate or total // (microbatch * ranks)
+    return BatchPlan(global_batch=total, microbatch=microbatch, accumulate=accumulate, ranks=ranks)
+
+
+def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
+    """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does.
+
+    ``train.microbatch = auto`` counts as not given: the search for a size begins with one microbatch a step. A
+    ``pipeline`` of several ranks has at least as many microbatches, where nothing else is said.
+    """
+    microbatch = None if train.microbatch == "auto" else train.microbatch
+    accumulate = train.accumulate
+    if pipeline > 1 and microbatch is None and accumulate is None:
+        samples, rest = divmod(train.global_batch or DEFAULT_GLOBAL_BATCH, ranks)
+        accumulate = None if rest else next((n for n in divisors(samples) if n >= pipeline), samples or None)
+    return resolve_batch(train.global_batch, microbatch, accumulate, ranks)
+
+
+def peak_learning_rate(optim: OptimConfig, global_batch: int) -> float:
+    """Returns the peak rate of a run with this global batch, where ``optim.lr`` is meant for ``optim.lr_batch``.
+
+    linear    lr x global_batch / lr_batch           the step follows the sum of as many small ones (SGD)
+    sqrt      lr x sqrt(global_batch / lr_batch)     keeps the noise of an adaptive optimizer's step (Adam)
+    """
+    ratio = global_batch / (optim.lr_batch or global_batch)
+    return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
+
+
+def check_batch(
+    global_batch: int | None,
+    microbatch: int | None,
+    accumulate: int | None,
+    ranks: int | None,
+    ranks_key: str = "parallel.ranks",
+) -> list[Problem]:
+    """Lists what is wrong with a batch; ``ranks=None``: for any number of them, which messages call ``ranks_key``."""
+    given: dict[str, Any] = dict(zip(_KEYS, (global_batch, microbatch, accumulate, ranks), strict=True))
+    if too_small := [
+        Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
+        for name, value in given.items()
+        if value is not None and value < 1
+    ]:
+        return too_small
+    asked = _AskedBatch(**given, ranks_key=ranks_key)
+    if asked.fits():
+        return []
+    if ranks is not None and ranks > asked.total:
+        what = f"{asked.text('ranks')} is more than {asked.text('global_batch')}"
+        rule = "every rank needs at least one sample of each step"
+    elif asked.is_complete:
+        what = f"{asked.text('global_batch')} is not {asked.product_text()}"
+        rule = "global_batch = microbatch x accumulate x ranks; any of the first three may be left out"
+    else:
+        derived = next(name for name in ("microbatch", "accumulate", "ranks") if getattr(asked, name) is None)
+        what = f"{asked.text('global_batch')} is not a multiple of {asked.product_text()}"
+        rule = f"global_batch = microbatch x accumulate x ranks, and {derived} must be a whole number"
+    return [Problem(what=what, rule=rule, fix=_fix(asked))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AskedBatch:
+    """What was asked for; None: not given."""
+
+    global_batch: int | None
+    microbatch: int | None
+    accumulate: int | None
+    ranks: int | None
+    ranks_key: str = _KEYS["ranks"]
+
+    @property
+    def total(self) -> int:
+        """The global batch: if it is not given, from the microbatch where there is one, else by default."""
+        return self.global_batch or (DEFAULT_GLOBAL_BATCH if self.microbatch is None else self.unit)
+
+    @property
+    def unit(self) -> int:
+        return (self.microbatch or 1) * (self.accumulate or 1) * (self.ranks or 1)
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in (self.microbatch, self.accumulate, self.ranks)
+
+    def fits(self) -> bool:
+        return self.unit == self.total if self.is_complete else self.total % self.unit == 0
+
+    def text(self, name: str) -> str:
+        """Writes one value as it stands in a config: ``train.global_batch = 64 (the default)``."""
+        is_default = name == "global_batch" and self.global_batch is None
+        return f"{self.key(name)} = {self.value(name)}" + (" (the default)" if is_default else "")
+
+    def value(self, name: str) -> Any:
+        return self.total if name == "global_batch" else getattr(self, name)
+
+    def key(self, name: str) -> str:
+        return self.ranks_key if name == "ranks" else _KEYS[name]
+
+    def product_text(self) -> str:
+        """Writes the given factors and what they make: ``train.microbatch = 8 x parallel.ranks = 3, which is 24``."""
+        parts = [self.text(name) for name in ("microbatch", "accumulate", "ranks") if getattr(self, name) is not None]
+        return " x ".join(parts) + (f", which is {self.unit}" if len(parts) > 1 else "")
+
+
+def _fix(asked: _AskedBatch) -> str:
+    options = []
+    for name in _KEYS:
+        value: Any = asked.value(name)
+        if value is None or (name == "ranks" and asked.ranks_key != _KEYS["ranks"]):
+            continue  # the ranks that share a batch follow from others
+        tried = divisors(asked.total)
+        if name == "global_batch":
+            below = asked.total // asked.unit * asked.unit
+            tried = [each for each in (asked.unit, below, below + asked.unit) if each]
+        changes: list[dict[str, Any]] = [{name: each} for each in tried]
+        fitting = sorted({each[name] for each in changes if replace(asked, **each).fits()})
+        near = [each for each in fitting if each < value][-1:] + [each for each in fitting if each > value][:1]
+        if near:
+            words = " or ".join(map(str, sorted(near, key=lambda each: abs(each - value))))
+            options.append(f"{asked.key(name)} = {words}")
+    return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]

@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import run_checks
-from paceline.config.fields import find_field, section_paths
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
-from paceline.config.suggest import near_files
+from paceline.config.suggest import find_field, near_files, section_paths
 from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem
@@ -36,10 +35,7 @@ _RENAMED = {("data", "tokens", "byte"): "bytes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config and where each of its keys came from: ``file <path>:<line>``, ``override``, ``default``, ``derived``.
-
-    ``notes`` tell what of the file gave way to an override.
-    """
+    """A config, where each key came from (file and line, override, default, derived), and what of the file gave way."""
 
     config: Config
     sources: dict[str, str]
@@ -49,7 +45,7 @@ class LoadedConfig:
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
     """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
 
-    Raises ConfigError with all problems at once: of the schema, of the overrides, and between keys.
+    Raises ConfigError with all problems at once.
     """
     return load_config_with_sources(path, overrides).config
 
@@ -160,24 +156,22 @@ class _AskedValues:
     def make_way(self, config: Config, problems: list[Problem]) -> bool:
         """Changes what stands in the file and does not go with an override; says whether there was anything.
 
-        A key that nothing reads any more is dropped, and a warmup that is too long is shortened. What contradicts
-        itself in the file alone is left to be refused.
+        Drops a key that nothing reads any more, and shortens a warmup that is too long, but for what contradicts itself
+        in the file alone.
         """
         if not self.overridden:
             return False
         num_notes = len(self.notes)
         known = known_length(config) if self.overridden & _LENGTHS and self._nearest(_WARMUP) != "override" else None
-        if known is not None:
-            warmup, note = shorter_warmup(config.optim.schedule, *known)
-            if note:
-                self.values["optim"]["schedule"]["warmup"] = warmup
-                self.derived[_WARMUP] = f"derived: {note}"
-                self.notes.append(note)
+        warmup, note = shorter_warmup(config.optim.schedule, *known) if known else (0.0, "")
+        if note:
+            self.values["optim"]["schedule"]["warmup"] = warmup
+            self.derived[_WARMUP] = f"derived: {note}"
+            self.notes.append(note)
         idle = [each for each in problems if each.idle_key and self._nearest(each.idle_key).startswith("line")]
         alone: set[str] = set()
-        if idle:
-            with contextlib.suppress(ValidationError):  # no config by itself
-                alone = {each.what for each in run_checks(Config.model_validate(self.of_file))}
+        with contextlib.suppress(ValidationError):  # no config by itself
+            alone = {each.what for each in run_checks(Config.model_validate(self.of_file))} if idle else set()
         for each in idle:
             place, _, key = each.idle_key.rpartition(".")
             content = value_at(self.values, place)
@@ -200,7 +194,6 @@ class _AskedValues:
         return f" ({found})" if found else ""
 
     def source(self, path: str, name: str) -> str:
-        """Returns where a key came from, for people who ask why it has its value."""
         if path in self.derived:
             return self.derived[path]
         if value_at(self.values, path) is MISSING:
@@ -239,8 +232,7 @@ def _read(path: Path) -> str:
 def _suggest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = near_files(path)
-    if near:
+    if near := near_files(path):
         return f"did you mean {' or '.join(near)}?"
     for folder in (path.parent, path.parent / "configs"):
         if configs := sorted(each.name for each in folder.glob("*") if each.suffix in (".yaml", ".yml")):
@@ -249,7 +241,6 @@ def _suggest_file(path: Path) -> str:
 
 
 def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> Config:
-    """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
     _open_empty_sections(asked.values)
     asked.rename()
     problems = list(asked.problems)
@@ -268,16 +259,15 @@ def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> 
             name: content for name, content in asked.values.items() if name in sound
         }
         problems += run_checks(Config.model_validate(filled), sections=sound)
-        raise ConfigError(problems, source=source) from None
     if problems:
         raise ConfigError(problems, source=source)
     return config
 
 
-def _open_empty_sections(values: dict[str, Any]) -> None:
+def _open_empty_sections(values: dict[str, Any], place: str = "") -> None:
     """Reads a section without keys (``optim:`` with all lines below commented out) as one with defaults."""
-    contents = {"": values} | {name: content for name, content in values.items() if isinstance(content, dict)}
-    empty = [(place, key) for place, content in contents.items() for key in content if content[key] is None]
-    for place, key in empty:
-        if (f"{place}.{key}" if place else key) in section_paths():
-            contents[place][key] = {}
+    for key, value in values.items():
+        if value is None and f"{place}{key}" in section_paths():
+            values[key] = {}
+        elif isinstance(value, dict):
+            _open_empty_sections(value, f"{place}{key}.")

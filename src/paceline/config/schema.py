@@ -1,11 +1,8 @@
 """What a user may ask for: one strict schema.
 
 Every section is frozen and refuses unknown keys. Validation is strict: a whole number is an ``int``, ``true`` is not 1,
-and text is never read as a number. ``descriptions.yaml`` says what each key means, for the docs, the JSON Schema
-and error messages. Sections with forms or rules of their own have files of their own.
-
-``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``batch.py``).
-``paceline config explain`` shows what it became.
+and text is never read as a number. ``descriptions.yaml`` says what each key means. ``None`` means "decided elsewhere":
+from the data, from the model's size, or by the batch algebra (``layout.py``); ``paceline config explain`` shows it.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
-from paceline.plan.field_types import MEANINGS
 from paceline.plan.layout import Algorithm, Buffers, Checkpointing, Compression, Layout, OffloadPart, Policy
+from paceline.plan.rule_case import MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
@@ -40,24 +37,9 @@ Decay: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 Counts: TypeAlias = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
 NcclSubsystem: TypeAlias = Literal[
-    "INIT",
-    "COLL",
-    "P2P",
-    "SHM",
-    "NET",
-    "GRAPH",
-    "TUNING",
-    "ENV",
-    "ALLOC",
-    "CALL",
-    "PROXY",
-    "NVLS",
-    "BOOTSTRAP",
-    "REG",
-    "PROFILE",
-    "RAS",
-    "ALL",
-]
+    "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC",
+    "CALL", "PROXY", "NVLS", "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
+]  # fmt: skip
 
 
 # What a layout says where nothing else does: the defaults stand there alone.
@@ -92,7 +74,6 @@ class ParallelConfig(Section):
 
     @property
     def decided_ranks(self) -> int:
-        """The number of ranks, in a config in which it is decided."""
         assert self.ranks != "auto", "the ranks of this config are not decided yet"
         return self.ranks
 
@@ -253,7 +234,6 @@ class TrainConfig(Section):
         return "bf16_master" if device == "cuda" and has_bf16 and self.dtype == "float32" else "fp32"
 
     def precision_reason(self, device: str, *, has_bf16: bool = True) -> str:
-        """Returns why ``auto`` is that."""
         if self.dtype != "float32":
             return f"train.dtype = {self.dtype} is for exactness"
         if device != "cuda":

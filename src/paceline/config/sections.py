@@ -1,7 +1,4 @@
-"""The sections of a config that have forms of their own, but for ``data``, which has a file.
-
-Here, too, is what every section of the schema is made of: its base, and the kinds of values; and what is known before
-anything is built: the dimensions of a GPT.
+"""The sections of a config that have forms of their own, but for ``data``; and what every section is made of.
 
 Where dimensions of a GPT are changed on top of a size, ``kv_heads`` and ``mlp_width`` keep the size's proportion to
 ``heads`` and ``width``. Without a size, the model follows the current family: RMS norm, SwiGLU, rotary positions.
@@ -123,30 +120,24 @@ def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     return ModelShape(**({"kv_heads": model.heads, "mlp_width": mlp_width} | given))
 
 
-def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> Iterator[Problem]:
+def head_problems(shape: ModelShape) -> Iterator[Problem]:
     """Yields what does not fit: heads and the width, heads of keys and values, pairs of features."""
+    width, heads, kv_heads = shape.width, shape.heads, shape.kv_heads
     # A whole number of features for each head, and of pairs of them where they are turned in pairs.
-    unit = heads * (2 if is_rotary else 1)
+    unit = heads * (2 if shape.positions == "rotary" else 1)
     lower = width // unit * unit
     widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
     if width % heads:
-        yield Problem(
-            what=f"model.width = {width} is not a multiple of model.heads = {heads}",
-            rule="every head has the same whole number of features",
-            fix=f"try {widths}",
-        )
+        what = f"model.width = {width} is not a multiple of model.heads = {heads}"
+        yield Problem(what=what, rule="every head has the same whole number of features", fix=f"try {widths}")
     elif width % unit:
-        yield Problem(
-            what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
-            rule="model.positions = rotary turns pairs of a head's features",
-            fix=f"try {widths}, or model.positions = learned",
-        )
+        what = f"model.width / model.heads = {width} / {heads} = {width // heads} is odd"
+        rule = "model.positions = rotary turns pairs of a head's features"
+        yield Problem(what=what, rule=rule, fix=f"try {widths}, or model.positions = learned")
     if heads % kv_heads:
-        yield Problem(
-            what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
-            rule="each head of keys and values serves the same number of heads",
-            fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
-        )
+        what = f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}"
+        rule = "each head of keys and values serves the same number of heads"
+        yield Problem(what=what, rule=rule, fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}")
 
 
 class FactoryModelConfig(_Model):

@@ -1,10 +1,8 @@
 """Settings of NCCL and Gloo as the environment variables that carry them to the ranks.
 
-Both libraries read variables when a group is made. A config names the ones that matter, each with a key of its own; a
-user may have exported some too. Here both are ``BackendSetting``s, so that one list of rules finds what contradicts,
-whoever said it.
-
-A variable that is exported with another value than the config's is refused: one of the two would lose silently.
+A config names the variables that matter, each with a key of its own; a user may have exported some too. Both are
+``BackendSetting``s, so that one list of rules finds what contradicts. A variable that is exported with another value
+than the config's is refused: one of the two would lose silently.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class BackendSetting:
 
     @property
     def name(self) -> str:
-        """What a reader changes: the key, or the variable."""
         return self.key or self.variable
 
     @property
@@ -64,11 +61,10 @@ BackendSettings: TypeAlias = Mapping[str, BackendSetting]  # by variable
 def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
     """Returns what a config says, by variable. ``comm.interface`` is for both backends, and exact for both."""
     found: dict[str, BackendSetting] = {}
-    if comm.interface is not None:
-        shared = {"key": "comm.interface", "written": comm.interface}
-        found[GLOO_INTERFACE] = BackendSetting(variable=GLOO_INTERFACE, value=comm.interface, **shared)
-        if comm.nccl.socket_interface is None:
-            found[NCCL_INTERFACE] = BackendSetting(variable=NCCL_INTERFACE, value=f"={comm.interface}", **shared)
+    if (name := comm.interface) is not None:
+        for variable, mark in ((GLOO_INTERFACE, ""), (NCCL_INTERFACE, "=")):
+            setting = BackendSetting(variable=variable, value=mark + name, key="comm.interface", written=name)
+            found[variable] = setting  # NCCL's own key, below, takes its place
     for variable, row in nccl_variables().items():
         given, key = getattr(comm.nccl, row["key"]), f"comm.nccl.{row['key']}"
         if isinstance(given, bool):
@@ -83,12 +79,8 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
 
 
 def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
-    """Returns what the environment says to NCCL and Gloo, by variable."""
-    return {
-        name: BackendSetting(variable=name, value=value)
-        for name, value in sorted(environment.items())
-        if name.startswith(("NCCL_", "GLOO_")) and value
-    }
+    given = {name: value for name, value in environment.items() if name.startswith(("NCCL_", "GLOO_")) and value}
+    return {name: BackendSetting(variable=name, value=value) for name, value in sorted(given.items())}
 
 
 def variables_of(comm: CommConfig, *, uses_nccl: bool) -> dict[str, str]:
@@ -97,29 +89,24 @@ def variables_of(comm: CommConfig, *, uses_nccl: bool) -> dict[str, str]:
     return {name: each.value for name, each in settings.items() if uses_nccl or not name.startswith("NCCL_")}
 
 
-def same_value(variable: str, one: str, other: str) -> bool:
-    """Says whether two values of a variable mean the same: names have no case, and lists of names no order."""
-    if variable in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG_SUBSYS"):
-        return set(one.lower().split(",")) == set(other.lower().split(","))
-    return one.strip().lower() == other.strip().lower()
+def _meaning(variable: str, value: str) -> object:
+    """Returns what is equal where two values mean the same: names have no case, and lists of them no order."""
+    is_list = variable in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG_SUBSYS")
+    return set(value.lower().split(",")) if is_list else value.strip().lower()
 
 
 def check_backend_settings(config: Config) -> Iterator[Problem]:
     comm, settings = config.comm, config_settings(config.comm)
     if comm.interface is not None and comm.nccl.socket_interface is not None:
-        yield Problem(
-            what=f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}",
-            rule="both say which network interface NCCL takes: the first by its name, the second as NCCL reads it",
-            fix="keep one of them",
-        )
+        what = f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}"
+        rule = "both say which network interface NCCL takes: the first by its name, the second as NCCL reads it"
+        yield Problem(what=what, rule=rule, fix="keep one of them")
     yield from contradictions(settings)
     unread = [str(each) for each in settings.values() if (each.key or "").startswith("comm.nccl.")]
     if comm.backend in ("gloo", "shared_memory", "virtual") and unread:
-        yield Problem(
-            what=f"{', '.join(unread)} with comm.backend = {comm.backend}",
-            rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs",
-            fix="remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface",
-        )
+        what = f"{', '.join(unread)} with comm.backend = {comm.backend}"
+        fix = "remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface"
+        yield Problem(what=what, rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs", fix=fix)
 
 
 def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl: bool) -> list[Problem]:
@@ -134,7 +121,8 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
         )
         for variable, ours in given.items()
         for name in (variable, *nccl_variables().get(variable, {}).get("also", ()))
-        if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
+        if (theirs := exported.get(name)) is not None
+        and _meaning(variable, ours.value) != _meaning(variable, theirs.value)
     ]
     # Those of one side alone are reported elsewhere: when the config is loaded, and by the doctor.
     known = {str(problem) for side in (given, exported) for problem in contradictions(side)}
@@ -148,11 +136,8 @@ def check_interfaces(settings: BackendSettings, present: Collection[str], *, use
     if uses_nccl and not asked.value.startswith("="):
         found, shown = matching(asked.value, present), asked.value.lstrip("^=")
         return [] if found else [_absent(asked, "no network interface of this host matches", shown, present)]
-    return [
-        _absent(asked, f"this host has no network interface {name}", name, present)
-        for name in asked.value.lstrip("=").split(",")
-        if name not in present
-    ]
+    missing = [name for name in asked.value.lstrip("=").split(",") if name not in present]
+    return [_absent(asked, f"this host has no network interface {name}", name, present) for name in missing]
 
 
 def _read_by(settings: BackendSettings, *, uses_nccl: bool) -> dict[str, BackendSetting]:
@@ -163,15 +148,11 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
     """Returns the interfaces that a value of NCCL_SOCKET_IFNAME selects: by prefix, or with = by name; ^ the others."""
     is_excluding, is_exact = wanted.startswith("^"), "=" in wanted[:2]
     names = wanted.lstrip("^=").split(",")
-    return [
-        name
-        for name in present
-        if any(name == each if is_exact else name.startswith(each) for each in names) != is_excluding
-    ]
+    found = {name for name in present for each in names if (name == each if is_exact else name.startswith(each))}
+    return [name for name in present if (name in found) != is_excluding]
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
-    """Lists what does not go together, and what no library can read."""
     rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
     return [problem for rule in rules for problem in rule(settings)]
 
@@ -202,9 +183,8 @@ def _check_readable(settings: BackendSettings) -> Iterator[Problem]:
 def _check_names(setting: BackendSetting) -> Iterator[Problem]:
     is_gloo, is_card = setting.variable == GLOO_INTERFACE, setting.variable == "NCCL_IB_HCA"
     form = _CARD if is_card else _INTERFACE
-    mark = re.match(r"[\^=]*", setting.value)
-    marks = mark.group() if mark else ""
-    parts = setting.value.removeprefix(marks).split(",")
+    listed = setting.value.lstrip("^=")
+    marks, parts = setting.value.removesuffix(listed), listed.split(",")
     wrong = next((part for part in parts if not form.fullmatch(part)), None)
     if wrong is None and marks in (("",) if is_gloo else ("", "=", "^", "^=")):
         return
@@ -214,9 +194,8 @@ def _check_names(setting: BackendSetting) -> Iterator[Problem]:
         kind = "a card, with a port if need be (mlx5_0:1)" if is_card else "an interface (eth0)"
         rule = f"it is a list of prefixes of {kind}; = in front of the list takes them as names, ^ excludes them"
         fix = f"write the marks once, in front, ^ before =: {_repaired(parts, marks)}"
-    yield Problem(
-        what=f"{setting} cannot be read{f': {wrong!r} is no name' if wrong is not None else ''}", rule=rule, fix=fix
-    )
+    why = f": {wrong!r} is no name" if wrong is not None else ""
+    yield Problem(what=f"{setting} cannot be read{why}", rule=rule, fix=fix)
 
 
 def _repaired(parts: list[str], marks: str) -> str:
@@ -249,9 +228,8 @@ def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
         return
     is_off, is_never = off.value == "1", level.value.upper() in ("LOC", "0")
     if is_off != is_never:
-        rule = "LOC means that GPUs never reach one another directly"
-        if is_off:
-            rule = "a level says how far GPUs may reach one another directly, and they may not at all"
+        of_level = "a level says how far GPUs may reach one another directly, and they may not at all"
+        rule = of_level if is_off else "LOC means that GPUs never reach one another directly"
         yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
 
 
@@ -265,11 +243,9 @@ def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
     count, each = numbers.get("NCCL_SOCKET_NTHREADS"), numbers.get("NCCL_NSOCKS_PERTHREAD")
     if count is not None and each is not None and count * each > _MOST_SOCKETS:
         threads, sockets = settings["NCCL_SOCKET_NTHREADS"], settings["NCCL_NSOCKS_PERTHREAD"]
-        yield Problem(
-            what=f"{threads} and {sockets} make {count * each} sockets for a connection",
-            rule=f"NCCL opens {_MOST_SOCKETS} at most",
-            fix=f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less",
-        )
+        what = f"{threads} and {sockets} make {count * each} sockets for a connection"
+        fix = f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less"
+        yield Problem(what=what, rule=f"NCCL opens {_MOST_SOCKETS} at most", fix=fix)
 
 
 def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
@@ -278,11 +254,8 @@ def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
         return
     for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT"):
         if (given := settings.get(variable)) is not None:
-            yield Problem(
-                what=f"{off} and {given}",
-                rule="the second is about InfiniBand and RoCE, which the first turns off",
-                fix=f"{given.removal}, or {off.removal}",
-            )
+            rule = "the second is about InfiniBand and RoCE, which the first turns off"
+            yield Problem(what=f"{off} and {given}", rule=rule, fix=f"{given.removal}, or {off.removal}")
 
 
 def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
@@ -291,11 +264,9 @@ def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
         return
     names = [name.strip().lower() for name in given.value.split(",")]
     if "ring" not in names:
-        yield Problem(
-            what=f"{given} leaves out Ring",
-            rule="broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left",
-            fix=f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal,
-        )
+        rule = "broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left"
+        fix = f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal
+        yield Problem(what=f"{given} leaves out Ring", rule=rule, fix=fix)
 
 
 def _check_debug(settings: BackendSettings) -> Iterator[Problem]:

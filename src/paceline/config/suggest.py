@@ -1,21 +1,30 @@
-"""Suggests the key or the file that was meant by one that does not exist."""
+"""The keys of the schema in words, and which of them was meant by words of others and by keys that do not exist.
+
+Fields are read from the JSON Schema: one added to ``schema.py`` is known here. ``other_names.yaml`` has the words of
+others; here is what needs its value to be understood, such as ``zero_redundancy: stage_2``. Each decision that may be
+another one is noted. What has no counterpart is left out, and noted as well.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, get_args
+
+from pydantic import BaseModel
 
 from paceline.bounded_yaml import load_shipped
-from paceline.config.fields import KnownField, fields_at, known_fields
+from paceline.config.schema import Config, json_schema
 from paceline.config.settings import nccl_variables
+from paceline.config.yaml_text import parse_value
 
 
 @cache
 def other_names() -> dict[str, Any]:
-    """Returns what other frameworks call keys, kinds of sections and values."""
     return dict(load_shipped((Path(__file__).parent / "other_names.yaml").read_text(encoding="utf-8")))
 
 
@@ -40,8 +49,7 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
     found += _texts(sorted(same, key=_is_derived), kinds)
     alias = key_called(wanted)
-    if alias is not None:
-        found += _texts((each for each in known_fields() if each.path == alias), kinds)
+    found += _texts((each for each in known_fields() if each.path == alias), kinds)
     found += [f"{place}.{each}" if place else each for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
     if not found:
         near = set(_near(wanted, [field.key for field in elsewhere], cutoff=0.7))
@@ -61,7 +69,6 @@ def _is_derived(field: KnownField) -> bool:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice that is most like a word, or ``None`` when none is."""
     return next(iter(_near(word.lower().replace("-", "_"), choices, cutoff=0.5)), None)
 
 
@@ -84,10 +91,7 @@ def _texts(fields: Iterable[KnownField], kinds: Mapping[str, str | None]) -> lis
 
 
 def near_files(path: Path) -> list[str]:
-    """Returns up to three files that may have been meant by a path that does not exist.
-
-    They have a like name in the same folder or in its folder ``configs``; this name comes first.
-    """
+    """Returns up to three files of like names, in the same folder or in its ``configs``; the same name comes first."""
     found = []
     for folder in (path.parent, path.parent / "configs"):
         names = [each.name for each in folder.glob("*") if each.is_file()]
@@ -98,8 +102,7 @@ def near_files(path: Path) -> list[str]:
 def near_folders(path: Path) -> str:
     """Asks for the folder that may have been meant by a path that does not exist, in the words of a fix.
 
-    Folders beside the first part that is missing are looked at, and those of ``runs``: a run may be named alone.
-    Empty where the path exists, and where there is no folder.
+    Looks beside the first part that is missing, and in ``runs``: a run may be named alone.
     """
     missing = path
     while not missing.parent.exists():
@@ -117,3 +120,260 @@ def near_folders(path: Path) -> str:
     if near:
         return f"did you mean {' or '.join(near[:3])}?"
     return f"there are {', '.join(others[:8])}" if others else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownField:
+    """One key that a config may have; ``kind`` says under which kind of model or data, where that matters."""
+
+    path: str
+    kind: str | None
+    expected: str  # completes "must be ...": "a number above 0"
+    description: str
+    choices: tuple[str, ...] = ()
+    types: frozenset[str] = frozenset()  # of JSON Schema: integer, number, string, boolean, array, object, null
+    default: Any = None
+    is_section: bool = False
+    is_import_path: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def place(self) -> str:
+        return self.path.rpartition(".")[0]
+
+
+@cache
+def known_fields() -> tuple[KnownField, ...]:
+    schema = json_schema()
+    return tuple(_walk(schema, schema["$defs"], "", None))
+
+
+@cache
+def section_paths() -> frozenset[str]:
+    """Returns the paths of all sections, read from the models: to make the JSON Schema takes 0.1 s of every start."""
+    return frozenset(_sections(Config, ""))
+
+
+def _sections(model: type[BaseModel], place: str) -> Iterator[str]:
+    for key, field in model.model_fields.items():
+        kinds = get_args(field.annotation) if field.discriminator else (field.annotation,)
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield place + key
+                yield from _sections(kind, f"{place}{key}.")
+
+
+@cache
+def section_kinds(section: str) -> tuple[str, ...]:
+    """Returns the kinds of a section that has some (model, data); empty for the others."""
+    schema = json_schema()
+    options = schema["properties"][section].get("oneOf", ())  # in the order of the schema; the mapping is sorted
+    sections = (schema["$defs"][option["$ref"].removeprefix("#/$defs/")] for option in options)
+    return tuple(choice for each in sections for choice in _choices(each["properties"]["kind"]))
+
+
+def fields_at(place: str, kind: str | None) -> list[KnownField]:
+    return [each for each in known_fields() if each.place == place and (each.kind in (None, kind) or kind is None)]
+
+
+def find_field(path: str, kind: str | None) -> KnownField | None:
+    return next((each for each in known_fields() if each.path == path and each.kind in (None, kind)), None)
+
+
+def _walk(node: dict[str, Any], defs: dict[str, Any], place: str, kind: str | None) -> list[KnownField]:
+    found: list[KnownField] = []
+    for key, spec in node["properties"].items():
+        path = f"{place}.{key}" if place else key
+        inner = spec["discriminator"]["mapping"] if "discriminator" in spec else {}
+        if "$ref" in spec:
+            inner = {kind: spec["$ref"]}
+        if inner:
+            field = leaf_field(path, kind, {"type": "object", **spec})
+            found.append(replace(field, expected="a section of named values", default=None, is_section=True))
+        else:
+            found.append(leaf_field(path, kind, spec))
+        for each, target in inner.items():
+            found += _walk(defs[target.removeprefix("#/$defs/")], defs, path, each)
+    return found
+
+
+def leaf_field(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
+    options = spec.get("anyOf", [spec])
+    choices = [choice for option in options for choice in _choices(option)]
+    return KnownField(
+        path=path,
+        kind=kind,
+        expected=" or ".join(sorted((_expected(option) for option in options), key=lambda text: text == "null")),
+        description=spec.get("description", ""),
+        choices=tuple(str(choice) for choice in choices),
+        types=frozenset(option["type"] for option in options if "type" in option),
+        default=spec.get("default"),
+        is_import_path=any("pattern" in option.get("items", option) for option in options),
+    )
+
+
+def _choices(option: dict[str, Any]) -> list[Any]:
+    if option.get("type") == "array":
+        return _choices(option.get("items", {}))
+    return [option["const"]] if "const" in option else list(option.get("enum", ()))
+
+
+def _expected(option: dict[str, Any]) -> str:
+    if "items" in option:
+        return f"a list, each {_expected(option['items'])}"
+    choices = _choices(option)
+    if choices:
+        return str(choices[0]) if len(choices) == 1 else "one of " + ", ".join(str(choice) for choice in choices)
+    if "pattern" in option:
+        return "a path of the form package.module:name"
+    if "prefixItems" in option:
+        return f"a list of {len(option['prefixItems'])}, each {_expected(option['prefixItems'][0])}"
+    names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    names["object"] = "a section of named plain values"
+    named: str = names.get(option["type"], option["type"])
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {option[name]}" for name, word in words.items() if name in option]
+    limits += ["that is not empty"] if option.get("minLength") else []
+    return named + (" " + " and ".join(limits) if limits else "")
+
+
+Settings: TypeAlias = list[tuple[str, str]]  # keys of ours with values: any one of them says the same
+_ZERO = ("zero_redundancy", "zero_redundancy_optimizer", "zero_optimization", "zero_stage", "zero", "use_zero")
+_BATCH = "the batch of a rank; for that of all ranks: train.global_batch"
+_SECTIONS = ("model", "data", "optim")
+# What a config needs beyond a model's kind, where another framework has it elsewhere.
+_SHAPES: dict[str, dict[str, Any]] = {"gpt": {"size": "gpt-micro"}}
+_DATA: dict[str, dict[str, Any]] = {
+    "gpt": {"kind": "text"},
+    "resnet": {"kind": "synthetic_images"},
+    "mlp": {"kind": "digits"},
+}
+_EPOCHS = 10
+
+
+class TranslatedConfig(NamedTuple):
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def other_kind(section: str, word: str) -> str | None:
+    """Returns the kind of a section that a word of others stands for: gpt for a model called transformer."""
+    found: str | None = other_names()["kinds"].get(section, {}).get(word.lower().replace("-", "_"))
+    return found
+
+
+def meant_by(name: str, value: Any) -> Settings:
+    """Returns our settings for a key or an option of others with its value; none where the value does not matter."""
+    key = name.lower().replace("-", "_")
+    if key in _ZERO or (key == "stage" and value in (1, 2, 3)):
+        if _is_off(value):
+            return [("parallel.strategy", "ddp")]
+        stage = re.fullmatch(r"(?:stage|zero)?[_-]?([123])", str(value).lower())
+        some = ("zero1", "zero2", "fsdp") if stage is None or value is True else (f"zero{stage[1]}",)
+        return [("parallel.strategy", strategy) for strategy in some]
+    if key in ("bs", "batch_size", "train_batch_size", "global_batch_size") and _is_count(value):
+        both = [("train.microbatch", str(value)), ("train.global_batch", str(value))]
+        return both if key in ("bs", "batch_size") else both[1:]
+    if key in ("pipeline_parallelism", "pipeline_parallel", "tensor_parallelism", "tensor_parallel"):
+        degree = value if _is_count(value) and value is not True else 2
+        return [("parallel." + key.partition("_")[0], "1" if _is_off(value) else str(degree))]
+    if key in ("communication_pattern", "all_reduce_algorithm"):
+        return [("comm.algorithm", str(value))]
+    if key in ("mixed_precision", "amp", "use_amp"):
+        return [("train.precision", value if value in ("bf16", "fp16") else "fp32" if _is_off(value) else "auto")]
+    if key in ("fp16", "bf16"):
+        return [("train.precision", "fp32" if _is_off(value) else key)]
+    if key in ("ddp", "fsdp"):
+        return [("parallel.strategy", key)]
+    if key in ("activation_checkpointing", "gradient_checkpointing", "enable_activation_checkpointing"):
+        return [("memory.checkpoint_activations", "none" if _is_off(value) else "full")]
+    if key == "cpu_offload":
+        return [("memory.offload", "[]" if _is_off(value) else "[optimizer, parameters]")]
+    if key == "compression_ratio":
+        return [("comm.compression", f"{{policy: topk, ratio: {value}}}")]
+    return []
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in (0, "0", "false", "no", "none", "off")
+
+
+def _is_count(value: Any) -> bool:
+    return str(value).isdecimal()
+
+
+def translate_setting(name: str, value: Any) -> dict[str, str]:
+    """Returns keys of ours with values, as YAML, that say what a setting of others says; null: the key gives way."""
+    key = name.lower().replace("-", "_")
+    if key in ("bs", "batch_size") and str(value).isdecimal():
+        return {"train.microbatch": str(value), "train.global_batch": "null"}
+    known = dict(meant_by(key, value)[:1])  # of several that do, the first
+    ours = None if known else same_key(key)
+    if ours in _SECTIONS and isinstance(value, str):
+        known = {f"{ours}.kind": other_kind(ours, value) or value}
+    elif ours is not None and not any(each.path == ours and each.is_section for each in fields_at("", None)):
+        known = {ours: "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)}
+    return known
+
+
+def translate_config(given: Mapping[str, Any]) -> TranslatedConfig:
+    """Translates a file of others: its flat keys, and those of sections that ours have too."""
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    for name, value in given.items():
+        if name in section_paths() and isinstance(value, Mapping):
+            values[name] = {**values.get(name, {}), **value}
+            continue
+        found = translate_setting(name, value)
+        if not found:
+            notes.append(f"{name} = {value!r}: left out, as nothing here is called so")
+        elif name.lower().replace("-", "_") in ("bs", "batch_size"):
+            notes.append(f"{name} = {value!r}: taken for {_BATCH}")
+        elif len(meant_by(name, value)) > 1:
+            others = " or ".join(f"{key} = {each}" for key, each in meant_by(name, value)[1:])
+            notes.append(f"{name} = {value!r}: taken for {_shown(found)}; it could be {others}")
+        for key, text in found.items():
+            _set(values, key, parse_value(text))
+    _fill_up(values, notes)
+    return TranslatedConfig(values=values, notes=tuple(notes))
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, rest = key.partition(".")
+    if not rest:
+        values[section] = value
+    elif value is not None:
+        _set(values.setdefault(section, {}), rest, value)
+
+
+def _fill_up(values: dict[str, Any], notes: list[str]) -> None:
+    """Adds what a config needs and others do not say, and takes out what cannot stand beside the rest."""
+    parallel = values.get("parallel", {})
+    decided = [f"parallel.{key}" for key in ("strategy", "pipeline", "tensor") if key in parallel]
+    if parallel.get("sharding_strategy") == "auto" and decided:
+        del parallel["sharding_strategy"]
+        notes.append(f"sharding_strategy = 'auto': left out, as {' and '.join(decided)} decide it")
+    train = values.setdefault("train", {})
+    if parallel.get("pipeline", 1) > 1 and not {"accumulate", "global_batch"} & train.keys():
+        train["accumulate"] = 2 * parallel["pipeline"]
+        notes.append(f"train.accumulate = {train['accumulate']}: the microbatches that fill a pipeline")
+    if not {"epochs", "steps"} & train.keys():
+        train["epochs"] = _EPOCHS
+        notes.append(f"train.epochs = {_EPOCHS}: the file names no length; set train.epochs or train.steps")
+    if "model" not in values:
+        values["model"] = {"kind": "mlp"}
+        notes.append("model.kind = mlp: the file names no model")
+    kind = values["model"].get("kind")
+    if values["model"] == {"kind": kind} and kind in _SHAPES:
+        values["model"] |= _SHAPES[kind]
+        notes.append(f"model.{_shown(_SHAPES[kind])}: the file names no size; see docs/reference/config.md for others")
+    if "data" not in values and kind in _DATA:
+        values["data"] = dict(_DATA[kind])
+        notes.append(f"data.{_shown(_DATA[kind])}: the file names no data; put your own there")
+
+
+def _shown(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in settings.items())

@@ -1,4 +1,4 @@
-"""Rules that tie several keys of training together: warm-up, optimizer, precision, recovery, metrics and trackers."""
+"""Rules that tie several keys of training together."""
 
 from __future__ import annotations
 
@@ -41,39 +41,30 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
 
 
 def short_run(config: Config, steps: int) -> Config:
-    """Returns the config of a run of so many steps that is there to be measured, with the warmup that fits into it.
+    """Returns the config of a run of so many steps that is there to be measured, with a warmup that fits into it.
 
     It does not evaluate before its end, saves nothing, and is not started again.
     """
     short = config.with_values("train", steps=steps, epochs=None, eval_every=None, early_stop=EarlyStopConfig())
-    quiet = {
-        "checkpoint": CheckpointConfig(at_end=False),
-        "recovery": RecoveryConfig(max_restarts=0, warm=config.recovery.warm),
-    }
-    short = short.model_copy(update=quiet)
+    recovery = RecoveryConfig(max_restarts=0, warm=config.recovery.warm)
+    short = short.model_copy(update={"checkpoint": CheckpointConfig(at_end=False), "recovery": recovery})
     known = known_length(short)
     if known is None:  # the run itself shortens it, as it knows how long its data is
         return short
-    schedule = short.optim.schedule
-    warmup, _ = shorter_warmup(schedule, *known)
-    return short.with_values("optim", schedule=schedule.model_copy(update={"warmup": warmup}))
+    warmup, _ = shorter_warmup(short.optim.schedule, *known)
+    return short.with_values("optim", schedule=short.optim.schedule.model_copy(update={"warmup": warmup}))
 
 
 def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:
-    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``.
-
-    A one-cycle schedule still has to come down after it.
-    """
-    must_come_down = schedule.kind == "one_cycle"
+    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``."""
+    must_come_down = schedule.kind == "one_cycle"  # after the warmup
     if schedule.warmup < length or (schedule.warmup == length and not must_come_down):
         return
     relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
     second = ", and one_cycle comes down in the second" if must_come_down else ""
-    yield Problem(
-        what=f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}",
-        rule="the warmup is the first part of the schedule" + second,
-        fix=f"try optim.schedule.warmup = {length // 10:g}",
-    )
+    what = f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}"
+    rule = "the warmup is the first part of the schedule" + second
+    yield Problem(what=what, rule=rule, fix=f"try optim.schedule.warmup = {length // 10:g}")
 
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -106,11 +97,9 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
 def check_precision(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.dtype == "float64" and train.precision not in ("fp32", "auto"):
-        yield Problem(
-            what=f"train.precision = {train.precision} with train.dtype = float64",
-            rule="lower precision is for speed and memory, float64 for exactness",
-            fix="set train.dtype = float32, or train.precision = fp32",
-        )
+        what = f"train.precision = {train.precision} with train.dtype = float64"
+        fix = "set train.dtype = float32, or train.precision = fp32"
+        yield Problem(what=what, rule="lower precision is for speed and memory, float64 for exactness", fix=fix)
     if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
         rule = "only fp16 scales the loss: its small gradients would vanish"
         where, instead = f"with train.precision = {train.precision}", "set train.precision = fp16"
@@ -128,12 +117,9 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
         "spike_window": spikes,
         "rate_factor": ("lower_rate" in answers, "it belongs to lower_rate", "recovery.on_nan = lower_rate"),
         "max_roll_backs": (goes_back, "it belongs to runs that go back", "recovery.on_nan = roll_back"),
-        "max_stalled_restarts": (
-            given.max_restarts > 0,
-            "it belongs to runs that are started again",
-            "recovery.max_restarts = 3",
-        ),
     }
+    again = (given.max_restarts > 0, "it belongs to runs that are started again", "recovery.max_restarts = 3")
+    readers["max_stalled_restarts"] = again
     for name, (is_read, rule, fix) in readers.items():
         if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
             yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
@@ -144,38 +130,28 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
     asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
     times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
     if asked and not any(times):
-        yield Problem(
-            what=f"{' and '.join(asked)} without checkpoints during the run",
-            rule="a run goes back to its last checkpoint",
-            fix="set checkpoint.every_steps or checkpoint.every_minutes",
-        )
+        what = f"{' and '.join(asked)} without checkpoints during the run"
+        rule = "a run goes back to its last checkpoint"
+        yield Problem(what=what, rule=rule, fix="set checkpoint.every_steps or checkpoint.every_minutes")
 
 
 def check_metric_names(config: Config) -> Iterator[Problem]:
     own = [f"eval_{name}" for name in config.train.metrics]
     has_tokens = config.model.kind not in ("mlp", "resnet") and config.train.loss == "auto"
     known = ["eval_loss", "eval_accuracy", *(["eval_perplexity"] if has_tokens else []), *own]
-    asked = {
-        "train.early_stop.metric": config.train.early_stop.metric,
-        "checkpoint.best_metric": config.checkpoint.best_metric,
-    }
+    asked = {"train.early_stop.metric": config.train.early_stop.metric}
+    asked["checkpoint.best_metric"] = config.checkpoint.best_metric
     for key, name in asked.items():
         if name not in known:
-            yield Problem(
-                what=f"{key} = {name} is not evaluated",
-                rule=f"it is one of {', '.join(known)}; train.metrics adds others",
-                fix=did_you_mean(name, known, cutoff=0.5),
-            )
-    taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
-    if taken:
+            rule = f"it is one of {', '.join(known)}; train.metrics adds others"
+            yield Problem(what=f"{key} = {name} is not evaluated", rule=rule, fix=did_you_mean(name, known, cutoff=0.5))
+    if taken := sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys()):
         yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
 
 
 def check_trackers(config: Config) -> Iterator[Problem]:
     for name in config.monitor.trackers:
         if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
-            yield Problem(
-                what=f"monitor.trackers has {name!r}, which is no tracker",
-                rule=f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name",
-                fix=did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves"),
-            )
+            rule = f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name"
+            fix = did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves")
+            yield Problem(what=f"monitor.trackers has {name!r}, which is no tracker", rule=rule, fix=fix)

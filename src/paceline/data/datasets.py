@@ -3,11 +3,9 @@
 A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has ``__getitems__(indices)``, a batch is
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
 
-Images may be bytes (uint8), a quarter of what floats are to read and to copy. A data set that says ``mean`` and ``std``
-in its shape has them normalised on the device: see ``train/loss.py``.
+Images may be bytes (uint8). A data set that says ``mean`` and ``std`` in its shape has them normalised on the device.
 
-Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
-drawn in bulk from one numpy generator.
+Every synthetic set can be learned, and is a pure function of its arguments, drawn in bulk from one numpy generator.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ Batch: TypeAlias = Any
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
+IGNORED = -100  # targets that do not count
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, in bytes
 # Epochs count from 0, so this order is never that of training.
 _SPLIT_EPOCH = -1
 # The distance between centres in standard deviations of the noise: about 5 % of the samples lie nearer to a wrong one.
@@ -46,25 +46,21 @@ _ROWS = 1024  # sequences that are made at a time
 class MapDataset(Protocol):
     """What a data set must offer."""
 
-    def __len__(self) -> int:
-        """Returns the number of samples."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any:
-        """Returns one sample."""
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class EpochDataset(Dataset[Any], ABC):
-    """A data set whose samples may differ from epoch to epoch, as a pure function of its seed, the epoch and the index.
+    """A data set whose samples are a pure function of its seed, the epoch and the index.
 
-    Reading draws nothing from the generators of the process. Where ``reads_ahead``, it is so quick that a thread of the
-    rank does it, and no worker processes are needed.
+    Where ``reads_ahead``, reading is so quick that a thread of the rank does it, and no worker processes are needed.
     """
 
     reads_ahead: bool = False
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of samples of an epoch."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, indices: Indices, epoch: int) -> Batch:
@@ -94,13 +90,10 @@ class InMemoryDataset(EpochDataset):
 
 
 class TensorPairs(InMemoryDataset):
-    """Samples that are the rows of two tensors."""
-
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if len(inputs) != len(targets):
             raise DataError(f"{len(inputs)} inputs and {len(targets)} targets\n  every input has one target")
-        self.inputs = inputs
-        self.targets = targets
+        self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -121,8 +114,7 @@ class SampleSubset:
     """Some samples of another data set. Batches are read from that set directly (see ``fetch.py``)."""
 
     def __init__(self, dataset: MapDataset, indices: Indices) -> None:
-        self.dataset = dataset
-        self.indices = indices
+        self.dataset, self.indices = dataset, indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -147,33 +139,24 @@ def check_map_style(dataset: Any, name: str = "the data set") -> int:
 
 
 def check_enough(length: int, ranks: int) -> None:
-    """Raises ``DataError`` where some rank would never get a training sample."""
     if length < 1:
-        raise DataError(
-            "the training set is empty\n  a run needs at least one sample for each rank\n"
-            "  check the path or the factory of the data, or lower data.eval_fraction"
-        )
+        fix = "check the path or the factory of the data, or lower data.eval_fraction"
+        raise DataError(f"the training set is empty\n  a run needs at least one sample for each rank\n  {fix}")
     if length < ranks:
-        raise DataError(
-            f"parallel.ranks = {ranks} is more than the {length} samples of the training set\n"
-            "  every rank needs at least one sample in an epoch\n"
-            f"  set parallel.ranks = {length} or less, or bring more data"
-        )
+        what = f"parallel.ranks = {ranks} is more than the {length} samples of the training set"
+        rule = "every rank needs at least one sample in an epoch"
+        raise DataError(f"{what}\n  {rule}\n  set parallel.ranks = {length} or less, or bring more data")
 
 
 def split_indices(length: int, eval_fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Returns the samples for training and those for evaluation, each ascending; a pure function of its arguments.
-
-    Both parts get at least one sample; with ``eval_fraction`` 0 the second is empty.
-    """
+    """Returns the samples for training and for evaluation, each ascending and one at least; 0: all for training."""
     everything = np.arange(length, dtype=np.int64)
     if eval_fraction == 0:
         return everything, everything[:0]
     if length < 2:
-        raise DataError(
-            f"{length} samples and data.eval_fraction = {eval_fraction}\n"
-            "  training and evaluation need at least one sample each\n  set data.eval_fraction = 0, or bring more data"
-        )
+        rule = "training and evaluation need at least one sample each"
+        fix = "set data.eval_fraction = 0, or bring more data"
+        raise DataError(f"{length} samples and data.eval_fraction = {eval_fraction}\n  {rule}\n  {fix}")
     num_eval = min(max(round(length * eval_fraction), 1), length - 1)
     order = shuffled_index(everything, length, seed, _SPLIT_EPOCH)
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])
@@ -227,10 +210,7 @@ def synthetic_images(*, samples: int, classes: int, channels: int, size: int, se
 
 
 def synthetic_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> TensorPairs:
-    """Makes token sequences of a noisy Markov chain; targets are the inputs one token later.
-
-    After each token come four others equally often; one time in ten comes any token instead.
-    """
+    """Makes sequences of a noisy Markov chain: one of four successors, or one time in ten any token."""
     generator = np.random.default_rng(seed)
     successors = generator.integers(vocab_size, size=vocab_size * _NUM_SUCCESSORS)
     first = generator.integers(vocab_size, size=samples)
@@ -265,7 +245,6 @@ def draw_waves(
 def _patterns(
     across: NDArray[np.int64], down: NDArray[np.int64], phases: NDArray[np.float64], *, size: int
 ) -> NDArray[np.float32]:
-    """Returns the pattern of each wave, of shape (channels, size, size)."""
     grid = np.arange(size) * (2 * np.pi / size)
     angles = across[:, None, None] * grid[None, None, :] + down[:, None, None] * grid[None, :, None]
     waves = np.cos(angles[:, None] + phases[:, :, None, None])

@@ -1,30 +1,48 @@
-"""How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
+"""How a batch is read: in this process, or ahead of time by worker processes, in the order of the requests.
 
-Without workers a batch is one direct call. With workers, a ``DataLoader`` gets the requests as its sampler. One
-iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end. An exception in a worker travels
-as a value: re-raised by the ``DataLoader`` it would lose its cause, and some exceptions cannot be rebuilt at all.
+With workers, a ``DataLoader`` gets the requests as its sampler. One iteration serves all epochs of a run. An exception
+in a worker travels as a value: re-raised by the ``DataLoader`` it would lose its cause, and some cannot be rebuilt.
 
 Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
 run without workers draws from the rank's own generators instead.
+
+``FeedSource`` brings batches to a device while it computes on earlier ones. One is handed out as soon as its copy is
+issued: the step waits for the copy on the device, the host for nothing. Only data in memory is read by the thread:
+that draws no random numbers and runs no code of a user.
+
+    thread    | read 3  | read 4  |              data in memory alone: read ahead, straight into pinned memory
+    copies         | copy 3  | copy 4  |         a stream of its own
+    compute   | step 1       | step 2       | step 3
+
+[Note: lifetime] Batches are allocated on the stream of the copies, and read on that of the step: ``record_stream``
+keeps the memory of one that is dropped until the step has read it. The host stays at most ``2 x ahead`` batches in
+front of the device, so that only so many are alive. Pinned memory is torch's, which reuses it after the copy has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import pickle
 import random
+import threading
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.checked import CheckedSamples
+from paceline.data.checked import CheckedSamples, check_own
 from paceline.data.datasets import Batch, EpochDataset, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import BadSampleError, DataError, UsageError
@@ -35,10 +53,7 @@ _NUM_NAMED_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How batches are read: by how many processes, how far ahead, how those start, and into which memory.
-
-    With a ``device`` they are brought there before they are asked for; None: they stay where they were read.
-    """
+    """How batches are read. With a ``device`` they are brought there before they are asked for."""
 
     workers: int = 0
     prefetch: int = 2
@@ -48,15 +63,12 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         if self.workers < 0 or self.prefetch < 1:
-            raise UsageError(
-                f"workers = {self.workers}, prefetch = {self.prefetch}\n"
-                "  there are 0 or more workers, and each reads at least 1 batch ahead"
-            )
+            rule = "there are 0 or more workers, and each reads at least 1 batch ahead"
+            raise UsageError(f"workers = {self.workers}, prefetch = {self.prefetch}\n  {rule}")
         if self.pin_memory and not torch.cuda.is_available():
-            raise UsageError(
-                "pin_memory = True without a CUDA device\n"
-                "  pinned memory is for copies to a GPU\n  set pin_memory = (device.type == 'cuda')"
-            )
+            rule = "pinned memory is for copies to a GPU"
+            fix = "set pin_memory = (device.type == 'cuda')"
+            raise UsageError(f"pin_memory = True without a CUDA device\n  {rule}\n  {fix}")
 
 
 class BatchRequest(NamedTuple):
@@ -67,8 +79,6 @@ class BatchRequest(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """Reads batches as they are requested."""
-
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order. A new stream ends the one before."""
 
@@ -77,35 +87,27 @@ class BatchSource(Protocol):
 
 
 class DirectSource:
-    """Reads batches in this process, when they are asked for; data in memory into pinned memory, if ``pinned``."""
+    """Reads batches in this process; data in memory into pinned memory, if ``pinned``."""
 
     def __init__(self, dataset: MapDataset, *, pinned: bool = False) -> None:
-        self._dataset = dataset
-        self._pinned = pinned
+        self._fetch = partial(fetch_batch, dataset, pinned=pinned)
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        dataset, pinned = self._dataset, self._pinned
-        return (fetch_batch(dataset, request.indices, request.epoch, pinned=pinned) for request in requests)
+        return (self._fetch(request.indices, request.epoch) for request in requests)
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class LoaderSource:
-    """Reads batches through a ``DataLoader``: in worker processes, into pinned memory, or both.
-
-    Workers start with the first stream and live until ``close``.
-    """
+    """Reads through a ``DataLoader``: in workers that live until ``close``, into pinned memory, or both."""
 
     def __init__(self, dataset: MapDataset, options: LoaderOptions, seed: int) -> None:
         self._sampler = _RequestSampler()
         self._settings: dict[str, Any] = {"num_workers": options.workers, "pin_memory": options.pin_memory}
         if options.workers > 0:
-            self._settings |= {
-                "persistent_workers": True,
-                "prefetch_factor": options.prefetch,
-                "multiprocessing_context": start_method(options.worker_start),
-            }
+            self._settings |= {"persistent_workers": True, "prefetch_factor": options.prefetch}
+            self._settings["multiprocessing_context"] = start_method(options.worker_start)
         self._reader = _SampleReader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
@@ -117,10 +119,9 @@ class LoaderSource:
         batches = iter(self._started())
         while True:
             if number != self._stream_number:
-                raise UsageError(
-                    "this iteration over the data was ended by a newer one, or by close()\n"
-                    "  one loader's workers serve one iteration at a time\n  make a second loader to read twice at once"
-                )
+                what = "this iteration over the data was ended by a newer one, or by close()"
+                rule = "one loader's workers serve one iteration at a time"
+                raise UsageError(f"{what}\n  {rule}\n  make a second loader to read twice at once")
             try:
                 batch = next(batches)
             except StopIteration:
@@ -181,56 +182,40 @@ def is_in_memory(dataset: Any) -> bool:
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
-    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause.
-
-    ``pinned`` asks data in memory for a batch in pinned memory. Where that takes a second copy, it is left to others.
-    """
+    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause."""
     if isinstance(dataset, SampleSubset):
         return fetch_batch(dataset.dataset, dataset.indices[indices], epoch, pinned=pinned)
     if isinstance(dataset, CheckedSamples):
         batch = fetch_batch(dataset.dataset, indices, epoch, pinned=pinned)
         if epoch <= 0:  # the first of a run, and that of evaluations: later ones read the same samples again
-            dataset.check(batch, indices)
+            check_own(batch, dataset.rules, dataset.name, indices.tolist())
         return batch
     if isinstance(dataset, InMemoryDataset):
         return dataset.take(torch.from_numpy(indices), pinned=pinned)
-    if isinstance(dataset, EpochDataset):
-        try:
-            return dataset.read(indices, epoch)
-        except DataError:  # names file and place
-            raise
-        except Exception as error:
-            raise _unreadable(indices.tolist(), error) from error
     if type(dataset) is TensorDataset:
         index = torch.from_numpy(indices)
         return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
-    items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
-    return join_samples(items, numbers) if isinstance(items, list) else items
-
-
-def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:
-    samples = []
-    for number in numbers:
-        try:
-            samples.append(dataset[number])
-        except Exception as error:
-            raise _unreadable([number], error) from error
-    return samples
-
-
-def _read_together(dataset: Any, numbers: list[int]) -> Any:
+    reading, items = numbers, cast("Any", [])
     try:
-        items = dataset.__getitems__(numbers)
+        if isinstance(dataset, EpochDataset):
+            return dataset.read(indices, epoch)
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(numbers)
+        else:
+            for number in numbers:
+                reading = [number]
+                items.append(dataset[number])
     except Exception as error:
-        raise _unreadable(numbers, error) from error
+        if isinstance(dataset, EpochDataset) and isinstance(error, DataError):  # names file and place
+            raise
+        what = f"{_name(reading)} of the data set cannot be read: {type(error).__name__}: {error}"
+        raise DataError(f"{what}\n  a data set returns a sample for every index from 0 to its length - 1") from error
     if isinstance(items, list) and len(items) != len(numbers):
-        raise DataError(
-            f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n"
-            "  a list is taken for one sample per index, anything else for the finished batch\n"
-            "  return a list of samples, or the batch as a tuple or a dict"
-        )
-    return items
+        rule = "a list is taken for one sample per index, anything else for the finished batch"
+        fix = "return a list of samples, or the batch as a tuple or a dict"
+        raise DataError(f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n  {rule}\n  {fix}")
+    return join_samples(items, numbers) if isinstance(items, list) else items
 
 
 def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
@@ -238,19 +223,11 @@ def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
     try:
         batch = default_collate(samples)
     except Exception as error:
-        raise DataError(
-            f"{_name(numbers)} cannot be joined into a batch: {type(error).__name__}: {error}\n"
-            "  samples are tensors, arrays, numbers or nested structures of them, with the same shapes in a batch\n"
-            "  pad them to one shape, or give the data set __getitems__(self, indices) that returns the whole batch"
-        ) from error
+        what = f"{_name(numbers)} cannot be joined into a batch: {type(error).__name__}: {error}"
+        rule = "samples are tensors, arrays, numbers or nested structures of them, with the same shapes in a batch"
+        fix = "pad them to one shape, or give the data set __getitems__(self, indices) that returns the whole batch"
+        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
     return tuple(batch) if isinstance(batch, list) else batch
-
-
-def _unreadable(numbers: list[int], error: Exception) -> DataError:
-    return DataError(
-        f"{_name(numbers)} of the data set cannot be read: {type(error).__name__}: {error}\n"
-        "  a data set returns a sample for every index from 0 to its length - 1"
-    )
 
 
 def _name(numbers: list[int]) -> str:
@@ -260,18 +237,13 @@ def _name(numbers: list[int]) -> str:
     return f"samples {named}" + (f", ... ({len(numbers)} in all)" if len(numbers) > _NUM_NAMED_SAMPLES else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnreadBatch:
-    """What a worker returns in place of a batch that it could not read."""
-
+class _UnreadBatch(NamedTuple):
     message: str
     cause: BaseException | None
     is_permanent: bool
 
 
 class _RequestSampler(Sampler[BatchRequest]):
-    """Gives a ``DataLoader`` the requests of the current stream."""
-
     def __init__(self) -> None:
         self.requests: Iterator[BatchRequest] = iter(())
 
@@ -301,8 +273,7 @@ class _SampleReader:
                 _check_sendable(batch)
                 self._has_sent = True
         except DataError as error:
-            is_permanent = isinstance(error, BadSampleError)
-            return _UnreadBatch(message=str(error), cause=_portable(error.__cause__), is_permanent=is_permanent)
+            return _UnreadBatch(str(error), _portable(error.__cause__), isinstance(error, BadSampleError))
         return batch
 
 
@@ -315,11 +286,10 @@ def _check_sendable(batch: Batch) -> None:
     try:
         pickle.dumps(batch)
     except Exception as error:
-        raise DataError(
-            f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}\n"
-            "  what a data set returns must be picklable with data.workers > 0\n"
-            "  return tensors, arrays, numbers and plain containers, or set data.workers = 0"
-        ) from error
+        what = f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}"
+        rule = "what a data set returns must be picklable with data.workers > 0"
+        fix = "return tensors, arrays, numbers and plain containers, or set data.workers = 0"
+        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
@@ -332,3 +302,121 @@ def _portable(error: BaseException | None) -> BaseException | None:
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note("in a loader worker:\n" + "".join(traceback.format_exception(error)))
     return copy
+
+
+T = TypeVar("T")
+_GATHER_THREADS = 4  # to gather is bound by memory, and takes no cores from whoever starts kernels
+
+
+class FeedSource:
+    """Hands out batches of another source on a device; if ``reads_ahead``, up to ``ahead`` are read early."""
+
+    def __init__(self, source: BatchSource, device: torch.device, *, reads_ahead: bool, ahead: int) -> None:
+        self._source, self._device, self._reads_ahead, self._ahead = source, device, reads_ahead, ahead
+        self._streams: WeakSet[Generator[Batch, None, None]] = WeakSet()  # those that somebody still reads
+
+    def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
+        stream = self._feed(requests)
+        self._streams.add(stream)
+        return stream
+
+    def close(self) -> None:
+        for stream in list(self._streams):
+            stream.close()
+        self._source.close()
+
+    def _feed(self, requests: Iterator[BatchRequest]) -> Generator[Batch, None, None]:
+        batches = self._source.stream(requests)
+        if self._device.type != "cuda":
+            yield from read_ahead(batches, self._ahead) if self._reads_ahead else batches
+            return
+        copies = _Copies(self._device, limit=2 * self._ahead)
+        sent = map(copies.send, batches)
+        if not self._reads_ahead:
+            yield from map(copies.hand_out, sent)
+            return
+        prepare = partial(_prepare_thread, self._device, torch.get_num_threads())
+        with contextlib.closing(read_ahead(sent, self._ahead, prepare)) as ahead:
+            yield from map(copies.hand_out, ahead)
+
+
+def read_ahead(items: Iterator[T], ahead: int, prepare: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
+    """Yields the items in order, while a thread, which calls ``prepare`` first, reads up to ``ahead`` of the next.
+
+    An exception is raised where its item would have come. The thread ends with the generator, however that ends.
+    """
+    ready: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # an item, what was raised, or the end
+    room = threading.Semaphore(ahead)
+    is_closed = threading.Event()
+
+    def read() -> None:
+        try:
+            prepare()
+            while room.acquire() and not is_closed.is_set():
+                ready.put((next(items),))
+        except StopIteration:
+            ready.put(None)
+        except BaseException as error:  # raised again in the thread that asks
+            ready.put(error)
+
+    thread = threading.Thread(target=read, name="paceline-feed", daemon=True)
+    thread.start()
+    try:
+        while (found := ready.get()) is not None:
+            room.release()
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
+    finally:
+        is_closed.set()
+        room.release()
+        thread.join()
+
+
+def _prepare_thread(device: torch.device, threads: int) -> None:
+    """Makes a new thread work for a device, with few of the ``threads`` that the rank computes with."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    if threads > _GATHER_THREADS:
+        torch.set_num_threads(_GATHER_THREADS)  # of operators that this thread runs on the host
+
+
+class _Copies:
+    """Copies batches to a CUDA device on a stream of its own. See [Note: lifetime]."""
+
+    def __init__(self, device: torch.device, *, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handed_out: deque[torch.cuda.Event] = deque()
+
+    def send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        """Starts the copy of a batch; returns it with the end of the copy. Any thread may call it."""
+        with torch.cuda.stream(self._stream):
+            try:
+                placed = tree_map(self._copy, batch)
+            except torch.OutOfMemoryError:
+                placed = batch  # the step copies it when its turn comes, and knows what to do without memory
+            return placed, self._stream.record_event()
+
+    def hand_out(self, sent: tuple[Batch, torch.cuda.Event]) -> Batch:
+        """Returns the batch for what the caller's stream computes from here on."""
+        batch, copied = sent
+        compute = torch.cuda.current_stream(self._device)
+        # Before the step waits for the copy: this event says that the device is done with all earlier batches.
+        passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        passed.record(compute)
+        self._handed_out.append(passed)
+        compute.wait_event(copied)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(compute)
+        if len(self._handed_out) > self._limit:
+            self._handed_out.popleft().synchronize()
+        return batch
+
+    def _copy(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        if value.layout is torch.strided and not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(self._device, non_blocking=True)

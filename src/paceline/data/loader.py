@@ -4,42 +4,42 @@ A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m
 the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
 batch is short, a rank may have nothing in a microbatch: it gets ``None`` and still takes part in the step.
 
-Worker processes, if any, live as long as what reads from them: the iterator of ``steps``, which runs through all
-epochs, or an ``EvalLoader`` until ``close()``. ``data.workers: auto`` is decided by a trial before the run:
+Worker processes live as long as what reads from them: the iterator of ``steps``, an ``EvalLoader`` until ``close()``.
+``data.workers: auto`` is decided by a trial before the run:
 
     workers = seconds to read a batch here / 10 ms, at least 1 and at most the rank's cores but one
 
-so that a batch is ready every 10 ms: few steps of a GPU are shorter. Data in memory needs no workers: a thread gathers
-it ahead (feed.py). Other data always get some, as random augmentation differs between none and some (fetch.py).
+Data in memory needs no workers: a thread gathers it ahead. Other data always get some, as random augmentation
+differs between none and some (fetch.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import statistics
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, tee
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.data import fetch
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.feed import FeedSource
 from paceline.data.fetch import (
     BatchRequest,
     BatchSource,
-    DirectSource,
+    FeedSource,
     LoaderOptions,
-    LoaderSource,
     WorkerStart,
     fetch_batch,
     is_in_memory,
-    start_method,
 )
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.data.streams import StreamSamples
@@ -54,10 +54,7 @@ _TRIALS = 3  # on other samples each: the first may open files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0).
-
-    A step alone needs no more than ``microbatches`` and ``global_samples``; the rest says where it stands in a run.
-    """
+    """One step of one rank. ``microbatches`` holds ``None`` where this rank has no samples (``local_samples`` 0)."""
 
     microbatches: list[Batch | None]
     global_samples: int
@@ -86,10 +83,8 @@ class TrainLoader:
             raise UsageError(f"accumulate = {accumulate}\n  a step has at least one microbatch")
         length = check_map_style(dataset, "the training set")
         if length != order.length:
-            raise UsageError(
-                f"the order is for {order.length} samples, the training set has {length}\n"
-                "  the two must agree\n  make the order with length=len(dataset)"
-            )
+            what = f"the order is for {order.length} samples, the training set has {length}"
+            raise UsageError(f"{what}\n  the two must agree\n  make the order with length=len(dataset)")
         self.order = order
         self._rank, self._ranks, self._accumulate = rank, ranks, accumulate
         self._dataset = dataset
@@ -100,15 +95,13 @@ class TrainLoader:
     def steps(self, position: int = 0, num_steps: int | None = None) -> Generator[StepBatch, None, None]:
         """Yields the steps after ``position`` samples: ``num_steps`` of them, or without end.
 
-        Where an exception may end the loop early, ``contextlib.closing`` ends the workers at once: a traceback would
-        otherwise keep the iterator, and so the workers, alive.
+        ``contextlib.closing`` ends the workers at once where an exception ends the loop: its traceback holds them.
         """
         source = _make_source(self._dataset, self._options, seed=self.order.seed, ahead=self._accumulate)
         # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
+        ahead, current = tee(self._cuts(position, num_steps))
         if isinstance(source, FeedSource):  # perhaps by two threads
-            ahead, current = self._cuts(position, num_steps), self._cuts(position, num_steps)
-        else:
-            ahead, current = tee(self._cuts(position, num_steps))
+            ahead = self._cuts(position, num_steps)
         batches = source.stream(
             BatchRequest(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
         )
@@ -131,14 +124,14 @@ class TrainLoader:
 
     def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
         """Returns the batch with this rank's part of each microbatch."""
-        ranks, parts = self._ranks, self._ranks * self._accumulate
-        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, ranks)]
+        parts = self._ranks * self._accumulate
+        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
 
 
 class EvalLoader:
-    """Reads one rank's share of an evaluation: over all ranks every sample exactly once, in order.
+    """Reads one rank's share of an evaluation: over all ranks every sample once, in order, any number of times.
 
-    Each rank gets the same number of batches, with ``None`` where it has no samples. It can be iterated again.
+    Each rank gets the same number of batches, with ``None`` where it has no samples.
     """
 
     def __init__(
@@ -159,7 +152,6 @@ class EvalLoader:
         return -(-self._length // self._batch_size)
 
     def local_samples(self) -> list[int]:
-        """Returns how many samples of each batch are this rank's."""
         return [len(indices) for indices in self._shares()]
 
     def __iter__(self) -> Iterator[Batch | None]:
@@ -172,12 +164,6 @@ class EvalLoader:
         """Ends the worker processes; a later iteration starts new ones."""
         self._source.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _shares(self) -> Iterator[Indices]:
         for start in range(0, self._length, self._batch_size):
             batch = np.arange(start, min(start + self._batch_size, self._length), dtype=np.int64)
@@ -186,11 +172,12 @@ class EvalLoader:
 
 def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
     """Raises ``DataError`` where workers that start this way could not be sent the data set. Copies no tensors."""
-    start = start_method(worker_start)
+    start = fetch.start_method(worker_start)
     if start == "fork":
         return
     try:
-        _Probe(_Nowhere()).dump(dataset)
+        with Path(os.devnull).open("wb") as nowhere:
+            _Probe(nowhere).dump(dataset)
     except Exception as error:
         raise DataError(
             f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}\n"
@@ -202,15 +189,14 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
 
 def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> BatchSource:
     """Makes what reads; ``ahead`` batches at least are brought to the device before they are asked for."""
-    source: BatchSource
+    if options.device is None and options.pin_memory:
+        return fetch.LoaderSource(dataset, options, seed)
+    pinned = options.device is not None and options.device.type == "cuda"
+    source: BatchSource = fetch.DirectSource(dataset, pinned=pinned)
+    if options.workers:
+        source = fetch.LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
     if options.device is None:
-        is_direct = options.workers == 0 and not options.pin_memory
-        return DirectSource(dataset) if is_direct else LoaderSource(dataset, options, seed)
-    pinned = options.device.type == "cuda"
-    if options.workers == 0:
-        source = DirectSource(dataset, pinned=pinned)
-    else:
-        source = LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
+        return source
     reads_ahead = options.workers == 0 and is_in_memory(dataset)
     return FeedSource(source, options.device, reads_ahead=reads_ahead, ahead=max(ahead, options.prefetch))
 
@@ -218,13 +204,6 @@ def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahea
 def _check_rank(rank: int, ranks: int) -> None:
     if not 0 <= rank < ranks:
         raise UsageError(f"rank = {rank} of {ranks}\n  ranks are numbered from 0 to {ranks - 1}")
-
-
-class _Nowhere:
-    """A file that forgets what is written."""
-
-    def write(self, data: Any, /) -> int:
-        return len(data)
 
 
 class _Probe(pickle.Pickler):
@@ -235,20 +214,13 @@ class _Probe(pickle.Pickler):
         return (int, ()) if is_plain else NotImplemented
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerChoice:
+class WorkerChoice(NamedTuple):
     workers: int
     reason: str
 
-    def detail(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def choose_workers(dataset: MapDataset, batch_size: int, *, cores: int, worker_start: WorkerStart) -> WorkerChoice:
-    """Chooses the workers of a rank that may use ``cores`` and reads ``batch_size`` samples at a time.
-
-    Reads a few samples, and so draws random numbers where the data set does: the caller puts their states back.
-    """
+    """Chooses the workers of a rank by a trial, which may draw random numbers: the caller puts their states back."""
     if is_in_memory(dataset):
         return WorkerChoice(workers=0, reason="the data is in memory: a thread gathers batches ahead")
     try:
@@ -262,10 +234,8 @@ def choose_workers(dataset: MapDataset, batch_size: int, *, cores: int, worker_s
         return WorkerChoice(workers=0, reason="its samples are on a device already")
     took = seconds * batch_size
     workers = min(max(math.ceil(took / BATCH_INTERVAL_S), 1), max(cores - 1, 1))
-    return WorkerChoice(
-        workers=workers,
-        reason=f"a batch of {batch_size} takes {took * 1e3:.3g} ms to read, and the rank has {cores} cores",
-    )
+    reason = f"a batch of {batch_size} takes {took * 1e3:.3g} ms to read, and the rank has {cores} cores"
+    return WorkerChoice(workers=workers, reason=reason)
 
 
 def _time_sample(dataset: MapDataset) -> tuple[float, bool]:

@@ -36,8 +36,7 @@ class Ranks(Protocol):
 class OwnLoader:
     """Iterates over one epoch at a time; every rank gets its share of each batch, in the order of one process.
 
-    A step's share differs by one sample between ranks where the batch does not divide, and the last batch of an epoch
-    may be short. A rank without a sample in it gets a batch of the same form whose tensors have no rows.
+    Shares differ by one sample where a batch does not divide; a rank without a sample gets a batch without rows.
     ``state_dict()`` is where the loop stands: it loads at any number of ranks, and with another batch size.
     """
 
@@ -65,28 +64,21 @@ class OwnLoader:
         position = self._next
         self._next = end = (position // size + 1) * size
         while position < end:
-            step = self._read(position)
+            if self._stream is None or self._stream_at != position:  # else workers live on from epoch to epoch
+                self.close()
+                self._stream, self._stream_at = self._loader.steps(position), position
+            step = next(self._stream)
             if step.epoch * size >= end:  # what is left of an epoch, loaded with another batch size, is dropped
                 self.close()
                 break
             self._position = self._stream_at = position = step.next_position
             batch = step.microbatches[0]
-            yield self._no_samples(step) if batch is None else batch
-
-    def _no_samples(self, step: StepBatch) -> Batch:
-        """Returns a batch as a step's, without its rows: made of one sample, when it is first needed."""
-        if self._empty is None:
-            assert step.indices is not None
-            self._empty = without_rows(fetch_batch(self._dataset, step.indices[:1], step.epoch))
-        return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, self._empty)
-
-    def _read(self, position: int) -> StepBatch:
-        """Returns the step at a position; workers live on from epoch to epoch."""
-        if self._stream is None or self._stream_at != position:
-            self.close()
-            self._stream = self._loader.steps(position)
-            self._stream_at = position
-        return next(self._stream)
+            if batch is None:  # as the step's, without its rows: made of one sample, when it is first needed
+                if self._empty is None:
+                    assert step.indices is not None
+                    self._empty = without_rows(fetch_batch(self._dataset, step.indices[:1], step.epoch))
+                batch = tree_map(lambda x: x.to(self._device) if isinstance(x, torch.Tensor) else x, self._empty)
+            yield batch
 
     def close(self) -> None:
         """Ends the worker processes, if any; a later iteration starts new ones."""
@@ -96,22 +88,17 @@ class OwnLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
-        order = self.order
-        sizes = {"length": order.length, "epoch_samples": order.samples_per_epoch}
-        return {"position": self._position, "seed": order.seed, **sizes}
+        sizes = {"length": self.order.length, "epoch_samples": self.order.samples_per_epoch}
+        return {"position": self._position, "seed": self.order.seed, **sizes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks.
-
-        Raises DataError for a data set of another length, epochs of another length (``drop_last``) or another seed.
-        """
+        """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks."""
         mine = self.state_dict()
         for key in ("length", "epoch_samples", "seed"):
             if state[key] != mine[key]:
-                raise DataError(
-                    f"the loader was saved with {key} = {state[key]}, this one has {mine[key]}\n"
-                    "  the order of samples follows from it\n  give the same data set, seed and drop_last"
-                )
+                what = f"the loader was saved with {key} = {state[key]}, this one has {mine[key]}"
+                rule = "the order of samples follows from it"
+                raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
         self._position = self._next = state["position"]
 
@@ -129,10 +116,8 @@ def loader(
 ) -> OwnLoader:
     """Makes the loader of a loop of one's own; ``batch_size`` samples are those of one step over *all* ranks.
 
-    Order and batches are a function of seed, epoch and position alone, so that the number of ranks changes nothing.
-    With ``workers`` processes batches are read ahead. ``collate`` joins samples to a batch. On CUDA, batches are on
-    the device of ``comm``.
-
+    Order and batches are a function of seed, epoch and position alone. ``workers`` processes read ahead; ``collate``
+    joins samples to a batch. On CUDA, batches are on the device of ``comm``.
     Raises DataError for a data set without a length, or without samples.
     """
     length = check_map_style(dataset, "the data set")
@@ -143,10 +128,8 @@ def loader(
 def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
     """Shares the batches of a torch ``DataLoader`` of one process out among the ranks.
 
-    Its batch size is then that of all ranks together, so that a step has the samples that it had; shuffled or not,
-    collate function, workers and ``drop_last`` are taken over. The order of a shuffle is ours, of ``seed``.
-
-    Raises UsageError for a stream, and for a sampler of one's own, whose order nobody could resume.
+    Its batch size is then that of all ranks together; shuffled or not, collate function, workers and ``drop_last`` are
+    taken over. The order of a shuffle is ours, of ``seed``. Raises UsageError for streams and samplers of one's own.
     """
     return _warned(shard_weighed(batches, comm, seed=seed), comm)
 
@@ -167,22 +150,15 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
     sampler = batches.sampler
     is_plain_shuffle = isinstance(sampler, RandomSampler) and not sampler.replacement
     if not is_plain_shuffle and not isinstance(sampler, SequentialSampler):
-        what = type(sampler).__name__
         fix = "draw the samples in the data set itself"
         if isinstance(sampler, DistributedSampler):
             fix = "give the DataLoader without it, or use that DataLoader as it is"
-        raise UsageError(
-            f"shard() of a DataLoader with a {what}\n"
-            f"  the order is that of shuffle=True or False, which can be resumed\n  {fix}"
-        )
+        rule = "the order is that of shuffle=True or False, which can be resumed"
+        raise UsageError(f"shard() of a DataLoader with a {type(sampler).__name__}\n  {rule}\n  {fix}")
     dataset: Any = batches.dataset
-    order = DataOrder(
-        length=check_map_style(dataset, "the data set"),
-        global_batch=batches.batch_size,
-        seed=seed,
-        shuffle=is_plain_shuffle,
-        drop_last=batches.drop_last,
-    )
+    length = check_map_style(dataset, "the data set")
+    options = {"shuffle": is_plain_shuffle, "drop_last": batches.drop_last}
+    order = DataOrder(length=length, global_batch=batches.batch_size, seed=seed, **options)
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
 
 
@@ -205,10 +181,10 @@ def _share_out(
     dataset: MapDataset, order: DataOrder, comm: Ranks, workers: int, collate: Callable[[list[Any]], Batch] | None
 ) -> OwnLoader:
     data: Any = dataset if collate is None else _Collated(dataset, collate)
-    is_moved = comm.device.type == "cuda"
-    options = LoaderOptions(workers=workers, device=comm.device if is_moved else None)
+    device = comm.device if comm.device.type == "cuda" else None
+    options = LoaderOptions(workers=workers, device=device)
     reader = TrainLoader(data, order, rank=comm.rank, ranks=comm.size, options=options)
-    return OwnLoader(data, reader, comm.device if is_moved else torch.device("cpu"))
+    return OwnLoader(data, reader, device or torch.device("cpu"))
 
 
 def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
@@ -225,8 +201,6 @@ def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
 
 
 class _Collated:
-    """A data set whose batches are joined by a function of the user's own."""
-
     def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Batch]) -> None:
         self._dataset, self._collate = dataset, collate
 

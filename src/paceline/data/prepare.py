@@ -1,8 +1,8 @@
 """From text to files of tokens, in parallel: ``paceline data prepare``.
 
-Each piece of the sources becomes one shard, made by one process from beginning to end: read, encode, hash, write. What
-is done is noted in ``.progress``, so that a second call goes on where the first was ended. A call with other sources or
-options begins anew what has failed, and is refused where the first was ended from outside. The manifest comes last.
+Each piece of the sources becomes one shard, made by one process: read, encode, hash, write. What is done is noted in
+``.progress``, so that a second call goes on where the first was ended. A call with other sources or options begins anew
+what has failed, and is refused where the first was ended from outside. The manifest comes last.
 
     memory   of each process: a few MiB of text and its tokens, whatever the sources have
     order    that of the sources and the documents in them, for any number of processes
@@ -24,21 +24,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paceline.data import tokenizers
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
-from paceline.data.manifest import MANIFEST, DataManifest, TokenShard
-from paceline.data.tokenizers import (
-    TOKENIZER_FILES,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    code_points,
-    open_tokenizer,
-)
+from paceline.data.token_files import MANIFEST, DataManifest, TokenShard
 from paceline.errors import DataError, UsageError
 from paceline.untrusted import parse_json_object, read_regular
 
-_PROGRESS = ".progress"
-_PLAN = "plan.json"
+_PROGRESS, _PLAN = ".progress", "plan.json"
 _FAILED = "failed"  # what it stopped at is in the sources or the options, and another call may differ in them
 _LEAST_PIECE, _MOST_PIECE = 2**20, 2**26
 _PIECES_A_WORKER = 16  # the last ones leave a core without work for at most a piece
@@ -60,15 +52,12 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceDone:
-    """One shard, the bytes of text it was made of, and the documents that were left out."""
-
     shard: TokenShard
     bytes: int
     skipped: int
 
 
 def total_bytes(options: PrepareOptions) -> int:
-    """Returns the bytes of all sources, of parquet without its compression."""
     return sum(piece.bytes for piece in cut_pieces(find_sources(list(options.sources)), _MOST_PIECE))
 
 
@@ -88,7 +77,12 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
     for each in done.values():
         progress(each.bytes)
     try:
-        tokenizer = _encode_pieces(options, pieces, notes, done, progress)
+        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+            tokenizer = _tokenizer(options, pieces, partial(_run, pool), notes)
+            work = partial(_encode_piece, tokenizer=tokenizer, options=options)
+            for number, found in _run(pool, work, set(range(len(pieces))) - done.keys(), pieces):
+                done[number] = found
+                progress(found.bytes)
     except DataError:
         (notes / _FAILED).touch()
         raise
@@ -107,24 +101,6 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
     return manifest
 
 
-def _encode_pieces(
-    options: PrepareOptions,
-    pieces: list[Piece],
-    notes: Path,
-    done: dict[int, PieceDone],
-    progress: Callable[[int], None],
-) -> Tokenizer:
-    """Makes the shards that are not ``done``, and adds them to it; returns the tokenizer of all."""
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        tokenizer = _tokenizer(options, pieces, partial(_run, pool), notes)
-        work = partial(_encode_piece, tokenizer=tokenizer, options=options)
-        missing = [number for number in range(len(pieces)) if number not in done]
-        for number, found in _run(pool, work, missing, pieces):
-            done[number] = found
-            progress(found.bytes)
-    return tokenizer
-
-
 def _run(
     pool: ProcessPoolExecutor, work: Callable[..., Any], numbers: Iterable[int], pieces: list[Piece]
 ) -> Iterator[tuple[int, Any]]:
@@ -140,10 +116,10 @@ def _run(
 
 def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dict[str, Any]:
     """Returns what decides the shards; another plan makes others. Of one that was begun, the pieces are kept."""
-    folder = Path(options.tokenizer)
+    is_folder = options.tokenizer not in ("bytes", "char")
     plan: dict[str, Any] = {
         "sources": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources],
-        "tokenizer": options.tokenizer if options.tokenizer in ("bytes", "char") else str(folder.absolute()),
+        "tokenizer": str(Path(options.tokenizer).absolute()) if is_folder else options.tokenizer,
         "field": options.field,
         "on_error": options.on_error,
         "piece_bytes": piece_bytes,
@@ -156,12 +132,15 @@ def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dic
 
 
 def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
-    """Makes the folder ready, and returns where progress is noted."""
     output, notes, text = options.output, options.output / _PROGRESS, json.dumps(plan)
     is_other = (notes / _PLAN).exists() and (notes / _PLAN).read_text(encoding="utf-8") != text
     is_asked = options.may_replace and ((output / MANIFEST).exists() or notes.is_dir())
     if is_asked or (is_other and (notes / _FAILED).exists()):
-        for path in (*output.glob("tokens-*.bin*"), output / MANIFEST, *(output / name for name in TOKENIZER_FILES)):
+        for path in (
+            *output.glob("tokens-*.bin*"),
+            output / MANIFEST,
+            *(output / name for name in tokenizers.TOKENIZER_FILES),
+        ):
             path.unlink(missing_ok=True)
         shutil.rmtree(notes, ignore_errors=True)
         is_other = False
@@ -188,18 +167,19 @@ def _noted(notes: Path, output: Path, number: int) -> PieceDone | None:
     return found if (output / found.shard.file).is_file() else None
 
 
-def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., Any], notes: Path) -> Tokenizer:
+def _tokenizer(
+    options: PrepareOptions, pieces: list[Piece], run: Callable[..., Any], notes: Path
+) -> tokenizers.Tokenizer:
     if options.tokenizer == "bytes":
-        return ByteTokenizer(has_end=True)
+        return tokenizers.ByteTokenizer(has_end=True)
     if options.tokenizer != "char":
-        return open_tokenizer(Path(options.tokenizer))
-    known = notes / "vocabulary.json"
-    if known.is_file():
-        return open_tokenizer(notes)
+        return tokenizers.open_tokenizer(Path(options.tokenizer))
+    if (notes / "vocabulary.json").is_file():
+        return tokenizers.open_tokenizer(notes)
     characters: set[str] = set()
     for _, found in run(partial(_characters, options=options), range(len(pieces)), pieces):
         characters.update(found)
-    tokenizer = CharTokenizer("".join(sorted(characters)), has_end=True)
+    tokenizer = tokenizers.CharTokenizer("".join(sorted(characters)), has_end=True)
     tokenizer.save(notes)
     return tokenizer
 
@@ -207,12 +187,11 @@ def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., 
 def _characters(_: int, piece: Piece, *, options: PrepareOptions) -> str:
     is_found = np.zeros(sys.maxunicode + 1, dtype=bool)
     for each in read_piece(piece, options.field, _Skipped(options.on_error)):
-        is_found[code_points(each.text)] = True
+        is_found[tokenizers.code_points(each.text)] = True
     return "".join(map(chr, np.flatnonzero(is_found).tolist()))
 
 
-def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: PrepareOptions) -> PieceDone:
-    """Makes one shard, and notes that it is done."""
+def _encode_piece(number: int, piece: Piece, *, tokenizer: tokenizers.Tokenizer, options: PrepareOptions) -> PieceDone:
     name, skipped = f"tokens-{number:05d}.bin", _Skipped(options.on_error)
     part, known = options.output / f"{name}.part", hashlib.sha256()
     tokens = documents = 0
@@ -250,7 +229,7 @@ def _batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def _dtype(tokenizer: Tokenizer) -> str:
+def _dtype(tokenizer: tokenizers.Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
 
 
@@ -263,7 +242,6 @@ class _Skipped:
 
     def __call__(self, what: Callable[[], str]) -> None:
         if self._on_error == "stop":
-            raise DataError(
-                f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip"
-            )
+            rule = "every document is text"
+            raise DataError(f"{what()}\n  {rule}\n  mend it, or leave such ones out with --on-error skip")
         self.count += 1

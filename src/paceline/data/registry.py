@@ -14,17 +14,14 @@ from paceline.config import Config
 from paceline.config import data_sections as sections
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
-from paceline.data.checked import CheckedSamples, check_classes
+from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
-from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
-from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
+from paceline.data.rows import ArrowRows, Augment, ImageFolder, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
-from paceline.data.text import load_text
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, split_tokens
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, load_text, split_tokens
 from paceline.errors import DataError
 
 SyntheticConfig: TypeAlias = (
@@ -34,10 +31,7 @@ SyntheticConfig: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplits:
-    """What to train on, what to evaluate on (``None``: nothing), and the sizes that a model must know.
-
-    ``tokenizer`` says what tokens stand for, where that is known.
-    """
+    """What to train on, what to evaluate on (``None``: nothing), sizes that a model must know, what tokens mean."""
 
     train: MapDataset
     eval: MapDataset | None
@@ -46,7 +40,6 @@ class DataSplits:
 
 
 def data_of(config: Config) -> DataSplits:
-    """Makes the data of a run, as its model reads them."""
     model = config.model
     shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
     context = getattr(model, "context", None) if shape is None else shape.context or None
@@ -60,7 +53,12 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int, need
     """
     seed = seed if config.seed is None else config.seed
     if config.kind == "digits":
-        return _digits(config, seed)
+        raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
+        train, evaluation = raw, raw_eval
+        if config.standardize:
+            train = datasets.standardized(raw, raw)
+            evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
+        return DataSplits(train=train, eval=evaluation, shape=sections.known_shape(config))
     if config.kind == "text":
         return _text(config, context, seed, needs)
     if config.kind == "tokens":
@@ -84,12 +82,9 @@ def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int,
     weights = {name: config.weights.get(name, 1.0) for name in made}
     train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
     kept = {name: each.eval for name, each in made.items() if each.eval is not None}
-    return DataSplits(
-        train=train,
-        eval=Joined(kept) if kept else None,
-        shape=common_shape({name: each.shape for name, each in made.items()}),
-        tokenizer=common_tokenizer({name: each.tokenizer for name, each in made.items()}),
-    )
+    shape = common_shape({name: each.shape for name, each in made.items()})
+    tokenizer = common_tokenizer({name: each.tokenizer for name, each in made.items()})
+    return DataSplits(train=train, eval=Joined(kept) if kept else None, shape=shape, tokenizer=tokenizer)
 
 
 def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
@@ -100,25 +95,14 @@ def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
     return DataSplits(train=StreamSamples(source, config.samples, rules=rules), eval=kept, shape=shape)
 
 
-def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
-    raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
-    train, evaluation = raw, raw_eval
-    if config.standardize:
-        train = datasets.standardized(raw, raw)
-        evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
-    return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
-
-
 def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     length = _context(config.context, context)
     text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
     train, evaluation = split_tokens(TokenArray(text.tokens), length, config.eval_fraction, text.source)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length),
-        shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
-        tokenizer=text.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length)
+    shape = DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length)
+    windows = _windows(config.windows, train, length, seed)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=text.tokenizer)
 
 
 def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
@@ -129,32 +113,25 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if config.documents == "apart":
         end_token = opened.end_token if config.end_token is None else config.end_token
         if end_token is None or end_token >= known:
-            raise DataError(
-                f"{source} has end token {end_token}, of {known} tokens\n"
-                "  data.documents = apart needs a token at the end of each document\n"
-                "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
-            )
+            rule = "data.documents = apart needs a token at the end of each document"
+            fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+            raise DataError(f"{source} has end token {end_token}, of {known} tokens\n  {rule}\n  {fix}")
     fraction = config.eval_fraction if config.eval_path is None else 0.0
     train, evaluation = split_tokens(opened.tokens, length, fraction, source)
     if config.eval_path is not None:
         evaluation = open_tokens(config.eval_path, **options).tokens
         check_part(len(evaluation), length, f"data.eval_path = {config.eval_path!r}", fraction)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed, end_token),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
-        shape=DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token),
-        tokenizer=opened.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length, end_token)
+    shape = DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token)
+    windows = _windows(config.windows, train, length, seed, end_token)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=opened.tokenizer)
 
 
 def _context(own: int | None, of_model: int | None) -> int:
-    length = of_model if own is None else own
-    if length is None:
-        raise DataError(
-            "data.context is not set, and neither is the model's\n"
-            "  a text is cut into samples of that many tokens\n  set data.context, such as 128"
-        )
-    return length
+    if own is None and of_model is None:
+        what = "data.context is not set, and neither is the model's"
+        raise DataError(f"{what}\n  a text is cut into samples of that many tokens\n  set data.context, such as 128")
+    return own or of_model or 0
 
 
 def _windows(
@@ -179,7 +156,7 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     if sizes.get("dtype") == "uint8":
         shape = replace(shape, mean=(synthetic.PIXEL_MEAN,), std=(synthetic.PIXEL_DEVIATION,))
     if not isinstance(made, TensorPairs):
-        return _subsets(made, config.eval_fraction, seed, shape)
+        return _parts(made, made, config, seed, shape)
     train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
@@ -193,25 +170,14 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
 
     train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
     if train.classes != plain.classes:
-        raise DataError(
-            f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
-            "  a class has the same folder name in both"
-        )
+        rule = "a class has the same folder name in both"
+        raise DataError(f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n  {rule}")
     check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
     names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
     for each in (train, plain):
         each.targets = np.array(labels)[each.targets]
-    shape = DataShape(
-        kind="classes",
-        features=3 * size**2,
-        channels=3,
-        size=size,
-        classes=len(names),
-        class_names=names,
-        mean=made.mean,
-        std=made.std,
-    )
-    return _parts(train, plain, config, seed, shape)
+    shape = replace(sections.known_shape(config), features=3 * size**2, size=size, mean=made.mean, std=made.std)
+    return _parts(train, plain, config, seed, replace(shape, classes=len(names), class_names=names))
 
 
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -255,39 +221,23 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     else:
         first, other = train[0][0], plain[0][0]
         if first.shape != other.shape:
-            raise DataError(
-                f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
-                "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
-            )
+            shapes = f"{list(first.shape)} in data.path and {list(other.shape)} in data.eval_path"
+            rule = "a model reads samples of one form"
+            raise DataError(f"{config.inputs!r} has the shape {shapes}\n  {rule}\n  bring them to one form")
         classes = config.classes if names is None else max(config.classes or 0, len(names))
         features = len(first) if first.ndim == 1 else None
         shape = replace(shape, features=features, classes=classes, class_names=names)
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
 
 
-def _parts(
-    train: MapDataset,
-    plain: MapDataset,
-    config: sections.ImagesDataConfig | sections.RowsDataConfig,
-    seed: int,
-    shape: DataShape,
-) -> DataSplits:
-    """Returns both data sets; where they are of one path, its samples are cut in two."""
-    if config.eval_path is not None:
+def _parts(train: MapDataset, plain: MapDataset, config: Any, seed: int, shape: DataShape) -> DataSplits:
+    """Returns both data sets; where they are of one path, its samples are cut in two by their numbers."""
+    if getattr(config, "eval_path", None) is not None:
         return DataSplits(train=train, eval=plain, shape=shape)
-    return _subsets(train, config.eval_fraction, seed, shape, plain)
-
-
-def _subsets(
-    dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape, plain: MapDataset | None = None
-) -> DataSplits:
-    """Cuts a data set in two by the numbers of its samples; evaluates on those of ``plain``, if there is one."""
-    chosen, kept = datasets.split_indices(len(dataset), eval_fraction, seed)
+    chosen, kept = datasets.split_indices(len(train), config.eval_fraction, seed)
     if not len(kept):
-        return DataSplits(train=dataset, eval=None, shape=shape)
-    return DataSplits(
-        train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset if plain is None else plain, kept), shape=shape
-    )
+        return DataSplits(train=train, eval=None, shape=shape)
+    return DataSplits(train=SampleSubset(train, chosen), eval=SampleSubset(plain, kept), shape=shape)
 
 
 def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -306,7 +256,7 @@ def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -
         shape = _shape_of(train, what)
         if not isinstance(made, tuple):
             whole = _looked_at(train, shape, needs, f"the data set of {what}")
-            return _subsets(whole, config.eval_fraction, seed, shape)
+            return _parts(whole, whole, config, seed, shape)
         made = DataSplits(train=train, eval=evaluation, shape=shape)
     kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
     return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
@@ -318,12 +268,9 @@ def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: s
 
 
 def _check_made(dataset: Any, name: str) -> int:
-    """Returns the length of a data set from a factory; refuses what only looks like one."""
     if isinstance(dataset, torch.Tensor | np.ndarray):
-        raise DataError(
-            f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"
-            "  wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
-        )
+        rule = "wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
+        raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n  {rule}")
     if dataset is None or isinstance(dataset, str | bytes | Mapping):
         raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
     return datasets.check_map_style(dataset, name)
@@ -339,10 +286,8 @@ def _shape_of(dataset: Any, what: str) -> DataShape:
     try:
         return DataShape(**{"kind": "custom", **shape})
     except TypeError as error:
-        raise DataError(
-            f"{what} returned a data set with shape = {dict(shape)}: {error}\n"
-            f"  the fields are {', '.join(DataShape.__dataclass_fields__)}"
-        ) from error
+        rule = f"the fields are {', '.join(DataShape.__dataclass_fields__)}"
+        raise DataError(f"{what} returned a data set with shape = {dict(shape)}: {error}\n  {rule}") from error
 
 
 _WHAT_A_FACTORY_RETURNS = "  a data factory returns a map-style data set, a tuple (train, eval), or DataSplits"

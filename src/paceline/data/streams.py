@@ -3,13 +3,10 @@
     stream   | kept for evaluation | sample 0 | 1 | 2 | ...          of the run, epoch after epoch
     step                             rank 0's share, rank 1's share   as of any other data
 
-Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the samples of
-a step do not depend on the number of ranks, and the position of a run is one number, the samples consumed: to resume is
-to pass over that many. Where passing over is cheaper than making a sample, the iterator says so with ``skip(count)``,
-which returns how many it passed over: fewer at its end.
-
-Each rank finds the end of a stream by itself, when it gets there: they exchange nothing, so that none waits for
-another.
+Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the position of
+a run is one number, the samples consumed: to resume is to pass over that many. Where that is cheaper than making a
+sample, the iterator has ``skip(count)``, which returns how many it passed over: fewer at its end. Each rank finds the
+end of a stream by itself: they exchange nothing, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -44,14 +41,11 @@ class StreamSource:
         return f"the stream of data.factory = {self.factory!r}"
 
     def open(self) -> Any:
-        """Makes the stream anew, from its beginning on."""
         what = f"data.factory = {self.factory!r}"
         made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
-            raise DataError(
-                f"{what} returned a {type(made).__name__}\n"
-                "  the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
-            )
+            rule = "the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
+            raise DataError(f"{what} returned a {type(made).__name__}\n  {rule}")
         return made
 
 
@@ -82,15 +76,13 @@ class _Cursor:
     """A place in the passes over a stream. Numbers that rise are read on; a smaller one begins from the start."""
 
     def __init__(self, source: StreamSource, *, is_kept: bool) -> None:
-        self._source = source
+        self._source, self._is_kept = source, is_kept
         self._kept = 0 if is_kept else source.kept  # that each pass begins with, and that are not counted
-        self._is_kept = is_kept
         self._samples: Iterator[Any] | None = None
         self._first = self._place = 0
         self._begin(0)
 
     def read(self, number: int) -> Any:
-        """Returns a sample by its number, which goes on from pass to pass."""
         if number < self._first + self._place:
             self._begin(0)
         while True:
@@ -120,36 +112,28 @@ class _Cursor:
             return
         done = self._ask(skip, count)
         if not isinstance(done, int) or not 0 <= done <= count:
-            raise DataError(
-                f"{self._source.name}: skip({count}) returned {done!r}\n"
-                "  skip(count) of a stream's iterator passes over samples and returns how many: fewer at its end"
-            )
+            rule = "skip(count) of a stream's iterator passes over samples and returns how many: fewer at its end"
+            raise DataError(f"{self._source.name}: skip({count}) returned {done!r}\n  {rule}")
         self._place += done
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except Exception as error:
-            raise DataError(
-                f"{self._source.name} failed after {self._place} samples: {type(error).__name__}: {error}\n"
-                "  a stream yields samples until its end"
-            ) from error
+            what = f"{self._source.name} failed after {self._place} samples: {type(error).__name__}: {error}"
+            raise DataError(f"{what}\n  a stream yields samples until its end") from error
 
     def _end(self, number: int) -> None:
         """Begins the next pass, or raises where the policy says so, or nothing is there to read: no restart helps."""
         ended = f"{self._source.name} ended after {self._place} samples"
         if self._is_kept or self._place <= self._kept:
-            raise BadSampleError(
-                f"{ended}, and data.eval_samples = {self._source.kept}\n"
-                "  the first ones are kept for evaluation, and a run trains on those that follow\n"
-                "  bring more data, or lower data.eval_samples"
-            )
+            rule = "the first ones are kept for evaluation, and a run trains on those that follow"
+            fix = "bring more data, or lower data.eval_samples"
+            raise BadSampleError(f"{ended}, and data.eval_samples = {self._source.kept}\n  {rule}\n  {fix}")
         if self._source.on_end == "stop":
-            raise BadSampleError(
-                f"{ended}, where sample {number} of the run was to follow\n"
-                "  data.on_end = stop: the run ends where the stream ends\n"
-                "  bring more data, lower train.steps, or begin the stream anew at its end: data.on_end = repeat"
-            )
+            rule = "data.on_end = stop: the run ends where the stream ends"
+            fix = "bring more data, lower train.steps, or begin the stream anew at its end: data.on_end = repeat"
+            raise BadSampleError(f"{ended}, where sample {number} of the run was to follow\n  {rule}\n  {fix}")
         warnings.warn(f"{ended}; it begins anew", stacklevel=2)
         self._begin(self._first + self._place)
 
@@ -159,10 +143,9 @@ def call_factory(factory: Callable[..., Any], args: dict[str, Any], what: str) -
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:
-        raise DataError(
-            f"{what} cannot be called with data.args = {args}: {error}\n"
-            "  data.args are its keyword arguments\n  give those that it needs, and no others"
-        ) from error
+        rule = "data.args are its keyword arguments"
+        fix = "give those that it needs, and no others"
+        raise DataError(f"{what} cannot be called with data.args = {args}: {error}\n  {rule}\n  {fix}") from error
     except ValueError:  # a factory written in C may have no signature; the call itself will tell
         pass
     return factory(**args)

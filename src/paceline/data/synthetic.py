@@ -3,8 +3,7 @@
     images    pattern of the sample's class + one of 64 noise images
     tokens    a window of one long text of 4 million tokens
 
-So a run with a million images starts in seconds, and to read a batch is to gather it. Up to 256 MiB, counted as float32
-images or int64 tokens, a set is made whole instead, and no two samples share any noise: ``datasets.py``.
+Up to 256 MiB, counted as float32 images or int64 tokens, a set is made whole instead (``datasets.py``).
 """
 
 from __future__ import annotations
@@ -30,19 +29,13 @@ _WINDOW_EPOCH = -2  # epochs count from 0, and -1 is the split: no other order i
 
 
 class LayeredImages(InMemoryDataset):
-    """Images that are the sum of a pattern (by class) and a noise (by sample), both (number, height, width, channels).
-
-    Bytes are added modulo 256: a pattern may hold negative numbers, in two's complement. Channels are last in memory.
-    """
+    """Images that are the sum of a pattern (by class) and a noise (by sample); bytes are added modulo 256."""
 
     def __init__(
         self, patterns: torch.Tensor, noises: torch.Tensor, targets: torch.Tensor, places: torch.Tensor
     ) -> None:
-        """``targets`` says the class of each sample, ``places`` its noise."""
-        self.patterns = patterns
-        self.noises = noises
-        self.targets = targets
-        self.places = places
+        self.patterns, self.noises = patterns, noises
+        self.targets, self.places = targets, places  # the class of each sample, and its noise
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -72,10 +65,7 @@ class TokenWindows(TokenBlocks):
 def make_images(
     *, samples: int, classes: int, channels: int, size: int, seed: int, dtype: Literal["float32", "uint8"] = "float32"
 ) -> TensorPairs | LayeredImages:
-    """Makes images of unit noise over a faint wave, whose direction, length and phases belong to the class.
-
-    As bytes they have mean ``PIXEL_MEAN`` and deviation ``PIXEL_DEVIATION``, and what lies far out is cut off.
-    """
+    """Makes images of unit noise over a faint wave of the class; as bytes, what lies far out is cut off."""
     sizes = {"samples": samples, "classes": classes, "channels": channels, "size": size}
     if samples * channels * size**2 * 4 > LARGEST_WHOLE_BYTES:
         return _layered(**sizes, seed=seed, is_bytes=dtype == "uint8")
@@ -84,7 +74,6 @@ def make_images(
 
 
 def make_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> TensorPairs | TokenWindows:
-    """Makes token sequences of a noisy Markov chain; targets are the inputs one token later."""
     if samples * (context + 1) * 8 <= LARGEST_WHOLE_BYTES:
         return datasets.synthetic_tokens(samples=samples, vocab_size=vocab_size, context=context, seed=seed)
     rows = max(2, _NUM_TOKENS // (context + 1))  # at least as many tokens as a window has, and one more

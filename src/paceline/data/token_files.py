@@ -5,24 +5,27 @@
     FILE.npy      one row of them, as numpy saves it
     train-*.bin   several, by name
 
-Several files are one row of tokens. Every batch is compared with the vocabulary before a model sees it: the kernels of
-a GPU would end the process at a token beyond it.
+Several files are one row of tokens. Every batch is compared with the vocabulary: the kernels of a GPU would end the
+process at a token beyond it. ``manifest.json`` lists the shards with their tokens and SHA-256, and the vocabulary. It
+is written last: a shard that is younger was changed since, and its hash is compared before a run reads it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.manifest import MANIFEST, Verify, check_shards, read_manifest
 from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.errors import BadSampleError, DataError
-from paceline.untrusted import open_regular
+from paceline.untrusted import file_inside, is_count, open_regular, parse_json_object, plain_name, read_regular
 
 _LOOKED_AT = 2**14  # bytes at each of three places of a raw file
 _FEWEST = 8  # tokens of four bytes, to judge by
@@ -42,8 +45,7 @@ class MappedTokens:
     """The tokens of several files, one after another. Its maps are opened when they are read, in each process anew."""
 
     def __init__(self, files: tuple[TokenFile, ...], vocab_size: int) -> None:
-        self.files = files
-        self.vocab_size = vocab_size
+        self.files, self.vocab_size = files, vocab_size
         self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
         self._maps: dict[int, NDArray[Any]] = {}
         self._may_be_negative = any(np.dtype(file.dtype).kind == "i" for file in files)
@@ -61,20 +63,16 @@ class MappedTokens:
             first = start - (int(self._ends[number - 1]) if number else 0)
             part = self._map(number)[first : first + length]
             found[row, : len(part)] = part
-            if len(part) < length:
-                self._read_on(found[row], number, len(part))
+            done = len(part)
+            while done < length:  # a window that reaches into the next files
+                number += 1
+                part = self._map(number)[: length - done]
+                found[row, done : done + len(part)] = part
+                done += len(part)
         is_beyond = found.size and int(found.max()) >= self.vocab_size
         if is_beyond or (self._may_be_negative and found.size and int(found.min()) < 0):
             self._refuse(found, starts)
         return found
-
-    def _read_on(self, row: NDArray[np.int64], number: int, done: int) -> None:
-        """Reads the rest of a window that reaches into the next files."""
-        while done < len(row):
-            number += 1
-            part = self._map(number)[: len(row) - done]
-            row[done : done + len(part)] = part
-            done += len(part)
 
     def _map(self, number: int) -> NDArray[Any]:
         known = self._maps.get(number)
@@ -83,15 +81,13 @@ class MappedTokens:
             try:
                 known = np.memmap(file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,))
             except OSError as error:
-                raise DataError(
-                    f"{file.path} cannot be read any more: {error}\n  it had {file.tokens} tokens"
-                ) from error
+                rule = f"it had {file.tokens} tokens"
+                raise DataError(f"{file.path} cannot be read any more: {error}\n  {rule}") from error
             except ValueError as error:
                 size = file.path.stat().st_size
-                raise BadSampleError(
-                    f"{file.path} was cut off: it has {size:,} bytes, and had {file.tokens:,} tokens when it began\n"
-                    "  a run maps files that do not change\n  restore it, or prepare it again"
-                ) from error
+                what = f"{file.path} was cut off: it has {size:,} bytes, and had {file.tokens:,} tokens when it began"
+                rule = "a run maps files that do not change"
+                raise BadSampleError(f"{what}\n  {rule}\n  restore it, or prepare it again") from error
             self._maps[number] = known = np.asarray(known)
         return known
 
@@ -111,8 +107,6 @@ class MappedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedTokens:
-    """The tokens of a path, and what stands beside them."""
-
     tokens: MappedTokens
     end_token: int | None = None
     tokenizer: Tokenizer | None = None
@@ -126,21 +120,16 @@ def open_tokens(
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         check_shards(folder, manifest, verify)
-        files = [
-            TokenFile(path=folder / shard.file, dtype=manifest.dtype, tokens=shard.tokens)
-            for shard in manifest.shards
-            if shard.tokens
-        ]
+        shards, kind = [shard for shard in manifest.shards if shard.tokens], manifest.dtype
+        files = [TokenFile(path=folder / shard.file, dtype=kind, tokens=shard.tokens) for shard in shards]
         tokens = _joined(files, max(vocab_size or 0, manifest.vocab_size), path)
         tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
         return OpenedTokens(tokens=tokens, end_token=manifest.end_token, tokenizer=tokenizer)
     found = _find(path)
     if vocab_size is None:
-        raise DataError(
-            f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n"
-            "  raw tokens do not say how many there may be\n"
-            "  set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
-        )
+        rule = "raw tokens do not say how many there may be"
+        fix = "set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
+        raise DataError(f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n  {rule}\n  {fix}")
     kind = dtype or ("uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32")
     return OpenedTokens(tokens=_joined([open_file(each, kind) for each in found], vocab_size, path))
 
@@ -157,16 +146,12 @@ def open_file(path: Path, dtype: Literal["uint16", "uint32"]) -> TokenFile:
         raise DataError(f"{path} cannot be read: {error}\n  it is a file of tokens\n  restore it") from error
     item = np.dtype(dtype).itemsize
     if size % item or not size:
-        raise DataError(
-            f"{path} has {size:,} bytes, which is no whole number of {dtype} tokens\n"
-            "  it was cut off, or has another type\n  copy it again, or set data.dtype"
-        )
+        what = f"{path} has {size:,} bytes, which is no whole number of {dtype} tokens"
+        raise DataError(f"{what}\n  it was cut off, or has another type\n  copy it again, or set data.dtype")
     if is_wider:
-        raise DataError(
-            f"{path}: read as uint16, every second token is 0\n"
-            "  so it holds tokens of uint32: a raw file does not say its type, data.dtype does\n"
-            "  set data.dtype = uint32; if every second token is 0, save the file as .npy, which says its type"
-        )
+        rule = "so it holds tokens of uint32: a raw file does not say its type, data.dtype does"
+        fix = "set data.dtype = uint32; if every second token is 0, save the file as .npy, which says its type"
+        raise DataError(f"{path}: read as uint16, every second token is 0\n  {rule}\n  {fix}")
     return TokenFile(path=path, dtype=dtype, tokens=size // item)
 
 
@@ -195,7 +180,6 @@ def _numpy_file(path: Path) -> TokenFile:
 
 
 def _find(path: str) -> list[Path]:
-    """Returns the files of a path, by name: itself, those of a folder, or those that a pattern fits."""
     place = Path(path).expanduser()
     if place.is_dir():
         found = sorted(each for each in place.iterdir() if each.suffix in (".bin", ".npy"))
@@ -215,3 +199,104 @@ def _joined(files: list[TokenFile], vocab_size: int, path: str) -> MappedTokens:
     if not files:
         raise DataError(f"data.path = {path!r} has no tokens\n  a run needs at least two\n  prepare more text")
     return MappedTokens(tuple(files), vocab_size)
+
+
+MANIFEST = "manifest.json"
+FORMAT = "paceline-tokens-1"
+Verify: TypeAlias = Literal["full", "fast", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShard:
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataManifest:
+    """All that is known of a folder of tokens. ``source`` lists the files that it was made of."""
+
+    dtype: str
+    vocab_size: int
+    end_token: int | None
+    tokenizer: str
+    skipped: int
+    source: tuple[str, ...]
+    shards: tuple[TokenShard, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    def write(self, folder: Path) -> None:
+        part = folder / f"{MANIFEST}.part"
+        part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        part.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> DataManifest:
+    try:
+        return parse_manifest(read_regular(folder / MANIFEST))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        rule = "it is a folder that paceline data prepare has written"
+        fix = "check the path; a run reads raw files (.bin, .npy) too: set data.path and data.vocab_size"
+        raise DataError(f"{folder} has no {MANIFEST}\n  {rule}\n  {fix}") from error
+    except (OSError, ValueError) as error:
+        rule = "it lists what paceline data prepare has written"
+        raise DataError(f"{folder / MANIFEST} cannot be read: {error}\n  {rule}\n  prepare the data again") from error
+
+
+def parse_manifest(content: bytes) -> DataManifest:
+    values = parse_json_object(content)
+    if values.pop("format", None) != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}")
+    try:
+        shards = tuple(TokenShard(**each) for each in values.pop("shards"))
+        found = DataManifest(**{**values, "shards": shards, "source": tuple(values["source"])})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"it lacks a name, or has one too many: {error}") from error
+    for shard in shards:
+        file_inside(Path(os.curdir), plain_name(shard.file))
+        if not is_count(shard.tokens) or not is_count(shard.documents) or not isinstance(shard.sha256, str):
+            raise ValueError(f"its shard {shard.file!r} has no counts")
+    is_right = found.dtype in ("uint16", "uint32") and is_count(found.vocab_size, 2**32)
+    if not is_right or not (found.end_token is None or is_count(found.end_token, found.vocab_size - 1)):
+        raise ValueError("its dtype, vocabulary or end token is none")
+    return found
+
+
+def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
+    """Raises ``DataError`` with all shards that are missing, cut off or changed since they were prepared.
+
+    ``fast`` compares sizes, and the hashes of files that are younger than the manifest; ``full`` all hashes.
+    """
+    if verify == "none":
+        return
+    written = (folder / MANIFEST).stat().st_mtime_ns
+    item = np.dtype(manifest.dtype).itemsize
+    problems = []
+    for shard in manifest.shards:
+        path, expected = folder / shard.file, shard.tokens * item
+        try:
+            status = path.stat()
+            if status.st_size != expected:
+                problems.append(f"{path} has {status.st_size:,} bytes, and had {expected:,} when it was prepared")
+            elif (verify == "full" or status.st_mtime_ns > written) and hash_file(path) != shard.sha256:
+                problems.append(f"{path} has changed since it was prepared: its SHA-256 differs")
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    if problems:
+        raise DataError(
+            "\n  ".join(problems) + f"\n  {MANIFEST} says what was prepared\n  restore the files, or prepare them again"
+        )
+
+
+def hash_file(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

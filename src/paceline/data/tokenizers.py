@@ -1,11 +1,7 @@
 """What tokens stand for: bytes, characters, or the pieces of a ``tokenizer.json`` of Hugging Face.
 
-A folder keeps a tokenizer beside the tokens, or beside the model that was trained on them:
-
-    vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
-    tokenizer.json    read by the package ``tokenizers``, which only this kind needs
-
-``end_token`` stands between documents.
+vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
+tokenizer.json    read by the package ``tokenizers``, which only this kind needs
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ _MOST_BYTES = 2**28
 
 
 class Tokenizer(ABC):
-    """Turns text into tokens and back."""
-
     name: str  # in messages and manifests: bytes, char, or the name of its folder
     vocab_size: int  # every token is less
     end_token: int | None  # between documents; None where there is none
@@ -46,16 +40,14 @@ class Tokenizer(ABC):
         return tokens
 
     @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Returns the tokens of many texts at once, which is faster."""
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]: ...
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes into a folder what ``open_tokenizer`` reads."""
+    def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer(Tokenizer):
@@ -97,29 +89,28 @@ class CharTokenizer(Tokenizer):
         return "".join(self.characters[token] for token in tokens if token != self.end_token)
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        return [self._encode(text) for text in texts]
+        found: list[NDArray[np.uint32]] = []
+        for text in texts:
+            tokens = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
+            if tokens.max(initial=0) == len(self.characters) and len(tokens):
+                place = int(np.argmax(tokens == len(self.characters)))
+                raise DataError(
+                    f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the "
+                    "vocabulary\n  the vocabulary of char is that of the text that was trained on\n"
+                    "  leave the character out, or train with bytes, which have a token for everything"
+                )
+            found.append(tokens)
+        return found
 
     def save(self, folder: Path) -> None:
         _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
-
-    def _encode(self, text: str) -> NDArray[np.uint32]:
-        tokens: NDArray[np.uint32] = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
-        if tokens.max(initial=0) == len(self.characters) and len(tokens):
-            place = int(np.argmax(tokens == len(self.characters)))
-            raise DataError(
-                f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the vocabulary\n"
-                "  the vocabulary of char is that of the text that was trained on\n"
-                "  leave the character out, or train with bytes, which have a token for everything"
-            )
-        return tokens
 
 
 class FolderTokenizer(Tokenizer):
     """The ``tokenizer.json`` of a folder, as Hugging Face writes it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.name = folder.absolute().name
+        self.folder, self.name = folder, folder.absolute().name
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1
@@ -160,16 +151,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Reads the tokenizer of a folder. Raises ``DataError`` where there is none, or a damaged one."""
     if (folder / VOCABULARY).is_file():
         return _read_vocabulary(folder / VOCABULARY)
     if (folder / TOKENIZER).is_file():
         return FolderTokenizer(folder)
     what = "has no tokenizer" if folder.is_dir() else "is no folder"
-    raise DataError(
-        f"{folder} {what}\n  a tokenizer is a folder with {TOKENIZER} (Hugging Face) or {VOCABULARY} (Paceline)\n"
-        "  give a folder with one of them, or bytes, or char"
-    )
+    rule = f"a tokenizer is a folder with {TOKENIZER} (Hugging Face) or {VOCABULARY} (Paceline)"
+    raise DataError(f"{folder} {what}\n  {rule}\n  give a folder with one of them, or bytes, or char")
 
 
 def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
@@ -181,10 +169,8 @@ def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[n
 def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
     wrong = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
     if wrong:
-        raise DataError(
-            f"token {wrong[0]} is beyond the vocabulary of {tokenizer.name}, which has {tokenizer.vocab_size} tokens\n"
-            "  tokens are decoded by the tokenizer that made them"
-        )
+        what = f"token {wrong[0]} is beyond the vocabulary of {tokenizer.name}, which has {tokenizer.vocab_size} tokens"
+        raise DataError(f"{what}\n  tokens are decoded by the tokenizer that made them")
 
 
 def _write(folder: Path, values: dict[str, Any]) -> None:
@@ -202,9 +188,8 @@ def _read_vocabulary(path: Path) -> Tokenizer:
         if kind == "char" and list(characters) != sorted(set(characters)):
             raise ValueError("its characters are not sorted, or one is there twice")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}\n  it says what tokens stand for\n  restore it, or prepare the data again"
-        ) from error
+        rule = "it says what tokens stand for"
+        raise DataError(f"{path} cannot be read: {error}\n  {rule}\n  restore it, or prepare the data again") from error
     has_end = end is not None
     return ByteTokenizer(has_end=has_end) if kind == "bytes" else CharTokenizer(characters, has_end=has_end)
 
@@ -213,21 +198,18 @@ def _load(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(
-            f"{path} needs the package tokenizers, which is not installed\n"
-            "  it reads the tokenizers of Hugging Face\n  pip install 'paceline[data]', or use bytes or char"
-        ) from error
+        rule = "it reads the tokenizers of Hugging Face"
+        fix = "pip install 'paceline[data]', or use bytes or char"
+        raise DataError(f"{path} needs the package tokenizers, which is not installed\n  {rule}\n  {fix}") from error
     try:
         return tokenizers.Tokenizer.from_str(read_regular(path, _MOST_BYTES).decode("utf-8"))
     except Exception as error:  # the package raises plain exceptions
-        raise DataError(
-            f"{path} cannot be read as a tokenizer: {error}\n  it is a file that tokenizers or transformers has saved\n"
-            "  save it again with tokenizer.save_pretrained(folder)"
-        ) from error
+        rule = "it is a file that tokenizers or transformers has saved"
+        fix = "save it again with tokenizer.save_pretrained(folder)"
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}\n  {rule}\n  {fix}") from error
 
 
 def _named_end(folder: Path) -> str:
-    """Returns the end token that the folder's config names; empty where it names none."""
     for name in _BESIDE:
         try:
             token = parse_json_object(read_regular(folder / name)).get("eos_token")

@@ -211,10 +211,10 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     else:
         fix = f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer"
         yield finding("torch", found, "the engines use what newer versions have", problem=fix)
-    from paceline.comm.backends import available_backends, nccl_version
+    from paceline.comm.base import available_backends
 
-    there, nccl = available_backends(), nccl_version()
-    shown = ", ".join(f"{name} {nccl}" if name == "nccl" and nccl else name for name in there) or "none"
+    there = available_backends()
+    shown = ", ".join(f"{name} {version}" if version else name for name, version in there.items()) or "none"
     fix = "" if "gloo" in there else "install a torch with distributed support: this one cannot talk at all"
     yield finding("backends", shown, "Gloo moves bytes between CPUs, NCCL between GPUs", problem=fix)
 

@@ -7,49 +7,45 @@ then arrive block by block, and communication overlaps with backward.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.buckets import choose_for_link
-from paceline.engines.buckets.tuner import probe_link
+from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
-from paceline.engines.compiled import compile_model
-from paceline.engines.composition import combine
+from paceline.engines.combined import combine
+from paceline.engines.compiled import compile_model, swap_pools
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.groups import Groups, expert_dim, make_groups
+from paceline.engines.groups import Groups, broadcast_tensors, check_same_model, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
+from paceline.models.hugging_face import allocate_unfilled, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
-from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.automatic import Choice, take_first
-from paceline.search.ladder import whole_ladder
+from paceline.search.automatic import Choice, take_first, whole_ladder
 from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
@@ -67,7 +63,7 @@ def parallelize(
     layout: Layout | None = None,
     precision: str | Precision | None = None,
     compressor: GradientCompression | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     **options: Any,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
@@ -91,8 +87,9 @@ def parallelize(
     what is given twice.
     """
     _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
-    if isinstance(model, nn.Module):
-        check_initialised(model)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+    check_initialised(model)
     is_auto = strategy == "auto"
     layout = layout or layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
@@ -107,9 +104,8 @@ def parallelize(
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
-    if isinstance(model, nn.Module):
-        _check_parameters(model, layout.expert, policy)
-    before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    _check_parameters(model, layout.expert, policy)
+    before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine
     if layout.is_split:
@@ -126,15 +122,15 @@ def parallelize(
     return engine
 
 
-def _state_to_adopt(optimizer: torch.optim.Optimizer, comm: Communicator) -> dict[str, Any]:
+def _state_to_adopt(optimizer: Optimizer, comm: Communicator) -> dict[str, Any]:
     """Returns an optimizer's state. Raises UsageError where it is no optimizer, or ranks have different states."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"optimizer = a {type(optimizer).__name__}\n  it is an optimizer of the model's parameters, to be adopted\n"
             "  give optimizer=torch.optim.AdamW(model.parameters(), ...)"
         )
     state = optimizer.state_dict()
-    tensors = [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, Tensor)]
     sums = [float(tensor.double().abs().sum()) for tensor in tensors]
     for rank, others in enumerate(gather_objects(comm, sums)):
         if others != sums:
@@ -170,17 +166,12 @@ def _host(comm: Communicator) -> str:
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:
     """Makes a layout of its fields and the name of a strategy. Raises UsageError for names that it does not know."""
     if strategy is not None and strategy not in STRATEGY_NAMES:
-        near = difflib.get_close_matches(str(strategy), STRATEGY_NAMES, n=1)
-        hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"strategy = {strategy!r} is unknown\n  it is one of {', '.join(STRATEGY_NAMES)}{hint}")
+        what, rule = f"strategy = {strategy!r} is unknown", f"it is one of {', '.join(STRATEGY_NAMES)}"
+        raise UsageError(str(Problem(what=what, rule=rule, fix=did_you_mean(str(strategy), STRATEGY_NAMES))))
     known = [field.name for field in fields(Layout)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"{name!r} is no option\n  options are the fields of a Layout: {', '.join(known)}\n"
-                f"  {f'did you mean {near[0]}?' if near else 'leave it out'}"
-            )
+    for name in [name for name in options if name not in known]:
+        fix = did_you_mean(name, known, "leave it out")
+        raise UsageError(f"{name!r} is no option\n  options are the fields of a Layout: {', '.join(known)}\n  {fix}")
     given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
     offload = given.get("offload")
     parts = (offload,) if isinstance(offload, str) else offload
@@ -194,7 +185,6 @@ def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layo
 
 
 def _check_arguments(comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
-    """Raises UsageError for arguments of another type than they should be, and for what is beside a whole layout."""
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"the second argument is a {type(comm).__name__}\n  it is the communicator of the ranks\n"
@@ -216,11 +206,8 @@ def _check_arguments(comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
 def _check_compressor(layout: Layout) -> None:
     """Raises UsageError where a compressor of the user's own, of which the rules know nothing, has no place."""
     if layout.is_split:
-        raise UsageError(
-            "compression with pipeline or tensor\n"
-            "  a tensor that several ranks or stages hold must get the same gradient on all of them\n"
-            "  leave compression out"
-        )
+        rule = "a tensor that several ranks or stages hold must get the same gradient on all of them"
+        raise UsageError(f"compression with pipeline or tensor\n  {rule}\n  leave compression out")
     if layout.strategy not in ("ddp", "hybrid"):
         raise UsageError(
             f"compression with strategy = {layout.strategy!r}\n"
@@ -258,11 +245,9 @@ def choose_for_module(
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
         sizes = [num_parameters(block) for block in blocks]
         facts = ModelFacts(
-            name=type(model).__name__,
             blocks=tuple(BlockFacts(parameters=size) for size in sizes),
             root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-            source="measured",
         )
         keep = frozenset({"checkpoint_activations"})
         try:
@@ -271,9 +256,8 @@ def choose_for_module(
         except ConfigError as error:
             decided = UsageError(f"strategy = 'auto'\n  {error.problems[0]}")
     decided = broadcast_object(comm, decided)
-    if isinstance(decided, UsageError):
-        raise decided
-    assert decided is not None
+    if not isinstance(decided, Choice):
+        raise cast("UsageError", decided)
     return decided
 
 
@@ -291,9 +275,7 @@ def _share(
     blocks = model_blocks(model) if asks_for_blocks else []
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
-    float8 = None
-    if precision.float8 is not None:
-        float8 = swap_linears(model, blocks, by_row=precision.float8 == "row")
+    float8 = swap_linears(model, blocks, by_row=precision.float8 == "row") if precision.float8 else None
     if layout.checkpoint_activations != "none":
         checkpoint_blocks(blocks, layout.checkpoint_activations)
     units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
@@ -305,28 +287,24 @@ def _share(
         swap_pools(model, comm.device)
         hooked = [module for _, module in units] if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
-    engine = _engine(model, groups, layout, precision, compressor, units)
+    engine: ModuleEngine
+    if layout.is_fully_sharded:
+        built = build_units(model, units, groups, precision, layout.offload)
+        engine = sharded = FullySharded(model, groups, built, layout, precision, compressor)
+        sharded.watch([*(module for _, module in units), model])
+    else:
+        engine = _with_buckets(model, groups, layout, precision, compressor)
     engine.float8 = float8
     if comm.ledger is not None and comm.ledger.is_own_loop:
         engine.watch_replicas()
     return engine
 
 
-def _engine(
-    model: nn.Module,
-    groups: Groups,
-    layout: Layout,
-    precision: Precision,
-    compressor: GradientCompression | None,
-    units: Sequence[tuple[str, nn.Module]],
+def _with_buckets(
+    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> ModuleEngine:
-    """Replicates or shards a model whose blocks are ready."""
+    """Makes the engine of a model that every rank holds whole, with the values of rank 0."""
     comm = groups.gradients
-    if layout.is_fully_sharded:
-        built = build_units(model, units, groups, precision, layout.offload)
-        sharded = FullySharded(model, groups, built, layout, precision, compressor)
-        sharded.watch([*(module for _, module in units), model])
-        return sharded
     allocate_unfilled([model], comm.device)
     model.to(comm.device)
     for parameter in model.parameters():
@@ -337,11 +315,11 @@ def _engine(
     layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
         return DataParallel(model, groups, layout, precision, compressor)
-    if not layout.tunes_buckets:
-        return ZeroParallel(model, groups, layout, precision)
-    choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
-    found = choice.policy
-    layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
+    choice = None
+    if layout.tunes_buckets:
+        choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
+        found = choice.policy
+        layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
     engine = ZeroParallel(model, groups, layout, precision)
     engine.bucket_choice = choice
     return engine
@@ -360,7 +338,6 @@ def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> No
 
 
 def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> None:
-    """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
     if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
         return
     needed = num_parameters * offload.host_bytes
@@ -373,9 +350,7 @@ def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> 
         )
 
 
-def _check_model(model: Any, *, may_be_meta: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+def _check_model(model: nn.Module, *, may_be_meta: bool) -> None:
     if getattr(model, _MARK, False):
         raise UsageError(
             "this module is parallelized already\n  each rank needs a module of its own, wrapped once\n"
@@ -405,5 +380,5 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
                 f"{name or 'the model'} is an embedding with sparse=True\n"
                 "  its sparse gradient cannot join a dense bucket\n  build it with sparse=False, or freeze it"
             )
-    if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
+    if not any(isinstance(p, Tensor) and p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")

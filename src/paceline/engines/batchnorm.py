@@ -8,11 +8,10 @@ all-gather brings the ranks' numbers together, and (Chan et al. 1979)
 which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
 batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
 
-A rank that runs no forward at all (``engine.join_pass()``) stands in with messages of count zero, and still moves its
-running statistics as the others do. Its messages are on their way before the pass begins, on a communicator that the
-layers have to themselves, so that it neither waits for the other ranks' computation nor disturbs the engine's
-collectives. It must know how often layers will be called: as often as in its own last pass of the same kind; before its
-first one, once each.
+A rank that runs no forward (``engine.join_pass()``) stands in with messages of count zero, and moves its running
+statistics as the others do. Its messages leave before the pass begins, on a communicator of the layers' own, so that it
+neither waits for other ranks' computation nor disturbs the engine's collectives. It assumes that layers are called as
+often as in its own last pass of the same kind; before its first one, once each.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -36,11 +35,7 @@ _HEAD = 2  # in front of the channels: how many values, and the number of the la
 
 
 def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
-    """Makes the batch-norm layers of ``module`` compute over the samples of all ranks, in place; all ranks call it.
-
-    The layers stay the same objects, with their parameters, buffers and names. A layer whose class has a forward of its
-    own is left as it is. Does nothing on one rank.
-    """
+    """Lets batch norms compute over all ranks' samples, in place, but for those with a forward of their own."""
     plain = [each for each in module.modules() if isinstance(each, _BatchNorm)]
     layers = [each for each in plain if isinstance(each, nn.SyncBatchNorm) or type(each).forward is _BatchNorm.forward]
     if comm.size == 1 or not layers:
@@ -62,22 +57,21 @@ def standing_in(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if exchange is None else exchange.standing_in()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Moments:
     """Statistics of a layer's input over all ranks."""
 
-    count: torch.Tensor
-    mean: torch.Tensor
-    variance: torch.Tensor
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
 
 
-def combine(counts: torch.Tensor, means: torch.Tensor, squares: torch.Tensor) -> Moments:
+def combine(counts: Tensor, means: Tensor, squares: Tensor) -> Moments:
     """Combines counts (ranks, 1), means and sums of squared deviations (ranks, channels) of parts into those of all."""
     count = counts.sum()
     safe = count.clamp(min=1.0)  # where nobody has a value, everything is zero
     mean = (counts * means).sum(0) / safe
-    variance = (squares + counts * (means - mean).square()).sum(0) / safe
-    return Moments(count=count, mean=mean, variance=variance)
+    return Moments(count, mean, (squares + counts * (means - mean).square()).sum(0) / safe)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -92,18 +86,17 @@ class SyncBatchNorm(_BatchNorm):
         """Whether the layer looks at the batch: in training, and always where it keeps no running statistics."""
         return self.training or self.running_mean is None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x`` (samples, channels, ...); asks the other ranks where it looks at the batch."""
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not self.uses_batch_statistics:
             return _BatchNorm.forward(self, x)
         moments = self._moments(x) if self.replay is None else self.replay.once(lambda: self._moments(x))
-        apply: Callable[..., torch.Tensor] = _Normalise.apply
+        apply: Callable[..., Tensor] = _Normalise.apply
         return apply(x, self.weight, self.bias, moments, self.eps, self.exchange)
 
     @torch.no_grad()
-    def _moments(self, x: torch.Tensor) -> Moments:
-        """Returns the statistics of all ranks' samples, and moves the running ones."""
+    def _moments(self, x: Tensor) -> Moments:
         wide = x.to(_statistics_dtype(x))
         count = x.numel() // max(x.shape[1], 1)
         if count:
@@ -118,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
     def move_statistics(self, moments: Moments) -> None:
         if not (self.training and self.track_running_stats) or self.running_mean is None or self.running_var is None:
             return
-        factor: torch.Tensor | float = 0.0 if self.momentum is None else self.momentum
+        factor: Tensor | float = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -133,17 +126,11 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        moments: Moments,
-        eps: float,
-        exchange: Exchange,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Moments, eps: float, exchange: Exchange
+    ) -> Tensor:
         dtype = _statistics_dtype(x)
-        mean, variance = moments.mean.to(dtype), moments.variance.to(dtype)
-        ctx.save_for_backward(x, weight, mean, variance, moments.count)
+        mean, variance = whole.mean.to(dtype), whole.variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance, whole.count)
         ctx.eps, ctx.exchange, ctx.bias_dtype = eps, exchange, None if bias is None else bias.dtype
         if not x.numel():
             return x.clone()
@@ -151,7 +138,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, count = ctx.saved_tensors
         scale = _to(weight, mean.dtype)
         if x.numel():
@@ -175,8 +162,7 @@ class _Normalise(torch.autograd.Function):
         return dx, of_weight, of_bias, None, None, None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PassKind:
+class _PassKind(NamedTuple):
     """A kind of pass: passes of one kind call the layers equally often."""
 
     looks_at_batch: tuple[bool, ...]
@@ -207,7 +193,7 @@ class Exchange:
 
     # What a layer asks for in a pass of this rank.
 
-    def gather(self, number: int, count: int, mean: torch.Tensor, squares: torch.Tensor) -> Moments:
+    def gather(self, number: int, count: int, mean: Tensor, squares: Tensor) -> Moments:
         """Returns the statistics over all ranks from this rank's."""
         self._num_forward += 1
         channels = mean.numel()
@@ -229,7 +215,7 @@ class Exchange:
                     )
         return self._read(rows, channels)
 
-    def add_up(self, *sums: torch.Tensor) -> torch.Tensor:
+    def add_up(self, *sums: Tensor) -> Tensor:
         """Returns the two sums over all ranks."""
         self._num_backward += 1
         totals = self._new(2, self._width)
@@ -269,11 +255,8 @@ class Exchange:
             is_trained = is_trained or any(p is not None and p.requires_grad for p in module._parameters.values())
             if isinstance(module, SyncBatchNorm) and module.uses_batch_statistics:
                 num_trained += is_trained or module.weight is None
-        return _PassKind(
-            looks_at_batch=tuple(layer.uses_batch_statistics for layer in self.layers),
-            has_gradients=torch.is_grad_enabled(),
-            num_trained=num_trained,
-        )
+        looks = tuple(layer.uses_batch_statistics for layer in self.layers)
+        return _PassKind(looks, torch.is_grad_enabled(), num_trained)
 
     def _remember(self) -> None:
         """Notes how often layers were called in the pass that has ended; the most, as one may have been broken off."""
@@ -283,24 +266,22 @@ class Exchange:
         self._kind = None
         self._num_forward = self._num_backward = 0
 
-    # Messages.
-
-    def _new(self, *shape: int) -> torch.Tensor:
+    def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.comm.device)
 
-    def _send_row(self, row: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def _send_row(self, row: Tensor) -> tuple[Tensor, Work]:
         """Returns where all ranks' rows will be, and what to wait for."""
         rows = self._new(self.comm.size, row.numel())
         return rows, self.comm.all_gather(rows, row)
 
-    def _read(self, rows: torch.Tensor, channels: int) -> Moments:
+    def _read(self, rows: Tensor, channels: int) -> Moments:
         first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]
         return combine(rows[:, :1], first[:, :channels], second[:, :channels])
 
 
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -34,11 +34,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_sca
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
-    """Makes ``blocks`` keep for backward what ``policy`` says, in place.
-
-    Forward passes without gradients cost nothing more. Raises UsageError for an unknown policy, for no blocks, and for
-    blocks that are checkpointed already.
-    """
+    """Makes ``blocks`` keep for backward what ``policy`` says, in place. Raises UsageError for what cannot be."""
     if policy not in CHECKPOINTS:
         raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(CHECKPOINTS)}")
     if policy == "none":
@@ -86,7 +82,7 @@ class Replay:
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self._asking: list[Any] = [layer for layer in layers if hasattr(layer, "replay")]
         self._plain = [layer for layer in layers if not hasattr(layer, "replay")]
-        self._copies: list[dict[str, torch.Tensor | None]] = []
+        self._copies: list[dict[str, Tensor | None]] = []
         self._results: list[Any] = []
         self._is_second = False
         self._next = 0
@@ -95,7 +91,6 @@ class Replay:
         """Returns what ``compute`` gives in the first run, and the same again in later ones."""
         if not self._is_second:
             self._results.append(compute())
-            return self._results[-1]  # type: ignore[no-any-return]
         self._next += 1
         return self._results[self._next - 1]  # type: ignore[no-any-return]
 
@@ -104,10 +99,10 @@ class Replay:
         """Surrounds a run, however far it comes: the second one stops when backward has what it needs."""
         self._is_second, self._next = is_second, 0
         kept = [dict(layer._buffers) for layer in self._plain]
-        if not is_second:  # copied now: selective checkpointing knows no operator that only the second run has
-            self._copies = [{n: None if b is None else b.clone() for n, b in buffers.items()} for buffers in kept]
-        else:
+        if is_second:
             self._set_buffers(self._copies)
+        else:  # copied now: selective checkpointing knows no operator that only the second run has
+            self._copies = [{n: None if b is None else b.clone() for n, b in buffers.items()} for buffers in kept]
         for asking in self._asking:
             asking.replay = self
         try:
@@ -118,7 +113,7 @@ class Replay:
             for asking in self._asking:
                 asking.replay = None
 
-    def _set_buffers(self, buffers: list[dict[str, torch.Tensor | None]]) -> None:
+    def _set_buffers(self, buffers: list[dict[str, Tensor | None]]) -> None:
         for layer, values in zip(self._plain, buffers, strict=True):
             layer._buffers.update(values)
 
@@ -126,7 +121,6 @@ class Replay:
 def _run(
     forward: Callable[..., Any], layers: tuple[_BatchNorm, ...], keeps_products: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs a block's forward so that backward runs it again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     runs: list[Replay] = []
@@ -134,19 +128,15 @@ def _run(
     def replayed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler moves no statistics in a second run
             return forward(*args, **kwargs)
-        is_second = bool(runs)
-        if not is_second:
-            runs.append(Replay(layers))
-        with runs[0].run(is_second=is_second):
+        runs.append(runs[0] if runs else Replay(layers))
+        with runs[0].run(is_second=len(runs) > 1):
             return forward(*args, **kwargs)
 
-    body = replayed if layers else forward
     if keeps_products:
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _is_kept)
-    return checkpoint(body, *args, use_reentrant=False, **kwargs)
+    return checkpoint(replayed if layers else forward, *args, use_reentrant=False, **kwargs)
 
 
-def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    del context, args, kwargs
+def _is_kept(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = str(operator).removeprefix("aten.")
     return CheckpointPolicy.MUST_SAVE if name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,20 +8,33 @@ batch then takes the graph that is there. Where all batches are known to be alik
 that size: it is compiled in less time, and convolutions find better layouts.
 
 What torch cannot compile runs as it is, and ``notes`` says so: a run is never slow without a word.
+
+Max pooling of 3 x 3 pixels at every second one, as ResNets begin, has a backward pass of our own. A pixel lies in up to
+four windows, and torch's compiler looks at all of them for each: on an H200 that takes as long as the largest
+convolution of a ResNet-50. Here a program reads each gradient once, and takes the four pixels that share their windows:
+
+    pixel            even, even    even, odd           odd, even           odd, odd
+    its windows      own           own, right          own, below          own, right, below, both
+
+The largest pixel of a window is kept as its number, 0 to 8, row by row, in a byte; of equals the first, and nan before
+all others, as torch does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op
 from torch.utils._pytree import tree_leaves
 
 from paceline.models.registry import model_blocks
@@ -67,22 +80,19 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = torch.is_grad_enabled()
         for each in () if mode in self.fixed else tree_leaves((args, kwargs)):
-            if isinstance(each, torch.Tensor) and each.dim():
+            if isinstance(each, Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, 0)
         if mode in self._modes:
             return self._graph(*args, **kwargs)
         self._modes.add(mode)
-        start = time.monotonic()
+        start, what, problem = time.monotonic(), self._what if mode else f"{self._what}, for evaluation", ""
         try:
             result = self._graph(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
+            what, problem = self._what, f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
             self._graph = self._function
             result = self._function(*args, **kwargs)
-            self.notes.append(CompileNote(what=self._what, seconds=time.monotonic() - start, problem=problem))
-            return result
-        what = self._what if mode else f"{self._what}, for evaluation"
-        self.notes.append(CompileNote(what=what, seconds=time.monotonic() - start))
+        self.notes.append(CompileNote(what=what, seconds=time.monotonic() - start, problem=problem))
         return result
 
 
@@ -120,11 +130,103 @@ def take_notes(*places: Any) -> list[CompileNote]:
     """Returns what was compiled since the last call, in modules and functions."""
     notes: list[CompileNote] = []
     for each in _compiled(places):
-        notes += each.notes
-        each.notes = []
+        notes, each.notes = notes + each.notes, []
     return notes
 
 
 def _compiled(places: Sequence[Any]) -> list[Compiled]:
     functions = [each.forward for place in places if isinstance(place, nn.Module) for each in place.modules()]
     return [each for each in (*functions, *places) if isinstance(each, Compiled)]
+
+
+_SIZE, _STRIDE, _PADDING = 3, 2, 1
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAST = torch.channels_last
+
+
+def swap_pools(model: nn.Module, device: torch.device) -> int:
+    """Lets max pooling run our way on a GPU, for images channels last; returns how many layers it fits."""
+    has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    found = [each for each in model.modules() if has_kernels and _fits(each)]
+    for each in found:
+        each.forward = _forward
+    return len(found)
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """Pools images (samples, channels, height, width) that lie channels last."""
+    return cast("Tensor", _pool(x)[0])
+
+
+def _fits(module: nn.Module) -> bool:
+    if type(module) is not nn.MaxPool2d or module.return_indices or module.ceil_mode:
+        return False
+    asked = (module.kernel_size, module.stride, module.padding, module.dilation)
+    return all(each in (number, (number, number)) for each, number in zip(asked, (3, 2, 1, 1), strict=True))
+
+
+def _forward(x: Tensor) -> Tensor:
+    if x.is_cuda and x.dim() == 4 and x.dtype in _DTYPES and x.is_contiguous(memory_format=_LAST):
+        return max_pool(x)
+    return F.max_pool2d(x, _SIZE, _STRIDE, _PADDING)
+
+
+def _empty_pooled(x: Tensor) -> tuple[Tensor, Tensor]:
+    samples, channels, height, width = x.shape
+    shape = (samples, channels, (height - 1) // 2 + 1, (width - 1) // 2 + 1)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_LAST)
+    return y, torch.empty(shape, dtype=torch.int8, device=x.device, memory_format=_LAST)
+
+
+def _run_pool(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.contiguous(memory_format=_LAST)
+    y, taps = _empty_pooled(x)
+    if x.is_cuda:
+        from paceline.engines.pooling_kernel import pool_on_gpu  # where there is no GPU, there is no triton
+
+        pool_on_gpu(x, y, taps)
+        return y, taps
+    values, where = F.max_pool2d(x, _SIZE, _STRIDE, _PADDING, return_indices=True)
+    row, column = (torch.arange(size, device=x.device) * 2 - 1 for size in y.shape[2:])
+    taps.copy_((where // x.shape[3] - row[:, None]) * 3 + where % x.shape[3] - column)
+    return y.copy_(values), taps
+
+
+def _empty_gradient(g: Tensor, _: Tensor, height: int, width: int) -> Tensor:
+    return torch.empty((*g.shape[:2], height, width), dtype=g.dtype, device=g.device, memory_format=_LAST)
+
+
+def _run_gradient(g: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
+    dx, g = _empty_gradient(g, taps, height, width), g.contiguous(memory_format=_LAST)
+    if g.is_cuda:
+        from paceline.engines.pooling_kernel import gradient_on_gpu
+
+        gradient_on_gpu(g, taps, dx)
+        return dx
+    wide = torch.zeros((*g.shape[:2], height + 3, width + 3), dtype=torch.float32, device=g.device)
+    for tap in range(_SIZE * _SIZE):
+        part = wide[:, :, tap // 3 :: 2, tap % 3 :: 2][:, :, : g.shape[2], : g.shape[3]]
+        part += torch.where(taps == tap, g.float(), 0.0)
+    return dx.copy_(wide[:, :, 1 : height + 1, 1 : width + 1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.size = inputs[0].shape[2:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
+    return cast("Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
+
+
+_pool = custom_op("paceline::max_pool", _run_pool, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
+_pool.register_fake(_empty_pooled)
+_gradient = custom_op(
+    "paceline::max_pool_gradient",
+    _run_gradient,
+    mutates_args=(),
+    schema="(Tensor g, Tensor taps, SymInt height, SymInt width) -> Tensor",
+)
+_gradient.register_fake(_empty_gradient)
+_pool.register_autograd(_backward, setup_context=_keep)

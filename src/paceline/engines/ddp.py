@@ -20,24 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
-from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.arrivals import Arrivals
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
-from paceline.engines.buckets.gradients import ReplicaBucket
-from paceline.engines.buckets.tuner import BucketTuner
+from paceline.engines.buckets.buckets import BucketPolicy, BucketTuner, ParameterSize, arrival_order, bucket_parameters
+from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
 from paceline.engines.flat.optimizer_state import on_cpu
-from paceline.engines.flat.shard_gradients import reduce_norm
-from paceline.engines.groups import Groups, reduction
+from paceline.engines.flat.shard import reduce_norm
+from paceline.engines.groups import Groups, reduction, tensors_in
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import Masters, Precision, hand_over, norm_of
+from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
-from paceline.shards import load_own_state, own_optimizer_state
+from paceline.shards import own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -57,12 +55,11 @@ class DataParallel(ModuleEngine):
         super().__init__(module, groups, precision or Precision(), self.layout.buffers)
         comm = groups.gradients
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
-        self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
-        self._parameters = self._held if self._masters is None else self._masters.parameters
+        self._masters = Masters(module, self.precision.param_dtype)
+        self._parameters = self._masters.parameters
         names = [name for name, _ in module.named_parameters()]
         self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
-        self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             names, overlap=self.layout.overlap, graph_fix="run that backward inside engine.no_sync()"
@@ -74,17 +71,14 @@ class DataParallel(ModuleEngine):
             if self.layout.tunes_buckets:
                 self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout), overlap=self.layout.overlap)
             self._start_over()
-        elif self._masters is not None:
+        elif self.precision.param_dtype is not None:
             self._watch()
 
     @property
     def _spread(self) -> str:
         return f"ddp, nothing sharded, buckets: {len(self._arrivals.buckets)}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; in training, prepares the replicas for the backward pass that follows."""
         if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
@@ -101,19 +95,18 @@ class DataParallel(ModuleEngine):
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
-        if self.experts:
-            self._collect_gradients()
-            return self._clip_with_experts(max_norm, norm_type)
-        if not math.isinf(max_norm):
-            self._collect_gradients()
+        if not self.experts and math.isinf(max_norm):
+            found = [p.grad for p in self._parameters if p.grad is not None]
+            left = self._masters.norms_left(norm_type)
+            if not left:
+                return nn.utils.get_total_norm(found, norm_type)
+            norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
+            return cast("Tensor", torch.linalg.vector_norm(norms, norm_type))
+        self._masters.collect_gradients()
+        if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        left = [] if self._masters is None else self._masters.gradients_left()
-        return norm_of(gradients, left, norm_type) if left else nn.utils.get_total_norm(gradients, norm_type)
-
-    def _clip_with_experts(self, max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         dense = nn.utils.get_total_norm([g for name, g in gradients.items() if name not in self.experts], norm_type)
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if name in self.experts], norm_type)
@@ -124,21 +117,21 @@ class DataParallel(ModuleEngine):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
 
-    def gradients(self) -> list[torch.Tensor]:
-        self._collect_gradients()
+    def gradients(self) -> list[Tensor]:
+        self._masters.collect_gradients()
         return super().gradients()
 
     @property
     def can_fuse_cast(self) -> bool:
-        return self._masters is not None and self._masters.can_fuse_cast
+        return self._masters.can_fuse_cast
 
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return {} if self._masters is None else self._masters.fuse_cast()
+        return self._masters.fuse_cast()
 
     def join_forward(self) -> None:
         """Shares the buffers as the others do in their forward, unless one that failed halfway has done so."""
         is_asked = torch.is_grad_enabled() and self._is_syncing and self.module.training
-        if self.gradient_comm.size > 1 and is_asked and not self._buffers.are_shared:
+        if self.gradient_comm.size > 1 and is_asked and not self._are_buffers_shared:
             self._share_buffers()
 
     def join_backward(self) -> None:
@@ -147,7 +140,7 @@ class DataParallel(ModuleEngine):
             return
         self.mark_updated()
         if self.gradient_comm.size > 1:
-            if self.module.training and not self._buffers.are_shared:
+            if self.module.training and not self._are_buffers_shared:
                 self._share_buffers()
             self._finish()
 
@@ -161,46 +154,36 @@ class DataParallel(ModuleEngine):
         if self.gradient_comm.size > 1:
             self._start_over()
 
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        if rank0_only and self.gradient_comm.rank != 0:
-            return {}
-        state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
+        state = {} if rank0_only and self.gradient_comm.rank != 0 else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
-        """Tells the engine that the shards have new values: the module's parameters follow their masters."""
-        if self._masters is not None:
-            self._masters.may_have_changed = True
-            self._masters.refresh()
+        self._masters.may_have_changed = True
+        self._masters.refresh()
 
     def mark_updated(self) -> None:
-        if self._masters is not None:
-            self._masters.expect_update()
+        self._masters.expect_update()
 
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        if self._masters is None:
-            load_own_state(self.module, state)
-        else:
-            self._masters.load_state_dict(state)
+    def _load_state(self, state: dict[str, Tensor]) -> None:
+        self._masters.load_state_dict(state)
 
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
-        self._collect_gradients()
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        self._masters.collect_gradients()
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision, with parameters that follow their masters."""
-        if self._masters is not None:
-            self._masters.refresh()
-            if self.gradient_comm.size == 1:
-                self._watch()
+        self._masters.refresh()
+        if self.precision.param_dtype is not None and self.gradient_comm.size == 1:
+            self._watch()
         return super()._forward(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
 
-    def _enter_backward(self, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, gradient: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
         if self._is_syncing and not self._arrivals.is_open:
@@ -208,7 +191,7 @@ class DataParallel(ModuleEngine):
                 self._tuner.begin()
             self._arrivals.open(self._finish)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, index: int, parameter: Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
         gradient, arrivals = parameter.grad, self._arrivals
         if not self._is_syncing or gradient is None:
@@ -228,10 +211,10 @@ class DataParallel(ModuleEngine):
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
 
-    def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive_at_master(self, index: int, parameter: Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
         gradient, master, masters = parameter.grad, self._parameters[index], self._masters
-        if gradient is None or masters is None:
+        if gradient is None:
             return
         if self._is_syncing or gradient.is_sparse:
             self._arrivals.check(index, gradient)
@@ -240,7 +223,7 @@ class DataParallel(ModuleEngine):
         stays = masters.is_cast_fused and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
         if master is not self._held[index] and not stays:
             if master.grad is None and self.gradient_comm.size > 1:
-                bucket, place = self._arrivals.place_of(index)
+                bucket, place = self._arrivals.place_of[index]
                 parameter.grad, master.grad = None, bucket.cast(place, gradient)
             else:  # nothing to reduce: its own memory, freed with it
                 hand_over(parameter, master)
@@ -248,11 +231,6 @@ class DataParallel(ModuleEngine):
             masters.expect_update()
         if self.gradient_comm.size > 1:
             self._arrive(index, master)
-
-    def _collect_gradients(self) -> None:
-        """Brings gradients that were left at the module's parameters to their masters."""
-        if self._masters is not None and self._masters.is_cast_fused:
-            self._masters.collect_gradients()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)
@@ -282,8 +260,15 @@ class DataParallel(ModuleEngine):
     def _finish(self) -> None:
         """Ends a synchronised backward: sends the rest, waits, and finds out who has a gradient."""
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
-        if self._tuner is not None and self._tuner.is_watching:
-            self._send_one_by_one(self._tuner)
+        if self._tuner is not None and self._tuner.is_watching:  # one by one, so that each can be timed
+            buckets = list(self._arrivals.take_leaving(is_end=True))
+            for bucket in buckets:
+                self._fill(bucket)
+            self._tuner.end_backward()
+            for bucket in buckets:
+                self._send(bucket)
+                bucket.wait()
+            self._tuner.end_watched(len(buckets))
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
@@ -296,22 +281,11 @@ class DataParallel(ModuleEngine):
         self._reset()
         self._end_pass()
 
-    def _send_one_by_one(self, tuner: BucketTuner) -> None:
-        """Sends each bucket when the one before it is there, for the tuner to take the time."""
-        buckets = list(self._arrivals.take_leaving(is_end=True))
-        for bucket in buckets:
-            self._fill(bucket)
-        tuner.end_backward()
-        for bucket in buckets:
-            self._send(bucket)
-            bucket.wait()
-        tuner.end_watched(len(buckets))
-
     def _fill_missing(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
         used = dict(zip(self._trainable, (self._arrivals.buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
-            bucket, place = self._arrivals.place_of(index)
+            bucket, place = self._arrivals.place_of[index]
             self._parameters[index].grad = bucket.gradient(place) if used[index] else None
         if self._compression is not None:
             self._compression.keep_residuals([self._arrivals.names[index] for index in missing if not used[index]])
@@ -336,20 +310,16 @@ class DataParallel(ModuleEngine):
             self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
             self._build()
 
-    # Buckets.
-
     def _watch(self) -> None:
-        """Hooks into the gradients of what is trainable now."""
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
-        if self._masters is not None:
-            self._masters.follow()
-        arrive = DataParallel._arrive if self._masters is None else DataParallel._arrive_at_master
+        self._masters.follow()
+        arrive = DataParallel._arrive if self.precision.param_dtype is None else DataParallel._arrive_at_master
         self._arrivals.watch(self, arrive, {index: self._held[index] for index in self._trainable})
 
     def _sizes(self) -> list[ParameterSize]:
         return [
             ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device} {shared.gradients.ranks}")
-            for p, shared in zip(self._parameters, self._sharing, strict=True)
+            for p, shared in zip(self._parameters, map(self.groups.of, self._held), strict=True)
         ]
 
     def _start_over(self) -> None:
@@ -369,32 +339,30 @@ class DataParallel(ModuleEngine):
             policy = self._tuner.policy
         members = bucket_parameters(self._sizes(), order, policy)
         # The last one carries the flags, so that it is one of all ranks, if there is any.
-        dense = [each for each in members if self._sharing[each[0]].gradients is self.gradient_comm]
+        sharing = {each: self.groups.of(self._held[each[0]]) for each in members}
+        dense = [each for each in members if sharing[each].gradients is self.gradient_comm]
         members = [each for each in members if each not in dense[-1:]] + dense[-1:]
         buckets = []
         for group in members:
             num_flags = len(order) if group is members[-1] else 0
-            shared = self._sharing[group[0]]
+            shared = sharing[group]
             scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
             parameters = [self._parameters[i] for i in group]
-            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale=scale, num_flags=num_flags))
+            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale, num_flags))
         if self._compression is not None:
-            names = self._arrivals.names
-            shapes = [
-                BucketShape(names=tuple(names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
-                for b in buckets
-            ]
+            names = [tuple(self._arrivals.names[i] for i in bucket.members) for bucket in buckets]
+            pairs = zip(names, buckets, strict=True)
+            shapes = [BucketShape(names=each, layout=b.layout, tail=b.num_flags) for each, b in pairs]
             for bucket, compressed in zip(buckets, self._compression.bind(shapes), strict=True):
                 bucket.compressed = compressed
         elif self._order:  # agreed on by all ranks: they can make something together
-            for bucket in buckets:
+            for bucket in [each for each in buckets if not each.adopts]:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
-                if not bucket.adopts:
-                    buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
-                    if buffer is not None:
-                        bucket.use(buffer)
+                buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                if buffer is not None:
+                    bucket.use(buffer)
         self._arrivals.arrange(buckets)
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False

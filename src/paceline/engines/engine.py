@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
+Scale = float | Tensor | None
 
 _CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
 _MOVES = ("cuda", "cpu", "xpu")
@@ -48,25 +48,22 @@ class LossSum(Protocol):
     """What a loss returns: a sum over elements, and how many there are."""
 
     @property
-    def total(self) -> torch.Tensor: ...
+    def total(self) -> Tensor: ...
 
     @property
-    def count(self) -> torch.Tensor | float: ...
+    def count(self) -> Tensor | float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DetachedLoss:
     """A summed loss and its count, without the graph that computed them."""
 
-    total: torch.Tensor
-    count: torch.Tensor | float
+    total: Tensor
+    count: Tensor | float
 
 
 def differentiable_sum(value: Any) -> LossSum:
-    """Returns what a loss gave as a sum and its count; a plain pair is taken too.
-
-    Raises UsageError for anything else, and for a sum that has no graph behind it, so that nothing would be trained.
-    """
+    """Returns a loss, or a plain pair, as sum and count. Raises UsageError for others, and where there is no graph."""
     if not hasattr(value, "total"):
         if not isinstance(value, tuple) or len(value) != 2:
             raise UsageError(
@@ -76,8 +73,8 @@ def differentiable_sum(value: Any) -> LossSum:
             )
         value = DetachedLoss(value[0], value[1])
     total = value.total
-    if not isinstance(total, torch.Tensor) or not total.requires_grad:
-        what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        what = "a tensor that requires no gradient" if isinstance(total, Tensor) else f"a {type(total).__name__}"
         raise UsageError(
             f"the loss is {what}\n"
             "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
@@ -90,21 +87,6 @@ def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
 
-class StageRunner(Protocol):
-    """What runs the stages of a pipeline, for those who look at the order of its actions."""
-
-    pipe: Communicator
-    placement: tuple[int, ...]  # by stage, the rank that runs it
-    journal: list[Action]  # what the last step did, in order
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backward runs in two parts."""
-
-    def program(self, microbatches: int) -> RankProgram:
-        """Returns what this rank does in a step of so many microbatches."""
-
-
 class Engine(ABC):
     """A model that trains on the ranks of ``groups.world``; those of ``batch_comm`` share out every batch."""
 
@@ -113,9 +95,9 @@ class Engine(ABC):
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
     float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
-    pipeline: StageRunner | None = None  # what runs the stages, where the model has several
+    pipeline: Any = None  # the ``Pipeline`` that runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
-    checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
+    checked_optimizer: weakref.ref[Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may join the rest of it without samples
 
     @property
@@ -129,14 +111,14 @@ class Engine(ABC):
         return self.groups.batch
 
     @property
-    def gradient_comm(self) -> Communicator:
-        """The ranks over which losses are added up, and the gradients of dense parameters averaged."""
-        return self.groups.gradients
-
-    @property
     def comm(self) -> Communicator:
         """Another name of ``batch_comm``, for scripts."""
         return self.groups.batch
+
+    @property
+    def gradient_comm(self) -> Communicator:
+        """The ranks over which losses are added up, and the gradients of dense parameters averaged."""
+        return self.groups.gradients
 
     @property
     def device(self) -> torch.device:
@@ -154,13 +136,17 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def num_parameters(self) -> int:
-        """How many parameters the whole model has."""
+    def _totals(self) -> tuple[int, int]: ...
 
     @property
-    @abstractmethod
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self._totals[0]
+
+    @property
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
+        return self._totals[1]
 
     @property
     def holds_parts(self) -> bool:
@@ -178,31 +164,23 @@ class Engine(ABC):
         """How the ranks share the work, in a few words."""
 
     def __repr__(self) -> str:
-        """Says in one line what is trained, by how many ranks, and how they share it."""
         ranks = f"rank {self.world.rank} of {self.world.size}"
         count = f"{self.num_parameters:,} parameters"
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
-
-    # Passes.
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. All ranks call it equally often; one without samples calls ``join_pass``."""
 
     def run_microbatches(
-        self,
-        microbatches: Sequence[Any],
-        loss: LossFunction,
-        scale: float | torch.Tensor | None = None,
-        on_phase: OnPhase = ignore_phase,
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale = None, on_phase: OnPhase = ignore_phase
     ) -> Sequence[LossSum]:
         """Runs the forward and backward passes of a step, and leaves its gradients, reduced with the last pass.
 
         ``loss(model, microbatch)`` returns a sum and a count; the sum times ``scale`` is differentiated. A microbatch
         without samples on this rank is None: the rank joins that pass. Every rank passes the same number of
         microbatches, or none, which counts as one without samples. ``on_phase`` is called at the end of each "forward"
-        and "backward".
-        Returns the sums and counts of what this rank computed.
+        and "backward". Returns the sums and counts of what this rank computed.
         """
         values: list[LossSum] = []
         microbatches = microbatches or [None]  # no samples in the whole step, but the others wait for this rank
@@ -224,8 +202,8 @@ class Engine(ABC):
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
         return compute(self, batch)
 
-    def add_up(self, sums: torch.Tensor) -> None:
-        """Adds what ``apply_loss`` gave over all ranks that have a part, the same on every rank of the world."""
+    def add_up(self, sums: Tensor) -> None:
+        """Adds what ``apply_loss`` gave over all ranks that have a part; every rank of the world gets the result."""
         self.gradient_comm.all_reduce(sums).wait()
 
     @abstractmethod
@@ -234,10 +212,7 @@ class Engine(ABC):
 
     @abstractmethod
     def join_pass(self) -> None:
-        """Joins a pass of the other ranks for which this rank has no samples: takes part in its collectives.
-
-        That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
-        """
+        """Joins a forward of other ranks, and with gradients its backward, for which this rank has no samples."""
 
     def sit_out(self) -> None:
         """Another name of ``join_pass``, for scripts."""
@@ -264,8 +239,6 @@ class Engine(ABC):
         """Puts the module into evaluation mode."""
         return self.train(False)
 
-    # Parameters and gradients.
-
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names, the same on every rank."""
@@ -277,7 +250,7 @@ class Engine(ABC):
     def _names_by_id(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.named_parameters()}
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         """Returns the gradients of what this rank updates, to be read or scaled in place."""
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
@@ -298,7 +271,7 @@ class Engine(ABC):
         """Another name of ``fuse_cast``, for scripts."""
         return self.fuse_cast()
 
-    def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
+    def loss_scale(self, count: float | Tensor) -> Tensor:
         """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean.
 
         Gradients are averaged over ranks, so a rank's *summed* loss times this factor gives, after reduction, exactly
@@ -310,21 +283,17 @@ class Engine(ABC):
         return self.gradient_comm.size / total
 
     @abstractmethod
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-        The same number on every rank; not finite if any gradient of any rank is not. An infinite ``max_norm`` only
-        measures.
+        The same on every rank, and not finite if any gradient is not. An infinite ``max_norm`` only measures.
         """
 
     @abstractmethod
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole, on the CPU, under the module's names; None where no rank had one.
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Gathers the reduced gradients, whole, on the CPU, by name; None where no rank had one. All ranks call it."""
 
-        For tests and inspection: it gathers everything. All ranks call it.
-        """
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises UsageError unless the optimizer can update this engine's parameters, and updates no others."""
         ours = {id(parameter) for parameter in self.parameters()}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -337,25 +306,20 @@ class Engine(ABC):
             )
         self.checked_optimizer = weakref.ref(optimizer)
 
-    # States.
+    @abstractmethod
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Returns the whole model's state on the CPU, by name; ``rank0_only``: {} on other ranks. All ranks call it."""
 
     @abstractmethod
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
-
-        With ``rank0_only`` the other ranks get an empty dict.
-        """
-
-    @abstractmethod
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Loads what ``full_state_dict`` gave, each rank its part; every name must be there, and no other."""
 
     @abstractmethod
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Returns the optimizer's state as one process would have it, whole tensors on the CPU. All ranks call it."""
 
     @abstractmethod
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Loads what ``full_optimizer_state`` gave, each rank its part."""
 
     @abstractmethod
@@ -381,18 +345,12 @@ class Engine(ABC):
         """Runs the module, as a call of the engine does: hooks and all."""
         return self(*args, **kwargs)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
-
-        ``full_state_dict(rank0_only=True)`` needs the memory on one rank only; ``paceline.save`` on none.
-        """
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the whole state on the CPU, by name; all ranks call it. ``paceline.save`` needs no such memory."""
         return self.full_state_dict()
 
-    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:
-        """Loads what ``state_dict`` gave, each rank its part. All ranks call it; returns what is missing or too much.
-
-        Raises RuntimeError, if ``strict``, unless all names are there and no other.
-        """
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
+        """Loads what ``state_dict`` gave; all ranks call it. Returns what does not fit, or raises it, if ``strict``."""
         if strict:
             self.load_full_state_dict(state)
             return nn.modules.module._IncompatibleKeys([], [])
@@ -417,8 +375,8 @@ class Engine(ABC):
 
     def apply(self, *_: Any) -> NoReturn:
         """Raises UsageError: values are set before the ranks share them."""
-        rule = "a rank may hold parts of parameters, as vectors"
-        _refuse("engine.apply(...)", rule, "call model.apply(...) before parallelize()")
+        fix = "call model.apply(...) before parallelize()"
+        _refuse("engine.apply(...)", "a rank may hold parts of parameters, as vectors", fix)
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
         """Raises UsageError: what is compiled is part of the layout."""
@@ -460,7 +418,7 @@ def _refuse(what: str, rule: str, fix: str) -> NoReturn:
     raise UsageError(f"{what}\n  {rule}\n  {fix}")
 
 
-def forget_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+def forget_gradients(parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
     """Does what ``zero_grad`` does, to any tensors. Gradients may be views of a bucket."""
     for parameter in parameters:
         if set_to_none:

@@ -66,9 +66,6 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.bias, by_row=self.by_row)
 
 
-# Products.
-
-
 class _Float8Product(Function):
     """x (M, K) times the transpose of w (N, K). ``keeps``: whether a weight gradient will be asked for."""
 
@@ -90,7 +87,17 @@ class _Float8Product(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         for_x = for_weight = None
         if ctx.by_row:
-            return *_backward_by_row(ctx, gradient), None, None
+            x, weight = ctx.saved_tensors
+            if ctx.needs_input_grad[0]:
+                g8, g_inverse = _cast(gradient, E4M3, 1)
+                w8, w_inverse = _cast(weight, E4M3, 0)
+                for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
+            if ctx.needs_input_grad[1]:
+                g8, g_inverse = _cast(gradient, E4M3, 0)
+                x8, x_inverse = _cast(x, E4M3, 0)
+                g8, g_inverse, x8 = g8.t().contiguous(), g_inverse.t(), _by_columns(x8)
+                for_weight = _product(g8, x8, g_inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
+            return for_x, for_weight, None, None
         x8_columns, x_inverse, weight, w_inverse = ctx.saved_tensors
         scale, inverse = scales_of(_largest(gradient), E5M2)
         g8, g8_columns = _cast_both(gradient, scale, E5M2)
@@ -104,32 +111,13 @@ class _Float8Product(Function):
         return for_x, for_weight, None, None
 
 
-def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    for_x = for_weight = None
-    if ctx.needs_input_grad[0]:
-        g8, g_inverse = _cast(gradient, E4M3, 1)
-        w8, w_inverse = _cast(weight, E4M3, 0)
-        for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
-    if ctx.needs_input_grad[1]:
-        g8, g_inverse = _cast(gradient, E4M3, 0)
-        x8, x_inverse = _cast(x, E4M3, 0)
-        for_weight = _product(
-            g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS
-        )
-    return for_x, for_weight
-
-
 def _by_columns(x: Tensor) -> Tensor:
     """Returns the same matrix, column after column in memory."""
     return x.t().contiguous().t()
 
 
 def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Returns a (rows in memory) times b (columns in memory), times their inverse scales.
-
-    On a CPU the product is *emulated*: the same numbers of 8 bits are multiplied in fp32.
-    """
+    """Returns a (rows in memory) times b (columns), times both inverse scales; on a CPU in fp32, of 8-bit numbers."""
     if a8.device.type == "cpu":
         return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
     is_by_row = a_inverse.ndim > 0
@@ -142,9 +130,6 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
     found: Tensor = torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=wide, use_fast_accum=fast)
     # A cast to its own dtype would return the product itself, for which torch 2.11 compiles gradients of zero.
     return found if found.dtype == dtype else found.to(dtype)
-
-
-# Casts.
 
 
 def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -184,9 +169,6 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # Nan as bits: compilers compare constants to find what is computed twice, and the float is not equal to itself.
     scale = torch.where(largest.isfinite(), _TWO_TO_127 - inverse, _NAN)
     return scale.view(torch.float32), inverse.view(torch.float32)
-
-
-# Which layers are swapped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

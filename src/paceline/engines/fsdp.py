@@ -12,7 +12,7 @@ freed again. Backward gathers it once more, ahead of use. When the gradient has 
 its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
 goes on. What autograd saved are views into the flat buffer, whose memory came back with the same values.
 
-- The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
+- The order of collectives is a route (``gathering.py``): learnt in the first pass, the same on all ranks, so a rank may
   skip a unit, or join a pass without samples, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
   called, which backward needs first, a unit that is called several times, and one that is read beside its calls.
@@ -28,16 +28,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
-from paceline.engines.agree import tensors_in
-from paceline.engines.flat.gathering import Table
-from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit, read_note
-from paceline.engines.groups import Groups
+from paceline.engines.flat.gathering import Leg, Route, Table
+from paceline.engines.flat.shard import SideStream, clip_pieces, measured_norms
+from paceline.engines.flat.unit import Call, Crossing, Pass, Unit, read_note
+from paceline.engines.groups import Groups, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -78,9 +75,9 @@ class FullySharded(ModuleEngine):
             for group, compressed in zip(self.flat_groups, bound, strict=True):
                 group.gradients.compressed = compressed
         order = [Leg(unit.index, "gather") for unit in (self._root, *self._units[:-1])]
-        self._routes = Routes(self._route(order), self._route(order))
+        training = self._route(order)
+        self._pass = Pass(training, self._route(order), forward=training, backward=training)
         self._interleaves = False
-        self._pass = Pass(self._routes.training, self._routes.training)
         self._flags = UsedFlags(self.gradient_comm, list(self._updated))
         self._has_noted_reads = False
 
@@ -89,10 +86,8 @@ class FullySharded(ModuleEngine):
         if self._is_plain:
             return
         for unit, module in zip(self._units, modules, strict=True):
-            enter = functools.partial(self._enter_root if unit is self._root else self._enter, unit)
-            leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
-            module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
-            module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
+            module.register_forward_pre_hook(lambda _, a, k, unit=unit: self._enter(unit, a, k), with_kwargs=True)
+            module.register_forward_hook(lambda _module, _args, output, unit=unit: self._leave(unit, output))
         names = {module: name for name, module in self.module.named_modules()}
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for unit in self._units[:-1]:
@@ -112,10 +107,7 @@ class FullySharded(ModuleEngine):
         shards = f"all sharded over {self.groups.shard.size}, replicas: {self.groups.replicate.size}"
         return f"{self.layout.strategy}, {shards}, units: {len(self._units)}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; every unit is gathered when its turn comes."""
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
             self.share_buffers()
         try:
@@ -125,7 +117,7 @@ class FullySharded(ModuleEngine):
             self._pass.is_forward = False  # what is read from now on is read outside of a forward
             raise
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         norms = measured_norms(group.gradients for group in self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
@@ -152,25 +144,18 @@ class FullySharded(ModuleEngine):
 
     # Forward: a unit is gathered, used, freed.
 
-    def _enter_root(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        self._begin_forward()
-        self._reach(unit, self._pass.forward)
-        return None if self.precision.param_dtype is None else self.precision.cast_inputs((args, kwargs))
-
-    def _leave_root(self, unit: Unit, output: Any) -> None:
-        self._end_forward()
-        if self._pass.forward is self._routes.evaluation or self._interleaves:
-            unit.free()
-        self._mark_outputs(unit, output)
-
-    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         now = self._pass
+        if unit is self._root:
+            self._begin_forward()
+            self._reach(unit, now.forward)
+            return self.precision.cast_inputs((args, kwargs))
         if now.is_backward:  # a checkpointed part runs again
             self._reach_in_backward(unit)
             if unit.num_blind_calls and torch.is_grad_enabled():
                 unit.num_blind_calls -= 1
                 self._watch_inputs(unit, args, kwargs)
-            return
+            return None
         if not now.is_forward:  # called by itself, outside the model's forward
             unit.start_gather()
             unit.use()
@@ -182,11 +167,12 @@ class FullySharded(ModuleEngine):
         elif self._is_training_forward:  # a re-entrant checkpoint: the graph comes later
             unit.open_calls[now.forward_number] += 1
             unit.num_blind_calls += 1
+        return None
 
     @property
     def _is_training_forward(self) -> bool:
         """Whether a forward is under way that has a backward to come."""
-        return self._pass.is_forward and self._pass.forward is self._routes.training
+        return self._pass.is_forward and self._pass.forward is self._pass.training
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Asks to be called when the gradients of a call's inputs are there."""
@@ -197,16 +183,13 @@ class FullySharded(ModuleEngine):
             self._crossing(tensor).ends.append(call)
 
     def _read(self, unit: Unit, names: Mapping[nn.Module, str], module: nn.Module) -> bool:
-        """Gathers a unit because a parameter of a module is read beside its calls; returns whether it is there.
-
-        It stays until backward ends. Outside of passes a read gets this rank's piece.
-        """
+        """Gathers a unit until backward ends, if a parameter is read beside its calls; returns whether it is there."""
         now = self._pass
         if torch._guards.TracingContext.try_get() is not None:
             return False  # torch.compile only looks: it fails at a piece, and the function runs as it is
         if now.is_forward:
             route = now.forward
-            if route is self._routes.training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
+            if route is self._pass.training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
                 raise UsageError(
                     f"parameters of {names[module]} are read beside calls of their unit ({unit.name}), "
                     "which is new after the first pass\n"
@@ -223,16 +206,23 @@ class FullySharded(ModuleEngine):
 
     def _leave(self, unit: Unit, output: Any) -> None:
         now = self._pass
+        if unit is self._root:
+            self._end_forward()
+            if now.forward is now.evaluation or self._interleaves:
+                unit.free()
+            self._mark_outputs(unit, output)
+            return
         if now.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
-        is_first = now.is_forward and now.forward.is_learning
-        if is_first and unit not in now.read and unit.owns_memory_of(tensors_in(output)):
-            self._read(unit, {self.module: unit.name}, self.module)
+        if now.is_forward and now.forward.is_learning and unit not in now.read:
+            mine = {group.full.untyped_storage()._cdata for group in unit.groups}
+            if any(tensor.untyped_storage()._cdata in mine for tensor in tensors_in(output)):
+                self._read(unit, {self.module: unit.name}, self.module)  # a view of a parameter, whose memory must stay
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
         if has_graph or self._is_training_forward:
             if not self._stays(unit):
-                self._reshard(unit)
+                unit.reshard(self.groups.regather)
         elif unit not in now.read and not (now.is_forward and Leg(unit.index, "gather") in now.forward.repeated):
             unit.free()
 
@@ -245,20 +235,13 @@ class FullySharded(ModuleEngine):
                 crossing.begins.append(unit)
         return bool(tensors)
 
-    def _reshard(self, unit: Unit) -> None:
-        """Frees a unit between forward and backward, but for the slice that a part of the shard group regathers."""
-        if self.groups.regather is not None:
-            unit.keep_within(self.groups.regather)
-        else:
-            unit.free()
-
     def _stays(self, unit: Unit) -> bool:
         """Whether a unit stays gathered until its backward. The same on every rank; known after the first pass."""
         if self._interleaves:
             return False
-        leg, legs = Leg(unit.index, "gather"), self._routes.training.legs
+        leg, legs = Leg(unit.index, "gather"), self._pass.training.legs
         is_last = legs is not None and legs[-1] == leg
-        is_kept = leg in self._routes.training.repeated or leg in self._routes.training.read
+        is_kept = leg in self._pass.training.repeated or leg in self._pass.training.read
         return self.layout.reshard_after_forward is False or is_last or is_kept
 
     def _reach(self, unit: Unit, route: Route, *, is_read: bool = False) -> None:
@@ -268,8 +251,8 @@ class FullySharded(ModuleEngine):
 
     def _begin_forward(self) -> None:
         now = self._pass
-        now.forward = self._routes.training if torch.is_grad_enabled() else self._routes.evaluation
-        now.num_forwards += now.forward is self._routes.training
+        now.forward = self._pass.training if torch.is_grad_enabled() else self._pass.evaluation
+        now.num_forwards += now.forward is self._pass.training
         now.forward_number += self._interleaves
         now.number += 1
         now.is_forward, now.is_backward = True, False
@@ -277,7 +260,7 @@ class FullySharded(ModuleEngine):
             group.gradients.drop()
         for unit in self._units:
             unit.begin_forward()
-        for leg in self._routes.training.read:
+        for leg in self._pass.training.read:
             self._units[leg.unit].hide()  # it may be in use since a forward before
         now.forward.begin()
 
@@ -286,7 +269,7 @@ class FullySharded(ModuleEngine):
         is_first = now.forward.is_learning
         now.forward.finish()
         now.is_forward = False
-        if now.forward is self._routes.evaluation or self._interleaves:
+        if now.forward is self._pass.evaluation or self._interleaves:
             for unit in (*now.read, *(self._units[leg.unit] for leg in now.forward.repeated)):
                 unit.free()
         now.read.clear()
@@ -297,7 +280,7 @@ class FullySharded(ModuleEngine):
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
-    def _crossing(self, tensor: torch.Tensor) -> Crossing:
+    def _crossing(self, tensor: Tensor) -> Crossing:
         """Returns the crossing at a tensor; one hook serves the units on both sides."""
         found: Crossing | None = getattr(tensor, "_paceline_crossing", None)
         if found is not None and found.engine is self and not tensor.is_leaf:
@@ -333,16 +316,16 @@ class FullySharded(ModuleEngine):
             unit.is_complete = False
         if self._interleaves:
             now.num_forwards = 1
-        if now.num_forwards not in self._routes.backwards:
-            self._routes.backwards[now.num_forwards] = self._route(self._backward_order())
-        now.backward = self._routes.backwards[now.num_forwards]
+        if now.num_forwards not in self._pass.backwards:
+            self._pass.backwards[now.num_forwards] = self._route(self._backward_order())
+        now.backward = self._pass.backwards[now.num_forwards]
         now.backward.begin()
 
     def _backward_order(self) -> list[Leg]:
         """Returns the way of forward, from its end: who has come to a unit is done with those behind it."""
-        root, learned = self._root.index, self._routes.training.legs
+        root, learned = self._root.index, self._pass.training.legs
         forward = [leg.unit for leg in learned] if learned else [unit.index for unit in self._units]
-        legs = [Leg(root, "gather"), *sorted(self._routes.training.read)] if self._interleaves else []
+        legs = [Leg(root, "gather"), *sorted(self._pass.training.read)] if self._interleaves else []
         for unit in reversed(forward):
             if unit != root:
                 legs += [leg for leg in (Leg(unit, "gather"), Leg(unit, "reduce")) if leg not in legs]
@@ -355,7 +338,7 @@ class FullySharded(ModuleEngine):
             # Not sooner: backward begins with the loss, when the memory is fullest.
             self._pass.backward.look_ahead()
         if unit is self._root and self._interleaves:
-            for leg in sorted(self._routes.training.read):
+            for leg in sorted(self._pass.training.read):
                 self._reach_in_backward(self._units[leg.unit])
 
     def _close_call(self, call: Call, *, is_at_leaf: bool = False) -> None:
@@ -364,13 +347,14 @@ class FullySharded(ModuleEngine):
         At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
         """
         if is_at_leaf:
-            later = functools.partial(self._close_call, call)
-            torch.autograd.Variable._execution_engine.queue_callback(later)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._close_call, call))
             return
         unit, route = call.unit, self._pass.backward
-        if not unit.close_call(call.forward) or not self._pass.is_backward:
+        if call.forward in unit.open_calls:
+            unit.open_calls[call.forward] -= 1
+        if unit.open_calls.get(call.forward) != 0 or not self._pass.is_backward:
             return
-        if Leg(unit.index, "gather") in self._routes.training.read:  # more gradients may come, and nothing tells when
+        if Leg(unit.index, "gather") in self._pass.training.read:  # more gradients may come, and nothing tells when
             return
         unit.is_complete = True
         if route.is_learning:
@@ -392,10 +376,11 @@ class FullySharded(ModuleEngine):
             unit.open_calls.pop(now.undone, None)  # whatever calls were not part of it
             unit.num_blind_calls = 0
             unit.free()
-        late = [unit.name or "the root" for unit in self._units if unit.has_gradient]
-        if late:
+        left = [unit for unit in self._units if any(p.grad is not None for g in unit.groups for p in g.parameters)]
+        if left:
+            names = ", ".join(unit.name or "the root" for unit in left)
             raise UsageError(
-                f"gradients of {', '.join(late)} came after the ranks had reduced them\n"
+                f"gradients of {names} came after the ranks had reduced them\n"
                 "  the first backward settles the order in which all ranks reduce their units\n"
                 "  call the units in the same order in every step, or make one unit of those whose order changes"
             )
@@ -455,7 +440,7 @@ class FullySharded(ModuleEngine):
         if unit.in_use:
             return
         if self._is_training_forward and unit is not self._root and not self._stays(unit):
-            self._reshard(unit)
+            unit.reshard(self.groups.regather)
         else:
             unit.free()
 
@@ -467,13 +452,10 @@ class UsedFlags:
         self._comm = comm
         self._names = tuple(names)
         self._all_used = torch.ones(len(names), dtype=torch.uint8, device=comm.device)
-        self._sent: tuple[torch.Tensor, Work] | None = None  # the flags live until they have been waited for
+        self._sent: tuple[Tensor, Work] | None = None  # the flags live until they have been waited for
 
     def ask_others(self, used: Collection[str], missing: list[str]) -> list[str]:
-        """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
-
-        A rank that misses none does not wait for the answer.
-        """
+        """Sends what was used here; returns the missing that no rank used. Who misses none does not wait for it."""
         if self._sent is not None:
             self._sent[1].wait()
         flags = self._all_used

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
-from paceline.engines.agree import broadcast_tensors
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.flat.flat import piece_places
-from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
-from paceline.engines.flat.shard_layout import dense_stride, full_shape
-from paceline.engines.groups import Groups
+from paceline.engines.flat.optimizer_state import (
+    check_elementwise,
+    gather_optimizer_state,
+    load_optimizer_state,
+    on_cpu,
+)
+from paceline.engines.flat.shard import dense_stride, full_shape
+from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
 from paceline.engines.precision import Precision
-from paceline.engines.replicas import ReplicaWatch
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.shards import Region, Shard, memory_order, whole_region
@@ -39,7 +42,12 @@ class ModuleEngine(Engine):
         self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
+        is_shared = buffers == "broadcast" and groups.gradients.size > 1
+        persistent = module.state_dict(keep_vars=True) if is_shared else {}
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # What all take from rank 0, by owner and name: a module may put another tensor in a buffer's place.
+        self._shared_buffers = [(module.get_submodule(owner), name) for owner, _, name in paths]
+        self._are_buffers_shared = False  # in this pass
 
     @property
     def _is_plain(self) -> bool:
@@ -53,7 +61,7 @@ class ModuleEngine(Engine):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         if not self._is_plain:
             check_elementwise(optimizer)
@@ -76,7 +84,6 @@ class ModuleEngine(Engine):
         """Takes back what the last pass taught the engine: nothing."""
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision."""
         args, kwargs = self.precision.cast_inputs((args, kwargs))
         with self.precision.context(self.device):
             return self._run_module(*args, **kwargs)
@@ -87,7 +94,6 @@ class ModuleEngine(Engine):
             self.replica_watch = ReplicaWatch(self.gradient_comm)
 
     def _end_pass(self) -> None:
-        """Ends a backward pass that has completed the gradients."""
         if self.replica_watch is not None:
             alike = (pair for pair in self.named_parameters() if pair[0] not in self.experts)
             self.replica_watch.end_pass(() if self.holds_parts else alike)
@@ -107,28 +113,16 @@ class ModuleEngine(Engine):
         return output
 
     @property
-    def num_parameters(self) -> int:
-        return sum(self._whole_sizes().values())
-
-    @property
-    def num_trained(self) -> int:
-        return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
-
-    def _whole_sizes(self) -> dict[nn.Parameter, int]:
-        """Returns how many elements each parameter has in the whole model."""
-        splits = self.experts.splits
-        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self.named_parameters()}
+    def _totals(self) -> tuple[int, int]:
+        splits, named = self.experts.splits, self._updated
+        sizes = {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in named.items()}
+        return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
-        groups, places = self.groups, piece_places(self.flat_groups)
-        found: dict[str, Communicator] = {}
-        for name, parameter in self.named_parameters():
-            if id(parameter) in places:
-                found[name] = places[id(parameter)][0].shared.replicate
-            else:
-                found[name] = groups.expert_gradients if name in self.experts else groups.gradients
-        return found
+        groups = self.groups
+        whole = {n: groups.expert_gradients if n in self.experts else groups.gradients for n in self._updated}
+        return whole | {name: group.shared.replicate for group in self.flat_groups for name in group.layout.names}
 
     # What a pipeline asks of the engine of a stage.
 
@@ -144,27 +138,27 @@ class ModuleEngine(Engine):
 
     # States: each engine's own, and around them what ranks with other experts hold.
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         state = self._gather_state(rank0_only=rank0_only and not self.experts)
         whole = {name: self.experts.whole(name, value) for name, value in state.items()}
         return {} if rank0_only and self.gradient_comm.rank else whole
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         self._load_state({name: self.experts.part(name, value) for name, value in state.items()})
 
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+    def full_gradients(self) -> dict[str, Tensor | None]:
         return {name: self.experts.whole(name, value) for name, value in self._gather_gradients().items()}
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
         whole = self.experts.change_states(optimizer, packed, self._names_by_id(), self.experts.whole)
         return {} if rank0_only and self.gradient_comm.rank else whole
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
         load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
 
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
         named = dict(self.named_parameters())
         found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
         for group in () if self._is_plain else self.flat_groups:
@@ -174,10 +168,10 @@ class ModuleEngine(Engine):
         return found
 
     @torch.no_grad()
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
         is_kept = self.gradient_comm.rank == 0 or not rank0_only
-        whole: dict[int, torch.Tensor] = {}
+        whole: dict[int, Tensor] = {}
         for group in self.flat_groups:
             tensors = group.gather_whole(group.pieces)
             if is_kept:
@@ -188,26 +182,14 @@ class ModuleEngine(Engine):
         return {name: whole[id(value)] if id(value) in whole else on_cpu(value) for name, value in state.items()}
 
     @torch.no_grad()
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``_gather_state`` gave: each rank takes its pieces, and the buffers.
-
-        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed.
-        """
+    def _load_state(self, state: dict[str, Tensor]) -> None:
+        """Loads what ``_gather_state`` gave, each rank its pieces. Raises RuntimeError before anything has changed."""
         mine = self.module.state_dict(keep_vars=True)
         places = piece_places(self.flat_groups)
         for group in self.flat_groups:
             places |= {id(p): (group, place) for place, p in enumerate(group.parameters)}
-        problems = name_problems(mine, state)
-        for name, value in mine.items():
-            if name in state:
-                shape = tuple(value.shape)
-                if id(value) in places:
-                    group, place = places[id(value)]
-                    shape = group.layout.slots[place].shape
-                if tuple(state[name].shape) != shape:
-                    problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
-        if problems:
-            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        slots = {key: group.layout.slots[place] for key, (group, place) in places.items()}
+        check_fits({name: tuple(slots.get(id(value), value).shape) for name, value in mine.items()}, state)
         for name, value in mine.items():
             if id(value) not in places:
                 value.copy_(state[name])
@@ -215,16 +197,18 @@ class ModuleEngine(Engine):
             group, place = places[id(value)]
             group.pieces[place].copy_(group.layout.cut_piece(place, state[name]))
 
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        self._buffers.share()
+        found = [owner._buffers[name] for owner, name in self._shared_buffers]
+        if found:
+            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
 
     def _share_buffers(self) -> None:
         """Shares the buffers as a part of a pass, and notes that it did."""
-        self._buffers.are_shared = True
+        self._are_buffers_shared = True
         self.share_buffers()
 
     def shards(self) -> Iterator[Shard]:
@@ -232,44 +216,27 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             found = places.get(id(parameter))
-            region = self.experts.region(
-                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
-            )
-            same = holders[name]
+            own = own_region(parameter) if found is None else found[0].layout.region(found[1])
+            region, same = self.experts.region(name, own), holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
-            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:
-                yield Shard(
-                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
-                )
+                copy = None if self.gradient_comm.rank else 0
+                yield Shard(name=name, region=own_region(value), tensor=value, copy=copy)
 
 
-class SharedBuffers:
-    """The buffers of a module's state that all ranks take from rank 0."""
-
-    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
-        """Without ``comm`` every rank keeps its own."""
-        self._comm = comm
-        self.are_shared = False  # in this pass
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # By owner and name: a module may put another tensor in a buffer's place.
-        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
-
-    def share(self) -> None:
-        """Overwrites the buffers with those of rank 0. All ranks call it."""
-        if self._comm is not None and self._comm.size > 1 and self._places:
-            found = [owner._buffers[name] for owner, name in self._places]
-            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
-
-
-def own_region(tensor: torch.Tensor) -> Region:
+def own_region(tensor: Tensor) -> Region:
     """Returns the region of a tensor that is whole, in the order of its memory."""
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
 
 
-def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:
-    """Lists the names of a model's state that another lacks, and those that it has besides."""
-    missing = [f"missing {name}" for name in mine if name not in state]
-    return missing + [f"unexpected {name}" for name in state if name not in mine]
+def check_fits(shapes: Mapping[str, tuple[int, ...] | None], state: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError for a state with other names than a model has, or with other shapes where these are known."""
+    problems = [f"missing {name}" for name in shapes if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in shapes]
+    for name, shape in shapes.items():
+        if shape is not None and name in state and tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
+    if problems:
+        raise RuntimeError("the state does not fit the model: " + "; ".join(problems))

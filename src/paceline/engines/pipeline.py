@@ -24,37 +24,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
-from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, differentiable_sum
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, Scale, differentiable_sum
+from paceline.engines.groups import tensors_in
 from paceline.engines.module_engine import ModuleEngine
+from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
-from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action, Schedule
-from paceline.schedule.lowering import RankProgram, lower
+from paceline.schedule.grid import Action, RankProgram, Schedule, lower
 
 
 class _Asked(BaseException):
     """Carries what a loss calls the model with. Not an Exception: a loss that catches those must not catch this."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs = args, kwargs
-        super().__init__()
 
 
 @dataclass(slots=True)
 class _Flight:
     """One microbatch at one stage, between its forward and the end of its backward."""
 
-    inputs: list[torch.Tensor]  # those whose gradients go back
-    roots: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] | None  # of the roots, where they are known: not before backward comes
+    inputs: list[Tensor]  # those whose gradients go back
+    roots: list[Tensor]
+    gradients: list[Tensor | None] | None  # of the roots, where they are known: not before backward comes
     part: WeightPart | None
 
 
@@ -62,13 +57,10 @@ class Pipeline:
     """Runs microbatches through the stages of this rank and of the others."""
 
     def __init__(
-        self,
-        stages: Mapping[int, ModuleEngine],
-        pipe: Communicator,
-        first: Schedule,
-        make_schedule: Callable[[int], Schedule],
+        self, stages: Mapping[int, ModuleEngine], pipe: Communicator, make_schedule: Callable[[int], Schedule]
     ) -> None:
-        """Takes this rank's engines by stage, one schedule, and what makes those for other numbers of microbatches."""
+        """Takes this rank's engines by stage, and what makes the schedule for a number of microbatches."""
+        first = make_schedule(1)
         self.stages = dict(sorted(stages.items()))
         self.pipe = pipe
         self._make_schedule = make_schedule
@@ -82,9 +74,8 @@ class Pipeline:
         self._programs: dict[int, RankProgram] = {}
         self._sent: deque[list[Work]] = deque()  # by evaluations
         self._kept: Any = None
-        for engine in self.stages.values():
-            if self.num_stages > 1:
-                engine.interleave()
+        for engine in self.stages.values() if self.num_stages > 1 else ():
+            engine.interleave()
         # By stage, the earlier ones of this rank that own a parameter which it uses.
         self.owner_stages: dict[int, list[int]] = {stage: [] for stage in self.stages}
         if self.splits_backward:
@@ -97,9 +88,7 @@ class Pipeline:
                     if any(id(parameter) in borrowed for parameter in owner.module.parameters())
                 ]
 
-    def run(
-        self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
-    ) -> list[LossSum]:
+    def run(self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, on_phase: OnPhase) -> list[LossSum]:
         """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage."""
         while self._sent:
             _wait(self._sent.popleft())
@@ -113,24 +102,22 @@ class Pipeline:
                 self.on_action(action)
             if action.kind in _PHASES:
                 on_phase(_PHASES[action.kind])
-        step.finish()
+        for works in step.sends.values():
+            _wait(works)
         return step.values
 
     @torch.no_grad()
     def evaluate(self, compute: LossFunction, batch: Any) -> Any:
-        """Runs one batch through all stages; returns what ``compute(model, batch)`` does, None but on the last stage.
-
-        Sends are not waited for: the first stage may go on with the next batch.
-        """
+        """Runs one batch through all stages; returns the result on the last one. Sends are not waited for."""
         key, handed, result, works = shape_key(batch, "evaluation"), None, None, list[Work]()
         for stage, engine in self.stages.items():
             if stage and self.placement[stage - 1] != self.pipe.rank:
                 handed = self._links.post_inputs(stage, key).take()
-            inputs = model_inputs(compute, batch) if stage == 0 and not self._is_end(stage) else ((handed,), {})
             if self._is_end(stage):
-                result = compute(_once(engine, None if stage == 0 else handed), batch)
+                result = compute(_once(engine, handed if stage else None), batch)
                 continue
-            handed = engine(*inputs[0], **inputs[1])
+            args, kwargs = ((handed,), {}) if stage else model_inputs(compute, batch)
+            handed = engine(*args, **kwargs)
             if self.placement[stage + 1] != self.pipe.rank:
                 works += self._links.send_outputs(stage + 1, key, handed)
         self._sent.append(works)
@@ -157,10 +144,7 @@ class Pipeline:
         return self._programs[microbatches]
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keeps a stage's output for the input part of backward; the engine watches another view of it.
-
-        So it sees one backward a microbatch, that over its parameters.
-        """
+        """Keeps a stage's output for the input part of backward; the engine watches a view, and sees one backward."""
         del module, args
         if not torch.is_grad_enabled():
             return None
@@ -175,32 +159,24 @@ class _Step:
     """One step: what is in flight, has arrived, or is under way."""
 
     def __init__(
-        self,
-        owner: Pipeline,
-        microbatches: Sequence[Any],
-        loss: LossFunction,
-        scale: float | torch.Tensor | None,
-        program: RankProgram,
+        self, owner: Pipeline, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, program: RankProgram
     ) -> None:
         self.values: list[LossSum] = []
-        self._owner = owner
+        self._owner, self._links, self._program = owner, owner._links, program
+        self._loss, self._scale = loss, scale
         self._microbatches = microbatches
         self._keys: list[Hashable] = [shape_key(batch, "training") for batch in microbatches]
-        self._loss = loss
-        self._scale = scale
-        self._program = program
-        self._links = owner._links
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._outputs: dict[tuple[int, int], Any] = {}  # until they are sent
         self._arrivals: dict[Action, Arrival] = {}
         self._late: dict[int, deque[Action]] = {}  # receives that could not be posted yet, by stage
         self._handed: dict[Action, Any] = {}  # between two stages of this rank, under the receive it stands for
-        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # of inputs, until they are sent
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of inputs, until they are sent
         self._last: dict[int, Action] = {}  # by stage, what gives its parameters their last gradients
         for action in program.actions:
             if action.kind in ("B", "W"):
                 self._last |= dict.fromkeys(self._receivers(action), action)
-        self._sends: dict[Action, list[Work]] = {}
+        self.sends: dict[Action, list[Work]] = {}
 
     def do(self, action: Action) -> None:
         """Does one action; those of a microbatch without samples are nothing, or a pass to join."""
@@ -219,9 +195,9 @@ class _Step:
             self._weight_part(action)
         elif kind == "SF":
             output = self._outputs.pop((stage, number))
-            self._sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
+            self.sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
         elif kind == "SB":
-            self._sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
+            self.sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
         elif kind == "RB":
             self._arrivals[action] = self._links.post_gradients(stage, self._flights[stage, number].roots)
         elif self._late.get(stage) or not self._links.knows(stage, self._keys[number]):
@@ -231,16 +207,10 @@ class _Step:
         else:
             self._post_inputs(action)
 
-    def finish(self) -> None:
-        for works in self._sends.values():
-            _wait(works)
-
-    # Computing.
-
     def _forward(self, action: Action) -> None:
         owner, stage, number = self._owner, action.stage, action.microbatch
         engine, batch = owner.stages[stage], self._microbatches[number]
-        handed = self._take_inputs(action) if stage else None
+        handed = self._take(Action("RF", stage, number)) if stage else None
         part = WeightPart() if owner.splits_backward else None
         deferring = contextlib.nullcontext() if part is None else DeferredWeights(part)
         with self._syncing(action, stage), deferring, engine.precision.context(engine.device):
@@ -257,9 +227,7 @@ class _Step:
         if not owner._is_end(stage) and owner.placement[stage + 1] == owner.pipe.rank:
             self._handed[Action("RF", stage + 1, number)] = hand_over(self._outputs.pop((stage, number)))
 
-    def _end_forward(
-        self, engine: ModuleEngine, handed: Any, batch: Any
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def _end_forward(self, engine: ModuleEngine, handed: Any, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """Runs the last stage and the loss; returns where backward begins."""
         is_split = self._owner.splits_backward
         leaves: list[Any] = []
@@ -297,7 +265,7 @@ class _Step:
         gradients = self._take_gradients(action, flight)
         module = self._owner.stages[action.stage].module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        found: list[torch.Tensor | None] = []
+        found: list[Tensor | None] = []
         if flight.roots:
             found = input_part(flight.roots, gradients, flight.inputs, parameters, flight.part)
         self._give_gradients(action, flight, found or [None] * len(flight.inputs))
@@ -327,9 +295,7 @@ class _Step:
         if action.kind not in ("F", "B", "W"):
             return
         engine = self._owner.stages[action.stage]
-        if engine.gradient_comm.size > 1 and any(
-            isinstance(module, SyncBatchNorm) for module in engine.module.modules()
-        ):
+        if engine.gradient_comm.size > 1 and any(isinstance(each, SyncBatchNorm) for each in engine.module.modules()):
             raise UsageError(
                 f"microbatch {action.microbatch} has no samples on this rank, and stage {action.stage} has "
                 "synchronised batch norms\n"
@@ -344,29 +310,23 @@ class _Step:
             with self._syncing(action, stage):
                 self._owner.stages[stage].join_backward()
 
-    # What comes and goes.
-
-    def _take_inputs(self, action: Action) -> Any:
-        receive = Action("RF", action.stage, action.microbatch)
+    def _take(self, receive: Action) -> Any:
+        """Returns what a neighbour gave, and lets go of the sends that have arrived, as that tells."""
         if receive in self._handed:
             return self._handed.pop(receive)
         while receive not in self._arrivals:
-            self._post_inputs(self._late[action.stage].popleft())
+            self._post_inputs(self._late[receive.stage].popleft())
         tree = self._arrivals.pop(receive).take()
-        self._release(receive)
+        for send in self._program.released.get(receive, ()):
+            _wait(self.sends.pop(send, []))
         return tree
 
-    def _take_gradients(self, action: Action, flight: _Flight) -> list[torch.Tensor | None]:
+    def _take_gradients(self, action: Action, flight: _Flight) -> list[Tensor | None]:
         if flight.gradients is not None:
             return flight.gradients
-        receive = Action("RB", action.stage, action.microbatch)
-        if receive in self._handed:
-            return list(self._handed.pop(receive))
-        gradients: list[torch.Tensor | None] = self._arrivals.pop(receive).take()
-        self._release(receive)
-        return gradients
+        return list(self._take(Action("RB", action.stage, action.microbatch)))
 
-    def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[torch.Tensor | None]) -> None:
+    def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[Tensor | None]) -> None:
         """Keeps the gradients of a stage's inputs for the stage before; zeros where there is none."""
         if action.stage == 0:
             return
@@ -380,11 +340,6 @@ class _Step:
     def _post_inputs(self, action: Action) -> None:
         self._arrivals[action] = self._links.post_inputs(action.stage, self._keys[action.microbatch])
 
-    def _release(self, receive: Action) -> None:
-        """Lets go of sends that have arrived, as what was just received tells."""
-        for send in self._program.released.get(receive, ()):
-            _wait(self._sends.pop(send, []))
-
 
 def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what a loss calls the model with for a batch: runs it up to that call."""
@@ -395,7 +350,8 @@ def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], di
     try:
         compute(ask, batch)
     except _Asked as asked:
-        return asked.inputs
+        args, kwargs = asked.args
+        return args, kwargs
     raise UsageError("the loss does not call the model\n  it is called as loss(model, batch), and calls model(inputs)")
 
 
@@ -443,8 +399,7 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
     return RankProgram(actions, last, released)
 
 
-def _roots(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors that have gradients: of a stage's output, backward starts from them."""
+def _roots(output: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.engines.float8 import float8_linear
@@ -49,14 +50,12 @@ class Precision:
 
     def cast_inputs(self, arguments: Any) -> Any:
         """Returns the arguments of a forward pass with floating point tensors in the parameters' dtype."""
-        dtype = self.param_dtype
-        if dtype is None:
-            return arguments
 
         def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            is_cast = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(self.param_dtype) if is_cast else value
 
-        return tree_map(cast, arguments)
+        return arguments if self.param_dtype is None else tree_map(cast, arguments)
 
     def cast_buffers(self, module: nn.Module) -> None:
         """Puts the floating point buffers of a module into ``buffer_dtype``, if there is one."""
@@ -80,10 +79,7 @@ PRECISIONS = {
 
 
 def precision_named(precision: str | Precision, device: torch.device | None = None) -> Precision:
-    """Returns the policy of a name; a policy of the user's own is passed through.
-
-    ``auto``, where there is a device: bf16 with masters on a GPU that computes in bf16, else fp32.
-    """
+    """Returns a policy by name, or the user's own; ``auto``: bf16 with masters on a GPU that has bf16, else fp32."""
     if isinstance(precision, Precision):
         return precision
     if precision == "auto" and device is not None:
@@ -100,8 +96,7 @@ def mixed_precision(device: torch.device) -> Precision:
 
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raises UsageError where the device cannot compute in the policy's dtype."""
-    problem = precision_problem(precision, device)
-    if problem is not None:
+    if problem := precision_problem(precision, device):
         raise UsageError(str(problem))
 
 
@@ -114,10 +109,8 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
     other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
     problem, is_nvidia = "", device.type == "cuda" and not torch.version.hip
     if precision.float8 and is_nvidia and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        found, needed = (
-            ".".join(map(str, each)) for each in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
-        )
-        problem = f"the GPU has compute capability {found}, and tensor cores have such numbers from {needed} on"
+        (major, minor), needed = torch.cuda.get_device_capability(device), ".".join(map(str, _FLOAT8_CAPABILITY))
+        problem = f"the GPU has compute capability {major}.{minor}, and tensor cores have such numbers from {needed} on"
         other = "bf16_master"
     elif dtype is torch.bfloat16 and not has_bf16(device):
         problem = "its tensor cores have no such format, and torch would emulate it slowly"
@@ -136,11 +129,7 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
 
 
 def keeps_dtype(module: nn.Module) -> bool:
-    """Says whether a module's own parameters stay as they were built, whatever ``param_dtype`` is.
-
-    Norms with running statistics compute with weights in the dtype of those, and a tenth of a small difference would be
-    lost in bf16.
-    """
+    """Whether parameters stay as built: with running statistics, norms would lose small differences in bf16."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
@@ -175,20 +164,24 @@ class Masters:
         masters (as built)  --cast before the next forward-->  module's parameters (bf16)
         masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
 
-    An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
-    add up in the masters' dtype for the same reason. An optimizer that gets the module's parameters too writes both:
-    the cast is fused into its update, and on one rank a gradient stays at the module's parameter unless it is added to
-    others.
+    An update is often smaller than the distance of two bf16 numbers, and would be lost; so would sums of gradients. An
+    optimizer that gets the module's parameters too writes both: the cast is fused into its update, and on one rank a
+    gradient stays at the module's parameter unless it is added to others.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Casts floating point parameters to ``dtype``, if any, in place; their former values are the masters."""
         self.module = module
         kept = kept_parameters(module)
-        held = [parameter for _, parameter in module.named_parameters()]
-        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in held]
-        self._pairs = [(p, m) for p, m in zip(held, self.parameters, strict=True) if p is not m]
-        self._master_of = dict(self._pairs)
+        self._master_of: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in module.parameters() if dtype is not None else ():
+            if parameter not in kept and parameter.is_floating_point():
+                master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
+                parameter.data = parameter.data.to(dtype)
+                self._master_of[parameter] = master
+        self.parameters = [self._master_of.get(parameter, parameter) for parameter in module.parameters()]
+        self._pairs = list(self._master_of.items())
         self._seen_version = self._version()
         # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
         # backward pass that an update may follow.
@@ -210,14 +203,15 @@ class Masters:
         """Notes that an update of the masters may follow, of which the module's parameters know nothing yet."""
         self.may_have_changed |= not self.is_cast_fused
 
-    def gradients_left(self) -> list[torch.Tensor]:
-        """Returns the gradients that were left at the module's parameters."""
-        return [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
+    def norms_left(self, norm_type: float) -> Sequence[Tensor]:
+        """Returns the norms of gradients that were left at the module's parameters, which are read once."""
+        left = [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
+        return torch._foreach_norm(left, norm_type, dtype=torch.float32) if left else ()
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Brings the gradients that were left at the module's parameters to their masters."""
-        for parameter, master in self._pairs:
+        for parameter, master in self._pairs if self.is_cast_fused else ():
             if parameter.grad is not None:
                 hand_over(parameter, master)
 
@@ -225,7 +219,7 @@ class Masters:
     def refresh(self) -> None:
         """Casts the masters into the module's parameters if they may have changed."""
         version = self._version()
-        if self.may_have_changed or version != self._seen_version:
+        if self._pairs and (self.may_have_changed or version != self._seen_version):
             self.may_have_changed, self._seen_version = False, version
             # Through .data: for autograd the same values, cast again, are no change of what a forward pass has saved.
             torch._foreach_copy_([p.data for p, _ in self._pairs], [m.data for _, m in self._pairs])
@@ -235,42 +229,26 @@ class Masters:
         for parameter, master in self._pairs:
             master.requires_grad_(parameter.requires_grad)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state with the masters in the parameters' places."""
         state = self.module.state_dict(keep_vars=True)
-        return {name: self._master_of.get(value, value) for name, value in state.items()}
+        return {n: self._master_of.get(v, v) if isinstance(v, nn.Parameter) else v for n, v in state.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         load_own_state(self.module, state)
-        for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
-            if master is not parameter:
-                master.copy_(state[name])
+        for name, parameter in self.module.named_parameters():
+            if parameter in self._master_of:
+                self._master_of[parameter].copy_(state[name])
 
     def _version(self) -> int:
         return sum(master._version for _, master in self._pairs)
 
 
-def hand_over(parameter: torch.Tensor, master: nn.Parameter) -> None:
+def hand_over(parameter: Tensor, master: nn.Parameter) -> None:
     """Makes a parameter's gradient that of its master, in the dtype of that, or adds it to the one it has."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and master.grad is not None:
         master.grad.add_(gradient)
     elif gradient is not None:
         master.grad = gradient.to(master.dtype)
-
-
-def norm_of(whole: list[torch.Tensor], half: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm of gradients of which some are in half precision: these are read as they are, once."""
-    norms = [*torch._foreach_norm(half, norm_type, dtype=torch.float32)]
-    norms += torch._foreach_norm(whole, norm_type) if whole else []
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total
-
-
-def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Gives a parameter's values to a master, and casts the parameter itself."""
-    master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-    vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
-    parameter.data = parameter.data.to(dtype)
-    return master

@@ -21,36 +21,36 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.engines.engine import Engine, forget_gradients
 from paceline.engines.module_engine import ModuleEngine
 from paceline.errors import UsageError
 from paceline.shards import are_states_own
 
-_Engines = weakref.WeakKeyDictionary[Engine, frozenset[int]]
-_Parameter = weakref.ref[nn.Parameter]
-
 
 class _Watch:
     """The engines of this process, what they replaced, and the optimizers that were looked at."""
 
     def __init__(self) -> None:
-        self.engines: _Engines = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        # By engine, the ids of what it updates, which it keeps.
+        self.engines: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDictionary()
         self.elsewhere: weakref.WeakSet[Engine] = weakref.WeakSet()  # that update not the module's parameters
-        self.replaced: dict[int, tuple[_Parameter, _Parameter | None]] = {}  # by id: itself, and what is updated now
-        self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.replaced: Any = WeakTensorKeyDictionary()  # parameters, and by weak reference what is updated now
+        self.seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.is_installed = False
 
-    def engines_of(self, parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    def engines_of(self, parameters: Iterable[Tensor]) -> list[Engine]:
         """Returns the engines that update some of these, and hold parts."""
         engines = self.parts()
         given = {id(parameter) for parameter in parameters} if engines else set()
@@ -60,26 +60,20 @@ class _Watch:
         """Returns the engines that hold parts of their parameters."""
         return [engine for engine in list(self.engines) if engine.holds_parts]
 
-    def engine_behind(self, optimizer: torch.optim.Optimizer) -> Engine | None:
+    def engine_behind(self, optimizer: Optimizer) -> Engine | None:
         """Returns the engine whose parameters an optimizer updates, by the first of them."""
         first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
         return next((engine for engine, ids in list(self.engines.items()) if first in ids), None)
 
-    def engine_elsewhere(self, optimizer: torch.optim.Optimizer) -> Engine | None:
+    def engine_elsewhere(self, optimizer: Optimizer) -> Engine | None:
         """Returns that engine where users get a whole state of it, and not the optimizer's own."""
         engine = None if are_states_own() else self.engine_behind(optimizer)
         return engine if engine is not None and engine in self.elsewhere else None
 
-    def num_replaced(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Counts those that an engine has put others in the place of."""
-        return sum(1 for _ in self.replacements(parameters))
-
-    def replacements(self, parameters: Iterable[torch.Tensor]) -> Iterator[nn.Parameter | None]:
-        """Yields, for those that an engine has put others in the place of, what this rank updates now, if anything."""
-        for parameter in parameters if self.replaced else ():
-            itself, now = self.replaced.get(id(parameter), (None, None))
-            if itself is not None and itself() is parameter:
-                yield None if now is None else now()
+    def replacements(self, parameters: Iterable[Tensor]) -> list[nn.Parameter | None]:
+        """Returns, for those that an engine has put others in the place of, what this rank updates now, if anything."""
+        found = [self.replaced[each] for each in parameters if each in self.replaced] if self.replaced else []
+        return [None if now is None else now() for now in found]
 
 
 _WATCH = _Watch()
@@ -91,34 +85,42 @@ def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
     updated = {id(parameter) for parameter in named.values()}
     replaced = {name: parameter for name, parameter in before.items() if id(parameter) not in updated}
     for name, parameter in replaced.items():
-        number = id(parameter)
-        itself = weakref.ref(parameter, functools.partial(_forget, _WATCH.replaced, number))
-        _WATCH.replaced[number] = itself, weakref.ref(named[name]) if name in named else None
+        _WATCH.replaced[parameter] = weakref.ref(named[name]) if name in named else None
     _WATCH.engines[engine] = frozenset(updated)
     if engine.holds_parts or replaced:
         _WATCH.elsewhere.add(engine)
-        _guard_states(engine.module)
-    if not _WATCH.is_installed:
-        _WATCH.is_installed = True
-        _install()
+        # Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them
+        # with ``load_own_state``.
+        each: Any  # torch does not annotate these
+        for each in engine.module.modules():
+            each.register_state_dict_pre_hook(_refuse_state)
+            each.register_load_state_dict_pre_hook(_refuse_loading)
+    if _WATCH.is_installed:
+        return
+    _WATCH.is_installed = True
+    register_optimizer_step_pre_hook(_check_step)
+    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
+    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
+    _replace_inside(clip_grad, "clip_grad_value_", _checked)
+    for owner, name, wrap in (
+        (Optimizer, "state_dict", _whole_state),
+        (Optimizer, "load_state_dict", _loading_whole),
+        (convert_parameters, "_check_param_device", _one_of_vector),
+        (AveragedModel, "update_parameters", _average),
+        (torch.amp.GradScaler, "_unscale_grads_", _unscaled),
+        (nn.Module, "zero_grad", _forgetting),
+    ):
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
-def _forget(replaced: dict[int, tuple[_Parameter, _Parameter | None]], number: int, reference: object) -> None:
-    if replaced.get(number, (None, None))[0] is reference:
-        del replaced[number]
-
-
-# Optimizers.
-
-
-def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs before every step of every optimizer; looks at one when it is new, or has other groups."""
     groups = optimizer.param_groups
     if _WATCH.seen.get(optimizer) == len(groups):
         return
     _WATCH.seen[optimizer] = len(groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    num_replaced = _WATCH.num_replaced(parameters)
+    num_replaced = len(_WATCH.replacements(parameters))
     if num_replaced:
         del _WATCH.seen[optimizer]  # the next step says the same
         kind = type(optimizer).__name__
@@ -137,7 +139,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def adopt_optimizer(
-    engine: Engine, optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+    engine: Engine, optimizer: Optimizer, before: Mapping[str, nn.Parameter], state: Mapping[str, Any]
 ) -> None:
     """Lets an optimizer of the module's parameters ``before`` update those of the engine, with its own ``state``."""
     names = {id(parameter): name for name, parameter in before.items()}
@@ -175,34 +177,19 @@ def _around(ours: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
 
 
 @_around
-def _whole_state(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def _whole_state(function: Callable[..., Any], optimizer: Optimizer) -> Any:
     """Gives the state as one process would have it, and not that of a rank's parts, which no other rank could load."""
     engine = _WATCH.engine_elsewhere(optimizer)
     return function(optimizer) if engine is None else engine.full_optimizer_state(optimizer)
 
 
 @_around
-def _loading_whole(function: Callable[..., Any], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _loading_whole(function: Callable[..., Any], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     engine = _WATCH.engine_elsewhere(optimizer)
     if engine is None:
         function(optimizer, state_dict)
     else:
         engine.load_full_optimizer_state(optimizer, state_dict)
-
-
-# Modules.
-
-
-def _guard_states(module: nn.Module) -> None:
-    """Lets ``state_dict`` and ``load_state_dict`` of a module, and of all modules inside, refuse.
-
-    Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them with
-    ``load_own_state``.
-    """
-    each: Any  # torch does not annotate these
-    for each in module.modules():
-        each.register_state_dict_pre_hook(_refuse_state)
-        each.register_load_state_dict_pre_hook(_refuse_loading)
 
 
 def _refuse_state(module: nn.Module, _: str, keep_vars: bool) -> None:
@@ -223,9 +210,6 @@ def _refuse_loading(module: nn.Module, *_: Any) -> None:
         )
 
 
-# Other helpers.
-
-
 def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a function of torch for all who have imported it: torch's own wrapper of it calls another one then."""
     outer = getattr(module, name)
@@ -243,9 +227,8 @@ def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]],
 
 @_around
 def _checked(function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses parameters that an engine has replaced: these have no gradients."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    num_replaced = _WATCH.num_replaced(given)
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    num_replaced = len(_WATCH.replacements(given))
     if num_replaced:
         raise UsageError(
             f"{function.__name__} was given {num_replaced} parameters that an engine has replaced\n"
@@ -258,7 +241,7 @@ def _checked(function: Callable[..., Any], parameters: Any, *args: Any, **kwargs
 @_around
 def _total_norm(function: Callable[..., Any], tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
     """Gives the norm over all ranks: one number with this norm takes the place of an engine's gradients."""
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for engine in _WATCH.parts():
         ours = {id(p.grad): p.grad.numel() for p in engine.parameters() if p.grad is not None}
         found = ours.keys() & {id(tensor) for tensor in given}
@@ -276,15 +259,14 @@ def _total_norm(function: Callable[..., Any], tensors: Any, norm_type: float = 2
     return function(given, norm_type, *args, **kwargs)
 
 
-def _refuse_parts(parameters: Iterable[torch.Tensor], problem: str) -> None:
-    """Refuses parts of parameters, and parameters that an engine has replaced."""
+def _refuse_parts(parameters: Iterable[Tensor], problem: str) -> None:
     given = list(parameters)
-    if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
+    if _WATCH.engines_of(given) or _WATCH.replacements(given):
         raise UsageError(problem)
 
 
 @_around
-def _one_of_vector(function: Callable[..., Any], param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _one_of_vector(function: Callable[..., Any], param: Tensor, *args: Any, **kwargs: Any) -> Any:
     _refuse_parts(
         [param],
         "a vector of the parameters of an engine that holds parts of them\n  it would be another vector on every rank\n"
@@ -305,9 +287,7 @@ def _average(function: Callable[..., Any], averages: Any, model: Any) -> Any:
 
 
 @_around
-def _unscaled(
-    function: Callable[..., Any], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> Any:
+def _unscaled(function: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Lets all ranks know of gradients that are not finite on one of them."""
     found = function(scaler, optimizer, *args, **kwargs)
     for engine in _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"]):
@@ -323,19 +303,3 @@ def _forgetting(function: Callable[..., Any], module: nn.Module, set_to_none: bo
     function(module, set_to_none)
     now = [parameter for parameter in _WATCH.replacements(module.parameters()) if parameter is not None]
     forget_gradients(now, set_to_none)
-
-
-def _install() -> None:
-    register_optimizer_step_pre_hook(_check_step)
-    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
-    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
-    _replace_inside(clip_grad, "clip_grad_value_", _checked)
-    for owner, name, wrap in (
-        (torch.optim.Optimizer, "state_dict", _whole_state),
-        (torch.optim.Optimizer, "load_state_dict", _loading_whole),
-        (convert_parameters, "_check_param_device", _one_of_vector),
-        (AveragedModel, "update_parameters", _average),
-        (torch.amp.GradScaler, "_unscale_grads_", _unscaled),
-        (nn.Module, "zero_grad", _forgetting),
-    ):
-        setattr(owner, name, wrap(getattr(owner, name)))

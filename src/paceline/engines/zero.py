@@ -24,20 +24,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work, control_device
-from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
+from paceline.engines.buckets.gradients import Arrivals, BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.groups import Groups, expert_dim
+from paceline.engines.flat.shard import clip_pieces, measured_norms
+from paceline.engines.groups import Groups, expert_dim, tensors_in
 from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
@@ -53,18 +51,15 @@ class ZeroParallel(ModuleEngine):
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
         self.layout = layout
         super().__init__(module, groups, precision or Precision(), layout.buffers)
-        comm = groups.gradients
-        offload = layout.offload
+        comm, offload = groups.gradients, layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
         if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:
             self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
-        self._updated = {
-            **self._named,
-            **{n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)},
-        }
+        pieces = {n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)}
+        self._updated = {**self._named, **pieces}
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._gathering = Gathering(module, list(reversed(self.flat_groups)))
         self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
@@ -92,10 +87,7 @@ class ZeroParallel(ModuleEngine):
         sharded = "optimizer state" if self.layout.strategy == "zero1" else "gradients and optimizer state"
         return f"{self.layout.strategy}, {sharded} sharded, buckets: {len(self.flat_groups)}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with the pieces as they are now; in training, prepares for the backward that follows."""
         if self._is_plain:
             return self._forward(*args, **kwargs)
         is_training = torch.is_grad_enabled()
@@ -113,7 +105,7 @@ class ZeroParallel(ModuleEngine):
                     tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return output
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         squares = self._summary.take_squares() if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
@@ -126,7 +118,7 @@ class ZeroParallel(ModuleEngine):
     def join_forward(self) -> None:
         if self._is_plain:
             return
-        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._buffers.are_shared:
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._are_buffers_shared:
             self._share_buffers()
         self._gathering.refresh()
 
@@ -135,14 +127,14 @@ class ZeroParallel(ModuleEngine):
             self._arrivals.forget_counts()  # nothing is learnt from a pass not made
             self._finish()
 
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         state = super()._gather_state(rank0_only=rank0_only)
         for name, built in self._frozen.items() if state else ():
             if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
                 state[name] = built.clone()
         return state
 
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, Tensor]) -> None:
         super()._load_state(state)
         self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
         self._gathering.may_have_changed = True
@@ -156,8 +148,7 @@ class ZeroParallel(ModuleEngine):
                 continue
             if not torch.equal(held, built.to(held)):  # somebody has changed it since
                 built.copy_(held)
-            region = own_region(built)
-            yield dataclasses.replace(shard, tensor=built, region=region, parameter=shard.tensor)
+            yield dataclasses.replace(shard, tensor=built, region=own_region(built), parameter=shard.tensor)
 
     @torch.no_grad()
     def mark_loaded(self) -> None:
@@ -167,14 +158,23 @@ class ZeroParallel(ModuleEngine):
                 self._named[name].data.copy_(built)
         self._gathering.may_have_changed = True
 
-    # Forward.
-
     def _prepare(self) -> None:
-        """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
         pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable or pieces != self._is_trainable:
-            self._follow_frozen(is_trainable, pieces)
+            self._arrivals.expected = None
+            for place, (name, own, piece) in enumerate(zip(self._named, is_trainable, pieces, strict=True)):
+                # As the one of the two that has changed: users may have the parameter or its piece in hand.
+                now = own if piece == self._is_trainable[place] else piece
+                if now and name not in self._arrivals.names:
+                    raise UsageError(
+                        f"{name} was frozen when the engine was built, and requires a gradient now\n"
+                        "  an optimizer holds pieces of the parameters that were trainable then\n"
+                        "  build the engine with it trainable, and freeze it afterwards"
+                    )
+                self._named[name].requires_grad_(now)
+                self._updated[name].requires_grad_(now)
+                self._is_trainable[place] = now
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
@@ -185,29 +185,13 @@ class ZeroParallel(ModuleEngine):
             bucket.abandon()
         self._reset()
 
-    def _follow_frozen(self, parameters: list[bool], pieces: list[bool]) -> None:
-        """Freezes or unfreezes a parameter whose piece was, or the other way round: users may have either in hand."""
-        self._arrivals.expected = None
-        for place, (name, own, piece) in enumerate(zip(self._named, parameters, pieces, strict=True)):
-            now = own if piece == self._is_trainable[place] else piece
-            if now and name not in self._arrivals.names:
-                raise UsageError(
-                    f"{name} was frozen when the engine was built, and requires a gradient now\n"
-                    "  an optimizer holds pieces of the parameters that were trainable then\n"
-                    "  build the engine with it trainable, and freeze it afterwards"
-                )
-            self._named[name].requires_grad_(now)
-            self._updated[name].requires_grad_(now)
-            self._is_trainable[place] = now
-
     # Backward: gradients arrive, buckets leave.
 
     @property
     def _reduces(self) -> bool:
-        """Whether this backward communicates."""
         return self._is_syncing or self.layout.strategy == "zero2"
 
-    def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, version: int, gradient: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
         if self._arrivals.is_open:
@@ -220,7 +204,7 @@ class ZeroParallel(ModuleEngine):
             )
         self._arrivals.open(self._finish, reduces=self._reduces)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, index: int, parameter: Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
         gradient, arrivals = parameter.grad, self._arrivals
         if gradient is None:
@@ -241,7 +225,6 @@ class ZeroParallel(ModuleEngine):
                 self._launch(each)
 
     def _launch(self, bucket: SlicedBucket) -> None:
-        """Brings in the gradients of the bucket that leaves now, and sends them."""
         self._make_room(self._arrivals.num_left - 1)
         bucket.fill(bucket.group.shared.scale)
         if self._reduces:
@@ -280,7 +263,7 @@ class ZeroParallel(ModuleEngine):
 
     def _drop_unused(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
-        places = {index: self._arrivals.place_of(index) for index in missing}
+        places = {index: self._arrivals.place_of[index] for index in missing}
         if any(bucket.parameters[place].requires_grad for bucket, place in places.values()):
             used = self._summary.used_anywhere()
             missing = [index for index in missing if not used[index]]
@@ -292,7 +275,7 @@ class ZeroParallel(ModuleEngine):
         """Keeps how often gradients arrived; agrees with rank 0 on the order in which buckets are complete."""
         arrivals = self._arrivals
         if arrivals.expected is None and arrivals.seen:
-            last = {arrivals.place_of(index)[0]: moment for moment, index in enumerate(arrivals.seen)}
+            last = {arrivals.place_of[index][0]: moment for moment, index in enumerate(arrivals.seen)}
             ends = [last.get(bucket, len(arrivals.seen)) for bucket in self._fixed]
             if self._own_order is not None:
                 self._own_order = sorted(range(len(ends)), key=ends.__getitem__)
@@ -309,7 +292,7 @@ class ZeroParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False
 
 
 class _BackwardSummary:
@@ -342,48 +325,38 @@ class _BackwardSummary:
     def used_anywhere(self) -> list[float]:
         """Returns how many ranks have used each parameter. A sync point."""
         self._work.wait()
-        found: list[float] = self._sums[1:].tolist()
-        return found
+        return cast("list[float]", self._sums[1:].tolist())
 
     def note_measured(self) -> None:
         """Notes which gradients the squares are those of, now that it is known who has one."""
-        groups = self._groups if self._has_squares else ()
-        self._measured = [(group.gradients.version, _has_gradient(group)) for group in groups]
+        self._measured = [(g.gradients.version, g.has_gradient) for g in self._groups] if self._has_squares else []
 
-    def take_squares(self) -> torch.Tensor | None:
+    def take_squares(self) -> Tensor | None:
         """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
         measured, self._measured = self._measured, []
+        for group, (version, had) in zip(self._groups if measured else (), measured, strict=True):
+            if not group.gradients.is_of_version(version) or group.has_gradient != had:
+                return None
         if not measured:
             return None
-        for group, (version, had) in zip(self._groups, measured, strict=True):
-            if not group.gradients.is_of_version(version) or _has_gradient(group) != had:
-                return None
         self._work.wait()
         return self._sums[0]
-
-
-def _has_gradient(group: FlatGroup) -> list[bool]:
-    return [piece.grad is not None for piece in group.pieces]
 
 
 def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
     """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
     kept = kept_parameters(module)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    sizes = [
-        ParameterSize(
-            num_bytes=p.numel() * p.element_size(),
-            kind=f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}",
-        )
-        for index, p in enumerate(trainable, start=1)
-    ]
+    sizes = []
+    for index, p in enumerate(trainable, start=1):
+        kind = f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}"
+        sizes.append(ParameterSize(num_bytes=p.numel() * p.element_size(), kind=kind))
     return sizes, list(reversed(range(len(trainable))))
 
 
 def _make_groups(
     module: nn.Module, groups: Groups, policy: BucketPolicy, precision: Precision, offload: Offload
 ) -> list[FlatGroup]:
-    """Makes flat groups of the trainable parameters, last defined first."""
     kept = kept_parameters(module)
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -396,12 +369,12 @@ def _make_groups(
     return found
 
 
-def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Casts the frozen parameters where they lie; returns them as they were built, on the host, for state dicts."""
     if dtype is None:
         return {}
     kept = kept_parameters(module)
-    built: dict[str, torch.Tensor] = {}
+    built: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
             built[name] = parameter.detach().to("cpu", copy=True)

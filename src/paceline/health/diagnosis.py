@@ -49,10 +49,7 @@ class Diagnosis:
 
 
 def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = False) -> Diagnosis:
-    """Finds the cause among the failures of ranks, of which there is at least one.
-
-    ``folder`` is the run's, for the names of its logs; ``is_disk_full`` explains a rank that could not write why.
-    """
+    """Finds the cause among the failures of ranks; ``is_disk_full`` explains a rank that could not write why."""
     cause = first_cause(failures)
     if cause.is_refusal:
         return Diagnosis(cause=cause, message=cause.message, code=REFUSED)
@@ -67,7 +64,6 @@ def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = 
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Returns the failure that led to the others."""
     order = get_args(Cause)
     return min(failures, key=lambda failure: (order.index(failure.cause), failure.time))
 
@@ -84,8 +80,7 @@ class TrainedSteps:
 class FailedAttempt:
     """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it.
 
-    ``can_halve``: the microbatch can be halved. With its ``diagnosis`` it is what a launcher tells those of other hosts
-    of it, so that all decide alike.
+    With its ``diagnosis`` it is what a launcher tells those of other hosts, so that all decide alike.
     """
 
     first_step: int
@@ -102,8 +97,8 @@ class FailedAttempt:
 
     @classmethod
     def of(cls, diagnosis: Diagnosis, progress: Mapping[int, TrainedSteps], *, can_halve: bool = True) -> Self:
-        """Returns the attempt that ended so; ``progress`` says how far each rank had come."""
-        failure = diagnosis.cause
+        """Returns the attempt that ended so. Its message leaves out what differs every time: where, for how long."""
+        failure, first = diagnosis.cause, str(diagnosis.cause).splitlines()[0]
         rank = failure.rank if failure.blamed is None else failure.blamed
         steps = [each.last_step for number, each in progress.items() if number == rank or rank not in progress]
         return cls(
@@ -111,14 +106,13 @@ class FailedAttempt:
             kind=failure.kind,
             rank=rank,
             step=max(steps, default=0),
-            message=_headline(failure),
+            message=_DURATION.sub("", first) if failure.kind == "hang" else first.partition(" in phase ")[0],
             can_halve=can_halve,
             diagnosis=diagnosis,
         )
 
     @property
     def last_step(self) -> int:
-        """The last step that was trained."""
         return max(self.first_step, self.step)
 
     @property
@@ -153,17 +147,13 @@ class Stop:
     gives_up: bool = False
 
     def exit_code(self, code: int) -> int:
-        """Returns the exit code of a run that ends so, whose last attempt ended with ``code``."""
         return NO_PROGRESS if self.gives_up and code != HUNG else code
 
 
 def after_failure(
     policy: RecoveryConfig, attempts: Sequence[FailedAttempt], *, max_requeues: int = 0
 ) -> Restart | Stop:
-    """Decides about a run whose attempts have all ended before it was done, the last one just now.
-
-    Those that made room for another job are not charged: there may be ``max_requeues`` of them.
-    """
+    """Decides about a run whose last attempt ended just now. Up to ``max_requeues`` that made room are not charged."""
     last, failed = attempts[-1], [each for each in attempts if each.kind != "preempted"]
     if last.kind == "preempted":
         number = len(attempts) - len(failed)
@@ -188,18 +178,10 @@ def after_failure(
         reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
         return Stop(reason=reason, gives_up=True)
     best = max(attempt.last_step for attempt in failed)
-    stalled = (
-        number - 1 - [attempt.last_step for attempt in failed].index(best)
-    )  # attempts since the one that came so far
+    stalled = number - 1 - [attempt.last_step for attempt in failed].index(best)  # attempts since that one
     if stalled > policy.max_stalled_restarts:
         times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
         return Stop(reason=f"not started again: {times} came no further than step {best}", gives_up=True)
     if halves and not last.can_halve:
         return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
-
-
-def _headline(failure: Failure) -> str:
-    """Returns the first line of a failure, without what differs every time: where in a step, and for how long."""
-    first = str(failure).splitlines()[0]
-    return _DURATION.sub("", first) if failure.kind == "hang" else first.partition(" in phase ")[0]

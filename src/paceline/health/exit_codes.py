@@ -6,25 +6,12 @@ what it is. 75 is the `EX_TEMPFAIL` of sysexits.h: nothing is wrong, try again l
 
 from typing import Final
 
-DONE: Final = 0
-"""All steps were trained."""
-
-FAILED: Final = 1
-"""A rank failed, and starting again is not allowed or would not help."""
-
-REFUSED: Final = 2
-"""The command line or the config was refused: nothing was started."""
-
-PREEMPTED: Final = 75
-"""A signal asked the run to stop; the state is saved, or no step was trained yet: start the same command again with
-`--resume auto`."""
-
-HUNG: Final = 76
-"""The ranks stopped making progress; the verdict names the rank and the line."""
-
-NO_PROGRESS: Final = 77
-"""The run was started again as often as it may be, or got no further than before."""
-
+DONE: Final = 0  # all steps were trained
+FAILED: Final = 1  # a rank failed, and starting again is not allowed or would not help
+REFUSED: Final = 2  # the command line or the config was refused: nothing was started
+PREEMPTED: Final = 75  # a signal asked to stop; saved, or no step was trained yet: start it again with `--resume auto`
+HUNG: Final = 76  # the ranks stopped making progress; the verdict names the rank and the line
+NO_PROGRESS: Final = 77  # the run was started again as often as it may be, or got no further than before
 MEANINGS: Final = {
     DONE: "done",
     FAILED: "failed",

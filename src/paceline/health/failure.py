@@ -18,19 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from paceline.errors import (
-    BadSampleError,
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    DataError,
-    LateRankError,
-    MemoryExhaustedError,
-    PacelineError,
-    RunFolderError,
-    UsageError,
-    is_connection_lost,
-)
+from paceline import errors
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView
 from paceline.health.verdict import HangVerdict
@@ -41,25 +29,13 @@ FailureKind = Literal[
 ]
 
 # Errors of the program and not of its surroundings: they come again.
-MISTAKES: Final = frozenset(
-    {
-        "AssertionError",
-        "AttributeError",
-        "ImportError",
-        "ModuleNotFoundError",
-        "NameError",
-        "NotImplementedError",
-        "SyntaxError",
-        "TypeError",
-        "UnboundLocalError",
-    }
-)
+_MISTAKES = (AssertionError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
 _MOST_LINES = 20
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_WAITED = (CommunicationError, LateRankError)  # others of its children name their own cause: a mismatch, a verdict
+_WAITED = (errors.CommunicationError, errors.LateRankError)  # others of its children name their own cause
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
 # NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
@@ -73,18 +49,16 @@ _DISK = {
     errno.EFBIG: "files may not grow that large here (see ulimit -f)",
     errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
 }
-_NO_FILES = dict.fromkeys(
-    (errno.EMFILE, errno.ENFILE), "no more files can be opened: some are left open (see ulimit -n)"
-)
+_TOO_MANY = "no more files can be opened: some are left open (see ulimit -n)"
+_NO_FILES = {errno.EMFILE: _TOO_MANY, errno.ENFILE: _TOO_MANY}
 _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed. ``traceback`` is empty where the message says it all.
+    """How one rank failed; ``kind`` decides whether ranks are started again. ``traceback`` may be empty.
 
-    ``is_refusal``: what was asked for cannot be, which was found before training began. ``kind`` is what decides
-    whether ranks are started again.
+    ``is_refusal``: what was asked for cannot be, which was found before training began.
     """
 
     rank: int
@@ -110,8 +84,8 @@ class Failure:
 
 def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
     """Describes a rank's error: its message, its kind, and the part of its traceback that helps."""
-    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, CheckpointError) else _DISK
+    text = str(error) if isinstance(error, errors.PacelineError) else f"{type(error).__name__}: {error}"
+    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, errors.CheckpointError) else _DISK
     numbers = list(map(_error_number, _chain(error)))
     disk = next((hints[number] for number in numbers if number in hints), "")
     hint = disk or next((_NO_FILES[number] for number in numbers if number in _NO_FILES), "")
@@ -134,16 +108,13 @@ def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bo
     """
     if has_trained or _has_user_code(error):
         return False
-    if isinstance(error, ConfigError | UsageError):
+    if isinstance(error, errors.ConfigError | errors.UsageError):
         return True
-    return isinstance(error, DataError | CheckpointError | RunFolderError) and not is_built
+    return isinstance(error, errors.DataError | errors.CheckpointError | errors.RunFolderError) and not is_built
 
 
 def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -> Failure:
-    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``.
-
-    ``log`` is the end of the rank's log, which tells an abort because of another rank from one of its own.
-    """
+    """Describes a rank that left no error, by its exit code, its ``output``, and the end of its ``log``."""
     cause: Cause = "died"
     kind: FailureKind = "killed"
     if exit_code == HUNG:
@@ -168,10 +139,7 @@ def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -
 
 
 def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure:
-    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time.
-
-    ``report`` is the file that says what every rank was doing.
-    """
+    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time."""
     is_later = bool(verdict.ranks) and rank not in verdict.ranks
     return Failure(
         rank=rank,
@@ -198,10 +166,10 @@ def user_traceback(error: BaseException) -> str:
     Empty where the message says it all: an error of ours in which the user's code took no part, or a lost connection.
     Of a foreign error in which it took none, the last few frames are left.
     """
-    if _is_lost(error) or (isinstance(error, PacelineError) and not _has_user_code(error)):
+    if _is_lost(error) or (isinstance(error, errors.PacelineError) and not _has_user_code(error)):
         return ""
     beneath = error
-    while isinstance(beneath, PacelineError) and beneath.__cause__ is not None:
+    while isinstance(beneath, errors.PacelineError) and beneath.__cause__ is not None:
         beneath = beneath.__cause__  # ours repeats what it says
     summary = traceback.TracebackException.from_exception(beneath if _has_user_code(beneath) else error)
     _trim(summary)
@@ -218,7 +186,6 @@ def _has_user_code(error: BaseException) -> bool:
 
 
 def _trim(summary: traceback.TracebackException) -> None:
-    """Cuts the frames before the user's code from an error, and from those that it came from."""
     frames = list(summary.stack)
     first = next((place for place, frame in enumerate(frames) if _is_users(frame.filename)), -_LAST_FRAMES)
     summary.stack = traceback.StackSummary.from_list(frames[first:])
@@ -234,34 +201,31 @@ def _is_users(filename: str) -> bool:
 
 
 def _kind(error: BaseException) -> FailureKind:
-    """Says what sort of error it is, by what it came from."""
     if _is_lost(error):
         return "lost"
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    names = {type(each).__name__ for each in causes}
-    if "OutOfMemoryError" in names or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
+    is_torchs = any(type(each).__name__ == "OutOfMemoryError" for each in causes)  # torch is not imported here
+    if is_torchs or any(isinstance(each, errors.MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    is_permanent = isinstance(error, BadSampleError) or names & MISTAKES
+    is_permanent = isinstance(error, errors.BadSampleError) or any(isinstance(each, _MISTAKES) for each in causes)
     return "mistake" if is_permanent else "error"
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
-    return any(map(is_connection_lost, _chain(error)))
+def _is_lost(error: BaseException) -> bool:  # by the user's code too, which may use torch.distributed
+    return any(map(errors.is_connection_lost, _chain(error)))
 
 
 def _error_number(error: BaseException) -> int | None:
     """Returns the system's number of an error; of a checkpoint's, that of the rank which told the others in words."""
     if isinstance(error, OSError):
         return error.errno
-    found = _NUMBER.search(str(error)) if isinstance(error, CheckpointError) else None
+    found = _NUMBER.search(str(error)) if isinstance(error, errors.CheckpointError) else None
     return None if found is None else int(found[1])
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those that it came from."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

@@ -6,15 +6,18 @@ order, so that the n-th of one rank is the n-th of the others. Messages are numb
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 State = Literal["running", "finished", "failed", "dead"]
 
 PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint")
 SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = PHASES
+STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+_LAST = 8  # operations of a rank that another host is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,6 @@ class LedgerEntry:
 
     @property
     def line(self) -> str:
-        """The line that issued it, in words."""
         return self.site or "an unknown line"
 
 
@@ -111,7 +113,43 @@ class LedgerView:
 
     @property
     def waits_in(self) -> LedgerEntry | None:
-        """The operation that it is in, if any."""
         if self.waiting is None or self.state != "running":
             return None
         return next((entry for entry in reversed(self.entries) if entry.number == self.waiting), None)
+
+
+def views_to_text(views: Sequence[LedgerView], now: float) -> str:
+    """Turns views into text, each with its last operations and the seconds since it last changed."""
+    found = []
+    for view in views:
+        entry = view.waits_in
+        kept = {each.number: each for each in (*view.entries[-_LAST:], *([] if entry is None else [entry]))}
+        values = asdict(replace(_shifted(view, now), entries=(), issued={}))
+        issued = [[list(group.ranks), group.number, count] for group, count in view.issued.items()]
+        found.append(values | {"entries": [asdict(kept[number]) for number in sorted(kept)], "issued": issued})
+    return json.dumps(found)
+
+
+def views_from_text(text: str, now: float) -> list[LedgerView]:
+    """Reads what ``views_to_text`` wrote; ``now`` is on the reader's clock."""
+    found = []
+    for values in json.loads(text):
+        issued = {GroupName(tuple(ranks), number): count for ranks, number, count in values.pop("issued")}
+        entries = tuple(map(_entry, values.pop("entries")))
+        found.append(_shifted(LedgerView(**values, entries=entries, issued=issued), now))
+    return found
+
+
+def _shifted(view: LedgerView, now: float) -> LedgerView:
+    """Turns the times of a view into the seconds since, and back."""
+    halted_s = now - view.halted_s if view.halted else 0.0
+    return replace(view, changed_s=now - view.changed_s, halted_s=halted_s)
+
+
+def _entry(values: dict[str, Any]) -> LedgerEntry:
+    group, call = values.pop("group"), values.pop("call")
+    return LedgerEntry(
+        **values,
+        group=GroupName(tuple(group["ranks"]), group["number"]),
+        call=LedgerCall(**call | {"shape": tuple(call["shape"])}),
+    )

@@ -19,13 +19,14 @@ Ranks that see one another's updates as they are made compare all that both have
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Literal
 
-from paceline.health.ledger_view import LedgerEntry
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry
 from paceline.health.verdict import HangVerdict
 
 _TRUSTED = 3  # comparisons in which a counter went up by the same number
@@ -39,8 +40,7 @@ _LEVEL_BITS = 3
 class Update:
     """An update of an optimizer that came after a collective. ``idle`` counts those before it that came after none.
 
-    ``place`` says which collective that was and from where, by numbers of the rank's ledger. Counters are known by
-    numbers.
+    ``place`` says which collective that was and from where, by numbers of the rank's ledger.
     """
 
     collectives: int
@@ -48,6 +48,10 @@ class Update:
     idle: int = 0
     counters: Mapping[int, int] = field(default_factory=dict)
     place: int = field(default=0, compare=False)
+
+
+PlacedUpdate = tuple[Update, LedgerEntry | None]
+"""An update, and the collective before it."""
 
 
 class UpdateHistory:
@@ -80,10 +84,7 @@ class UpdateHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """What two ranks differ in, at the same moment. ``is_own``: it is due to the rank that compares.
-
-    ``counter`` is the number of a loop's counter; of updates it is None.
-    """
+    """What two ranks differ in; ``is_own``: due to the rank that compares. ``counter``: of a loop, None for updates."""
 
     what: Literal["step", "backward", "update"]
     is_own: bool
@@ -114,13 +115,14 @@ class _CallCounter:
 
 @dataclass(slots=True)
 class PairedRanks:
-    """Compares the updates of this rank with those of one other, moment by moment."""
+    """Compares the updates of this rank with those of another; ``compared``: collectives at the last comparison."""
 
+    compared: int = 0
     _offsets: tuple[int, int] | None = None  # by how many updates they differ from the beginning, and idle ones
     _counters: dict[int, _CallCounter | None] = field(default_factory=dict)  # None: says nothing any more
 
     def compare(self, own: Update, other: Update) -> StepDifference | None:
-        """Compares two updates after equally many collectives."""
+        self.compared = own.collectives
         found = self._compare_updates(own, other)
         return found or self._compare_counters(own, other)
 
@@ -182,3 +184,33 @@ def pairing_verdict(
     sentence = f"rank {guilty} {what}, and ranks pair different steps from there on{where}: {'; '.join(parts)}"
     group, sequence = ((), None) if entry is None else (entry.group.ranks, entry.sequence)
     return HangVerdict(kind="mismatch", ranks=(guilty,), sentence=sentence, group=group, sequence=sequence)
+
+
+def updates_to_text(updates: Sequence[PlacedUpdate]) -> str:
+    """Turns updates into text; the lines and calls of the collectives before them come once each."""
+    places: dict[str, int] = {}
+    rows = []
+    for update, entry in updates:
+        place = "" if entry is None else json.dumps([asdict(entry.call), entry.site])
+        counters = list(update.counters.items())
+        rows.append([update.collectives, update.updates, update.idle, counters, places.setdefault(place, len(places))])
+    return json.dumps([list(places), rows])
+
+
+def updates_from_text(text: str, group: GroupName) -> list[PlacedUpdate]:
+    """Reads what ``updates_to_text`` wrote; ``group`` is that of all ranks. Raises ValueError for other texts."""
+    found: list[PlacedUpdate] = []
+    try:
+        places, rows = json.loads(text)
+        calls = [json.loads(place) if place else None for place in places]
+        for collectives, updates, idle, counters, place in rows:
+            update = Update(collectives=collectives, updates=updates, idle=idle, counters=dict(counters))
+            entry = None
+            if calls[place] is not None:
+                call, site = calls[place]
+                asked = LedgerCall(**call | {"shape": tuple(call["shape"])})
+                entry = LedgerEntry(number=0, group=group, sequence=collectives - 1, call=asked, site=site)
+            found.append((update, entry))
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"no updates of ranks: {error}") from error
+    return found

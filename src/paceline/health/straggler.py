@@ -1,14 +1,14 @@
 """Which rank the others wait for, step after step, and in which phase it loses the time.
 
-All ranks leave a step's last collective together, so that who arrives last at the next ones is who had the most of
-its own to do. A step's record has that without any clock that two hosts would have to agree on:
+All ranks leave a step's last collective together: who arrives last at the next ones had the most of its own to do. A
+step's record has that without any clock that two hosts would have to agree on, and nothing is synchronised to get it:
 
     own time of a rank   step - exposed communication  =  data + forward + backward + update
     lost in a step       own time of the rank - median own time of the others
     phase                the one in which the rank's excess over the others' median is largest
 
-and nothing was synchronised to get it. A rank is a straggler if it was the last in most of the steps, and others lost a
-good part of the step by it (see ``StragglerPolicy``). ``find_straggler`` looks so at the records of a run.
+A rank is a straggler if it was the last in most of the steps, and others lost a good part of the step by it (see
+``StragglerPolicy``). ``find_straggler`` looks so at the records of a run.
 
 ``Lateness`` compares ranks over windows of steps while the run goes on. Where their ledgers share a clock, or clocks
 are corrected for their offsets, ``last_arrivals`` names who arrived last at each collective, and both must agree: a
@@ -20,14 +20,17 @@ any of it: a look costs some microseconds an entry of a ledger.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, GroupName, LedgerEntry, LedgerView
+from paceline.health.ledger_view import OPTIMIZER, STEP_PHASES, GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.units import format_seconds
+
+_COLLECTIVE = LedgerCall(kind="a collective")
 
 
 class TimedStep(Protocol):
@@ -65,7 +68,6 @@ class Straggler:
     steps: int
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values, with the sentence."""
         return {**asdict(self), "sentence": str(self)}
 
     def __str__(self) -> str:
@@ -101,26 +103,17 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
 def _judged(
     rule: StragglerPolicy, rank: int, last: tuple[int, int], seconds: tuple[float, float], excess: Mapping[str, float]
 ) -> Straggler | None:
-    """Returns a rank that was the last in so many of so many steps, and lost so much of a step, if it is a straggler.
-
-    ``excess`` is how much longer than the others it takes in each phase.
-    """
+    """Returns a rank that was last in so many of so many steps, and lost so much of a step, if it is a straggler."""
     (num_last, num_steps), (lost_s, step_s) = last, seconds
     if num_last < rule.min_share * num_steps or step_s <= 0 or lost_s < rule.min_loss * step_s:
         return None
-    return Straggler(
-        rank=rank,
-        phase=max(excess, key=lambda phase: excess[phase]),
-        lost_s=lost_s,
-        loss=lost_s / step_s,
-        steps_last=num_last,
-        steps=num_steps,
-    )
+    phase, loss = max(excess, key=lambda each: excess[each]), lost_s / step_s
+    return Straggler(rank=rank, phase=phase, lost_s=lost_s, loss=loss, steps_last=num_last, steps=num_steps)
 
 
 def _phases(record: TimedStep) -> dict[str, float]:
     seconds = (record.data_s, record.forward_s, record.backward_s, record.optimizer_s)
-    return dict(zip((DATA, FORWARD, BACKWARD, OPTIMIZER), seconds, strict=True))
+    return dict(zip(STEP_PHASES, seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +128,7 @@ class LastArrival:
 
 
 def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | None = None) -> list[LastArrival]:
-    """Names the last at each collective that all of its group have come to, as far as the ledgers go back.
-
-    ``offsets`` are what each rank's clock is ahead by; none: they read one clock, as ranks of a host do.
-    """
+    """Names the last at each collective that its whole group came to; ``offsets``: how far ahead each clock is."""
     ahead = offsets or {}
     places: dict[tuple[GroupName, int], dict[int, LedgerEntry]] = defaultdict(dict)
     for view in ledgers:
@@ -167,15 +157,11 @@ class PhaseTimes:
     def since(self, earlier: PhaseTimes) -> PhaseTimes:
         """Returns the mean step after ``earlier``; ``steps`` says how many there were."""
         steps = self.steps - earlier.steps
-        return PhaseTimes(
-            steps=steps,
-            step_s=(self.step_s - earlier.step_s) / max(1, steps),
-            phases={name: (s - earlier.phases.get(name, 0.0)) / max(1, steps) for name, s in self.phases.items()},
-        )
+        phases = {name: (s - earlier.phases.get(name, 0.0)) / max(1, steps) for name, s in self.phases.items()}
+        return PhaseTimes(steps=steps, step_s=(self.step_s - earlier.step_s) / max(1, steps), phases=phases)
 
     @property
     def own_s(self) -> float:
-        """The time of a rank's own work."""
         return sum(self.phases.values())
 
 
@@ -186,6 +172,35 @@ class RankLook:
     view: LedgerView
     times: PhaseTimes
     ahead_s: float | None = 0.0
+
+
+def looks_to_text(looks: Sequence[RankLook]) -> str:
+    """Turns looks into text with what comparing ranks needs: groups once, and the places and times of operations."""
+    groups: dict[GroupName, int] = {}
+    ranks = []
+    for look in looks:
+        entries = [
+            [groups.setdefault(each.group, len(groups)), each.sequence, each.step, each.issued_s]
+            for each in look.view.entries
+            if not each.call.is_message
+        ]
+        view = look.view
+        ranks.append([view.rank, view.host, view.pid, asdict(look.times), look.ahead_s, entries])
+    return json.dumps([[[list(group.ranks), group.number] for group in groups], ranks])
+
+
+def looks_from_text(text: str) -> list[RankLook]:
+    named, ranks = json.loads(text)
+    groups = [GroupName(tuple(members), number) for members, number in named]
+    looks = []
+    for rank, host, pid, times, ahead_s, places in ranks:
+        entries = tuple(
+            LedgerEntry(number=at, group=groups[group], sequence=number, step=step, issued_s=when, call=_COLLECTIVE)
+            for at, (group, number, step, when) in enumerate(places, start=1)
+        )
+        view = LedgerView(rank=rank, host=host, pid=pid, entries=entries)
+        looks.append(RankLook(view=view, times=PhaseTimes(**times), ahead_s=ahead_s))
+    return looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,25 +218,27 @@ class Lateness:
         self._policy = policy or LatenessPolicy()
         self._start: dict[int, PhaseTimes] = {}
         self._last_of_step: dict[int, tuple[float, int]] = {}  # how late, and who
-        self._in_a_row: list[Straggler] = []
+        self._in_a_row: tuple[tuple[int, str] | None, int] = (None, 0)  # who and where, and in how many windows
         self._told: set[tuple[int, str]] = set()
 
     def look(self, ranks: Sequence[RankLook]) -> Straggler | None:
         """Takes one look at all ranks; returns a rank that is late and was not reported before."""
         times = {look.view.rank: look.times for look in ranks}
         if self._start.keys() != times.keys():
-            self._begin(times)
+            self._start, self._last_of_step = times, {}
             return None
         self._note_arrivals(ranks)
         if min(each.steps - self._start[rank].steps for rank, each in times.items()) < self._policy.min_steps:
             return None
         found = self._compare({rank: each.since(self._start[rank]) for rank, each in times.items()})
-        self._begin(times)
-        return self._consider(found)
-
-    def _begin(self, times: Mapping[int, PhaseTimes]) -> None:
-        self._start = dict(times)
-        self._last_of_step = {}
+        self._start, self._last_of_step = times, {}
+        key = None if found is None else (found.rank, found.phase)
+        before, number = self._in_a_row
+        self._in_a_row = key, number + 1 if key == before else 1
+        if key is None or self._in_a_row[1] < self._policy.windows or key in self._told:
+            return None
+        self._told.add(key)
+        return found
 
     def _note_arrivals(self, ranks: Sequence[RankLook]) -> None:
         processes = [(look.view.host, look.view.pid) for look in ranks]
@@ -233,17 +250,14 @@ class Lateness:
             self._last_of_step[each.step] = max(before, (each.late_s, each.rank))
 
     def _compare(self, ranks: Mapping[int, PhaseTimes]) -> Straggler | None:
-        """Names who is late in a window, if anybody is."""
         if len(ranks) < 2:
             return None
-        last = Counter(rank for _, rank in self._last_of_step.values())
         num_seen = len(self._last_of_step)
-        steps = min(times.steps for times in ranks.values())
         if num_seen:
-            rank, num_last = last.most_common(1)[0]
+            rank, num_last = Counter(rank for _, rank in self._last_of_step.values()).most_common(1)[0]
         else:
             rank = max(ranks, key=lambda each: (ranks[each].own_s, -each))
-            num_last = num_seen = steps
+            num_last = num_seen = min(times.steps for times in ranks.values())
         others = [times for other, times in ranks.items() if other != rank]
         lost_s = ranks[rank].own_s - median(times.own_s for times in others)
         step_s = max(times.step_s for times in ranks.values())
@@ -252,16 +266,3 @@ class Lateness:
             for phase, seconds in ranks[rank].phases.items()
         }
         return _judged(self._policy, rank, (num_last, num_seen), (lost_s, step_s), excess)
-
-    def _consider(self, found: Straggler | None) -> Straggler | None:
-        """Returns the newest of a row of windows that name the same rank and phase, the first time that it is full."""
-        key = None if found is None else (found.rank, found.phase)
-        if not self._in_a_row or (self._in_a_row[-1].rank, self._in_a_row[-1].phase) != key:
-            self._in_a_row = []
-        if found is None or key is None:
-            return None
-        self._in_a_row.append(found)
-        if len(self._in_a_row) < self._policy.windows or key in self._told:
-            return None
-        self._told.add(key)
-        return found

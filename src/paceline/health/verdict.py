@@ -15,7 +15,7 @@ a victim, and the blame follows the waits to those that wait for nobody. ``judge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -42,7 +42,6 @@ class HangLimits:
     needs_waiting: bool = False
 
     def of(self, view: LedgerView) -> float:
-        """Returns the limit for what a rank is doing."""
         return max(self.step_s, self.setup_s) if view.step == 0 or view.phase in _SLOW_PHASES else self.step_s
 
 
@@ -74,31 +73,20 @@ class HangVerdict:
     states: tuple[RankState, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
         return {"schema": 1, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HangVerdict:
-        """Reads back what ``to_json`` gave."""
-        return cls(
-            kind=values["kind"],
-            ranks=tuple(values["ranks"]),
-            sentence=values["sentence"],
-            group=tuple(values["group"]),
-            sequence=values["sequence"],
-            states=tuple(RankState(**state) for state in values["states"]),
-        )
+        known = {name: values[name] for name in ("kind", "sentence", "sequence")}
+        states = tuple(RankState(**state) for state in values["states"])
+        return cls(**known, ranks=tuple(values["ranks"]), group=tuple(values["group"]), states=states)
 
     def to_text(self) -> str:
-        """Returns the sentence, and a line per rank."""
         return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"
 
 
 def judge(ledgers: Sequence[LedgerView], now: float, limits: HangLimits) -> HangVerdict | None:
-    """Finds what keeps the ranks from going on at time ``now``, on the clock of ``changed_s``; None if nothing does.
-
-    Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
-    """
+    """Finds what keeps the ranks from going on at ``now``, on the clock of ``changed_s``; None if nothing does."""
     states = tuple(state_of(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
     verdict = find_mismatch(ledgers)
     running = [view for view in ledgers if view.state == "running"]
@@ -148,8 +136,7 @@ def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
 def _pending(views: Mapping[int, LedgerView]) -> dict[int, LedgerEntry]:
     """Returns the operation that each rank waits in.
 
-    Where none does, the first that it issued and another has not: on CUDA the host runs ahead, and stands wherever it
-    next needs a value.
+    Where none does, the first that it issued and another has not: on CUDA the host runs ahead of the device.
     """
     running = [view for view in views.values() if view.state == "running"]
     found = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
@@ -169,13 +156,9 @@ def _absent(entry: LedgerEntry, rank: int, views: Mapping[int, LedgerView]) -> l
     peer = views.get(-1 if entry.call.peer is None else entry.call.peer)
     if peer is None:
         return []
-    other = "recv" if entry.call.kind == "send" else "send"
+    wanted = ("recv" if entry.call.kind == "send" else "send", rank, entry.call.tag, entry.group)
     has_come = any(
-        each.call.kind == other
-        and each.call.peer == rank
-        and each.call.tag == entry.call.tag
-        and each.group == entry.group
-        and each.sequence >= entry.sequence
+        (each.call.kind, each.call.peer, each.call.tag, each.group) == wanted and each.sequence >= entry.sequence
         for each in peer.entries
     )
     return [] if has_come else [peer.rank]
@@ -193,8 +176,7 @@ def _missing(
     states = {view.state for view in guilty}
     kind: Kind = "dead" if "dead" in states else "left" if states <= {"finished", "failed"} else "missing"
     doing = "; ".join(_doing(view, now, is_named=several) for view in guilty)
-    who = "them" if several else "it"
-    waits = f"{_tell(victims)} {'wait' if len(victims) > 1 else 'waits'} for {who}"
+    waits = _wait_for(victims, several=several)
     if kind == "left":
         waits += f" after step {views[victims[0]].step}"
     lines = _lines([views[rank] for rank in victims], pending)
@@ -214,9 +196,8 @@ def _stopped(stopped: list[LedgerView], ledgers: Sequence[LedgerView], now: floa
     pending = {rank: entry for rank, entry in _pending(views).items() if rank not in ranks}
     waits = ""
     if pending:
-        who = "it" if len(ranks) == 1 else "them"
-        verb = "wait" if len(pending) > 1 else "waits"
-        waits = f"; {_tell(pending)} {verb} for {who}{_lines([views[rank] for rank in pending], pending)}"
+        lines = _lines([views[rank] for rank in pending], pending)
+        waits = f"; {_wait_for(pending, several=len(ranks) > 1)}{lines}"
     return HangVerdict(kind="stopped", ranks=tuple(ranks), sentence=f"{doing}{waits}")
 
 
@@ -266,10 +247,8 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
         hosts = {view.host for view in running}
         is_one_host = len(hosts) == 1 and hosts != {""}
         where = "all run on one host, and none is stopped" if is_one_host else "look at the network between them"
-        sentence = (
-            f"all ranks are in {_describe_place(first)}, and it does not end: {where}"
-            f" (paceline doctor){_lines(running, entries)}"
-        )
+        lines = _lines(running, entries)
+        sentence = f"all ranks are in {_describe_place(first)}, and it does not end: {where} (paceline doctor){lines}"
         return _verdict_at(first, "silent", (), sentence)
     told = [view for view in running if view.rank not in entries]
     sentence = "; ".join(_doing(view, now, is_named=True) for view in told)
@@ -318,7 +297,6 @@ def _what_differs(
 
 
 def state_of(view: LedgerView, now: float) -> RankState:
-    """Says what one rank does."""
     entry = view.waits_in
     if view.halted:
         does = f"is {view.halted} {_last_seen(view)}"
@@ -330,14 +308,8 @@ def state_of(view: LedgerView, now: float) -> RankState:
         does = f"runs, after {_describe_place(view.entries[-1])}, called at {view.entries[-1].line}"
     else:
         does = "runs"
-    return RankState(
-        rank=view.rank,
-        does=does,
-        phase=view.phase,
-        step=view.step,
-        silent_s=round(max(0.0, now - view.changed_s), 1),
-        stands_at=view.stands_at,
-    )
+    silent_s, at = round(max(0.0, now - view.changed_s), 1), view.stands_at
+    return RankState(rank=view.rank, does=does, phase=view.phase, step=view.step, silent_s=silent_s, stands_at=at)
 
 
 def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
@@ -379,6 +351,10 @@ def _lines(views: Iterable[LedgerView], pending: Mapping[int, LedgerEntry]) -> s
     if len(by_line) == 1:
         return next(iter(by_line))
     return ":" + ",".join(f" {_tell(ranks)}{line or ' at an unknown line'}" for line, ranks in by_line.items())
+
+
+def _wait_for(victims: Collection[int], *, several: bool) -> str:
+    return f"{_tell(victims)} {'wait' if len(victims) > 1 else 'waits'} for {'them' if several else 'it'}"
 
 
 def _tell(ranks: Iterable[int]) -> str:

@@ -22,7 +22,7 @@ import psutil
 from paceline.errors import UsageError
 from paceline.health.exit_codes import DONE, FAILED, MEANINGS, NO_PROGRESS, REFUSED
 from paceline.launch.background import run_command
-from paceline.run.nodes import address_towards
+from paceline.run.whereami import address_towards
 from paceline.terminal import echo
 
 FINAL = (DONE, REFUSED, NO_PROGRESS)  # after these a start of the same command would change nothing

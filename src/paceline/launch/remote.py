@@ -31,7 +31,7 @@ from paceline import __version__
 from paceline.cluster.detect import detect_machine
 from paceline.comm.control.wire import SECRET
 from paceline.launch.job import LAUNCHED, LaunchJob
-from paceline.run.nodes import HOST
+from paceline.run.whereami import HOST
 from paceline.untrusted import parse_json_object, read_regular
 
 _MARK = ".launch-mark"

@@ -1,7 +1,7 @@
 """What happens with an answer to an exercise: it is converted, judged and reported, and kept if it is right.
 
-The checks of a lesson are in a file of its own (lesson_1.py), under ``CHECKS``, by the numbers of its exercises. Only
-the lesson that is asked for is imported, because most of them need torch.
+The checks of three lessons are in one file (lessons_1_to_3.py), under ``CHECKS``, by the numbers of their exercises.
+Only the file that is asked for is imported, because most checks need torch.
 
 Which exercises a reader has passed, and how many hints were shown, is kept in one small JSON file:
 
@@ -23,7 +23,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +48,32 @@ def find(number: str) -> Exercise:
     raise UsageError(f"there is no exercise {number!r}\n  a number is LESSON.EXERCISE, such as 3.2\n  {fix}")
 
 
+def find_check(number: str) -> Callable[[Any], Said]:
+    """Returns the check of an exercise, which takes an answer of its kind."""
+    first = (int(number.partition(".")[0]) - 1) // 3 * 3 + 1
+    checks: dict[str, Callable[[Any], Said]]
+    checks = importlib.import_module(f"paceline.learn.lessons_{first}_to_{first + 2}").CHECKS
+    return checks[number]
+
+
 def judge(exercise: Exercise, answer: Any) -> Verdict:
     """Checks an answer. A function that raises is a wrong answer, whose words name the line.
 
     Raises UsageError for an answer of another kind than the exercise asks for.
     """
     taken = _CONVERTERS[exercise.answer](exercise, answer)
-    lesson = importlib.import_module(f"paceline.learn.lesson_{exercise.number.partition('.')[0]}")
-    find_mistake: Callable[[Any], Said] = lesson.CHECKS[exercise.number]
+    find_mistake = find_check(exercise.number)
     if exercise.answer != "function":
         return exercise.verdict(find_mistake(taken))
     try:
         return exercise.verdict(find_mistake(taken))
     except RankFailedError as error:
-        return _wrong(f"On rank {error.rank}, {_failure(exercise, error.error, taken)}")
+        words = f"On rank {error.rank}, {_failure(exercise, error.error, taken)}"
     except PacelineError as error:  # ranks that wait for each other, or call different operations: it names the lines
-        return _wrong(f"The ranks that ran your function {exercise.function} stopped:\n{error}")
+        words = f"The ranks that ran your function {exercise.function} stopped:\n{error}"
     except (Exception, SystemExit) as error:
-        return _wrong(_failure(exercise, error, taken))
+        words = _failure(exercise, error, taken)
+    return Verdict(is_right=False, words=words)
 
 
 def check(number: str, answer: Any = ...) -> bool:
@@ -75,7 +83,8 @@ def check(number: str, answer: Any = ...) -> bool:
     """
     exercise = find(number)
     if answer is ...:
-        echo(f"{_question(exercise)}\nThere is no answer yet: put yours in place of the three dots.")
+        ask(number)
+        echo("There is no answer yet: put yours in place of the three dots.")
         return False
     verdict = judge(exercise, answer)
     echo(sentence(exercise, verdict))
@@ -84,7 +93,8 @@ def check(number: str, answer: Any = ...) -> bool:
 
 def ask(number: str) -> None:
     """Prints what an exercise asks for."""
-    echo(_question(find(number)))
+    exercise = find(number)
+    echo(f"{exercise.number} {exercise.title}\n{exercise.asks}")
 
 
 def hint(number: str, place: int = 1) -> None:
@@ -99,36 +109,25 @@ def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
     """
     if not path.is_file():
         raise UsageError(
-            f"there is no file {str(path)!r}\n"
-            f"  exercise {exercise.number} asks for a Python file that defines {exercise.function}\n"
-            f"  write the function into a file, and run: paceline learn check {exercise.number} FILE.py"
+            f"there is no file {str(path)!r}\n  exercise {exercise.number} asks for a Python file that defines "
+            f"{exercise.function}\n  write one, and run: paceline learn check {exercise.number} FILE.py"
         )
-    defined = _run_file(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        defined = runpy.run_path(str(path), run_name="answer")  # nothing is cached, so that an edit always counts
+    except (Exception, SystemExit) as error:
+        where = last_line(error, str(path)) or "the file fails by itself"
+        fix = f"run it alone first: python {path}"
+        raise UsageError(f"{path} raised {type(error).__name__}: {error}\n  {where}\n  {fix}") from error
     found = defined.get(exercise.function)
     if not callable(found):
         names = [name for name, value in defined.items() if callable(value) and not name.startswith("_")]
         near = difflib.get_close_matches(exercise.function, names, n=1)
         fix = f"did you mean it by {near[0]}? Rename that" if near else f"define it: def {exercise.function}(...):"
-        raise UsageError(
-            f"{path} defines no function {exercise.function}\n"
-            f"  exercise {exercise.number} calls the function of that name\n  {fix}"
-        )
+        raise UsageError(f"{path} defines no function {exercise.function}\n  {exercise.number} calls it\n  {fix}")
     return found  # type: ignore[no-any-return]
-
-
-def _run_file(path: Path) -> dict[str, Any]:
-    """Runs a file with its folder on the path of imports. Nothing is cached, so that an edit always counts."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return runpy.run_path(str(path), run_name="answer")
-    except (Exception, SystemExit) as error:
-        where = last_line(error, str(path))
-        raise UsageError(
-            f"{path} raised {type(error).__name__}: {error}\n"
-            f"  {where or 'the file fails by itself'}\n  run it alone first: python {path}"
-        ) from error
 
 
 def sentence(exercise: Exercise, verdict: Verdict) -> str:
@@ -140,14 +139,6 @@ def hint_text(exercise: Exercise, place: int) -> str:
     """Returns the hint at ``place``, counted from 1; past the last one, the last."""
     place = min(max(place, 1), len(exercise.hints))
     return f"{exercise.number}, hint {place} of {len(exercise.hints)}: {exercise.hints[place - 1]}"
-
-
-def _question(exercise: Exercise) -> str:
-    return f"{exercise.number} {exercise.title}\n{exercise.asks}"
-
-
-def _wrong(words: str) -> Verdict:
-    return Verdict(is_right=False, words=words)
 
 
 def _failure(exercise: Exercise, error: BaseException, function: Callable[..., Any]) -> str:
@@ -180,11 +171,8 @@ def _number(exercise: Exercise, answer: Any) -> int | float:
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise UsageError(
-            f"the answer to {exercise.number} is {_shown(answer)}, which is no number\n"
-            f"  exercise {exercise.number} asks for one number, without a unit\n"
-            "  write it as 96, 0.75, 3/4 or 1.5e9"
-        )
+        fix = "write it as 96, 0.75, 3/4 or 1.5e9"
+        raise _refusal(exercise, answer, "is no number", "one number, without a unit", fix)
     return int(value) if value.is_integer() and abs(value) <= _MOST_EXACT else value
 
 
@@ -200,26 +188,22 @@ def _parse_number(text: str) -> float:
 
 def _word(exercise: Exercise, answer: Any) -> str:
     if not isinstance(answer, str) or not answer.strip():
-        raise UsageError(
-            f"the answer to {exercise.number} is {_shown(answer)}, which is no word\n"
-            f"  exercise {exercise.number} asks for one word\n  write it in quotes in Python, without them in a shell"
-        )
+        fix = "write it in quotes in Python, without them in a shell"
+        raise _refusal(exercise, answer, "is no word", "one word", fix)
     return answer.strip().lower()
 
 
 def _function(exercise: Exercise, answer: Any) -> Callable[..., Any]:
     if not callable(answer):
-        raise UsageError(
-            f"the answer to {exercise.number} is {_shown(answer)}, which cannot be called\n"
-            f"  exercise {exercise.number} asks for a function {exercise.function}\n"
-            f"  in Python pass the function itself, without brackets; in a shell give the file that defines it"
-        )
+        fix = "in Python pass the function itself, without brackets; in a shell give the file that defines it"
+        raise _refusal(exercise, answer, "cannot be called", f"a function {exercise.function}", fix)
     return answer  # type: ignore[no-any-return]
 
 
-def _shown(answer: Any) -> str:
-    text = repr(answer)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _refusal(exercise: Exercise, answer: Any, why: str, asks_for: str, fix: str) -> UsageError:
+    text, number = repr(answer), exercise.number
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return UsageError(f"the answer to {number} is {shown}, which {why}\n  it asks for {asks_for}\n  {fix}")
 
 
 _CONVERTERS: dict[str, Callable[[Exercise, Any], Any]] = {"number": _number, "word": _word, "function": _function}
@@ -234,14 +218,6 @@ class Progress:
 
     passed: frozenset[str] = frozenset()
     hints: dict[str, int] = field(default_factory=dict)
-
-    def with_passed(self, number: str) -> Progress:
-        """Returns the progress with one exercise passed."""
-        return replace(self, passed=self.passed | {number})
-
-    def with_hint(self, number: str) -> Progress:
-        """Returns the progress with one more hint shown."""
-        return replace(self, hints={**self.hints, number: self.hints.get(number, 0) + 1})
 
 
 def load_progress(path: Path) -> Progress:

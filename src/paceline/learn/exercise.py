@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from paceline.bounded_yaml import load_yaml
 
@@ -38,6 +38,7 @@ def says(name: str, /, **gaps: Any) -> Said:
 
 
 RIGHT = says("right")
+Mistakes: TypeAlias = dict[str, float | tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,31 @@
 An answer comes from the functions behind ``paceline plan``, as it judges a config that is written: the same config
 rules, formulas and memory estimate. It imports no torch and takes about ten milliseconds. The page gets the command
 that gives the same config, on top of ``configs/gpt_7b.yaml``.
+
+It is served on the loopback address:
+
+    GET /              the page                  GET /api/answer?size=gpt-7b&gpus=32    what it shows for these inputs
+
+The page is one file with its style and its script inside. The content security policy allows these by their hashes and
+nothing else, and requests must name a loopback host ([Note: who gets in] of ``view/server.py``). Inputs are words of
+fixed lists and numbers within bounds; no request names a file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import shipped
@@ -23,10 +39,13 @@ from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.plan.layout import STRATEGIES, Layout
 from paceline.plan.plan import MemoryEstimate
+from paceline.predict.formulas.step import Prediction
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.request import PRECISIONS, request_for, why_not_written, workload_as_written
-from paceline.search.search import Ranked, budget_of, rank_one
+from paceline.search.search import budget_of, rank_one
 from paceline.units import format_bytes, format_count, format_seconds
+from paceline.view.html import as_json, security_policy
+from paceline.view.server import HEADERS, Gate, as_response
 
 CONFIG_FILE = "configs/gpt_7b.yaml"
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -109,10 +128,7 @@ class PlayInputs:
         """Reads the fields of a request. Raises UsageError for a name, word or number that the page does not have."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise UsageError(
-                f"{_shown(unknown[0])} is no input of the page\n  the inputs are {', '.join(sorted(known))}\n"
-                "  leave it out"
-            )
+            raise UsageError(f"{_shown(unknown[0])} is no input of the page\n  they are {', '.join(sorted(known))}")
         return cls(**{name: _read(name, text) for name, text in values.items()})
 
     @property
@@ -196,22 +212,19 @@ def _shown(text: str) -> str:
 
 def answer_for(inputs: PlayInputs) -> dict[str, Any]:
     """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
-    about = {
-        "gpus": inputs.gpus,
-        "data": inputs.data,
-        "global_batch": inputs.global_batch,
-        "cluster": inputs.cluster_text,
+    about = {"cluster": inputs.cluster_text} | {
+        name: getattr(inputs, name) for name in ("gpus", "data", "global_batch")
     }
     commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
+    answer: dict[str, Any] = {"about": about, "commands": commands}
     try:
         cluster = load_cluster(inputs.cluster_text)
         config = config_from_dict(_BASE, "play", [f"{key}={value}" for key, value in inputs.settings().items()])
-        found = _priced(config, cluster)
+        return answer | {"problems": []} | _priced(config, cluster)
     except ConfigError as error:
-        return {"about": about, "commands": commands, "problems": [str(each) for each in error.problems]}
+        return answer | {"problems": [str(each) for each in error.problems]}
     except PacelineError as error:
-        return {"about": about, "commands": commands, "problems": [str(error)]}
-    return {"about": about, "commands": commands, "problems": [], **found}
+        return answer | {"problems": [str(error)]}
 
 
 def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
@@ -232,13 +245,11 @@ def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _memory(ranked: Ranked, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
+def _memory(ranked: Prediction, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
     budget, needs = budget_of(cluster), ranked.memory_bytes
     fits = needs <= budget
     room = f"{format_bytes(budget)} of the device's {format_bytes(cluster.device.memory_bytes)} may be taken"
-    words = f"It fits: a rank needs {format_bytes(needs)}, and {room}."
-    if not fits:
-        words = f"It does not fit: a rank needs {format_bytes(needs)}, and {room}."
+    words = f"It {'fits' if fits else 'does not fit'}: a rank needs {format_bytes(needs)}, and {room}."
     return {
         "parts": {name: sum(getattr(memory, each) for each in parts) for name, parts in MEMORY_PARTS.items()},
         "total": memory.device_bytes,
@@ -262,10 +273,10 @@ def _ways_out(layout: Layout) -> str:
     return f"Less memory: {', '.join(ways)}."
 
 
-def _step(ranked: Ranked, task: TrainingTask) -> dict[str, Any]:
-    step = ranked.prediction.step
+def _step(ranked: Prediction, task: TrainingTask) -> dict[str, Any]:
+    step = ranked.step
     parts = {name: sum(getattr(step, each) for each in names) for name, names in STEP_PARTS.items()}
-    low, high = ranked.prediction.band
+    low, high = ranked.band
     waits = parts["exposed"] / step.total
     words = f"A step takes {format_seconds(ranked.seconds)}; {waits:.0%} of it is exposed communication"
     if parts["bubble"]:
@@ -279,7 +290,49 @@ def _step(ranked: Ranked, task: TrainingTask) -> dict[str, Any]:
         "tokens_per_s": ranked.tokens_per_s,
         "mfu": ranked.mfu,
         "layout": str(ranked),
-        "outside": list(ranked.prediction.outside),
+        "outside": list(ranked.outside),
         "words": f"{words}.",
         "precision": task.compute,
     }
+
+
+_MOST_QUERY = 1000  # letters
+
+
+def make_play_app() -> Starlette:
+    """Returns the application, which answers requests to names of this machine alone."""
+    app = Starlette(routes=[Route("/", _page), Route("/api/answer", _answer)])
+    app.add_middleware(Gate, token="")  # nosec B106  # none is needed on the loopback
+    answer_for(PlayInputs())  # the first one reads the catalog and the constants
+    return app
+
+
+@cache
+def play_page() -> tuple[str, str]:
+    """Returns the page and its content security policy."""
+    text = resources.files("paceline.learn").joinpath("play.html").read_text(encoding="utf-8")
+    style, script = (text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
+    policy = security_policy(style, script, connect="'self'")
+    usual = dataclasses.asdict(PlayInputs())
+    # The width grows so that heads stay as wide, and heads of keys and values whole.
+    sizes = {
+        name: {"layers": of.layers, "width": of.width, "context": of.context, "step": of.width // of.kv_heads}
+        for name, of in GPT_SIZES.items()
+    }
+    data = {"choices": choices(), "numbers": NUMBERS, "usual": usual, "sizes": sizes}
+    return text.replace("@DATA@", as_json(data)), policy + "; frame-ancestors 'none'"
+
+
+async def _page(_: Request) -> Response:
+    text, policy = play_page()
+    return Response(text, media_type="text/html", headers=HEADERS | {"content-security-policy": policy})
+
+
+async def _answer(request: Request) -> Response:
+    if len(request.url.query) > _MOST_QUERY:
+        return as_response({"problems": ["the request is too long"]}, status=414)
+    try:
+        inputs = PlayInputs.of(dict(request.query_params))
+    except UsageError as error:
+        return as_response({"problems": [str(error)]}, status=400)
+    return as_response(await asyncio.to_thread(answer_for, inputs))

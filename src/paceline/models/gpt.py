@@ -34,11 +34,10 @@ _ROTARY_BASE = 10_000.0
 
 
 def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
-    """Returns the config of a named size with some fields replaced; an override of None counts as not given.
+    """Returns the shape of a named size with some fields replaced; an override of None counts as not given.
 
     ``kv_heads`` and ``mlp_width`` keep the size's proportion to ``heads`` and ``width`` unless given. Without a size,
     layers, heads, width, context and vocab_size must be given, and the rest follows the current family.
-
     Raises UsageError for an unknown size or field, ConfigError for fields that are missing or do not fit together.
     """
     if size is not None and size not in SIZES:
@@ -60,15 +59,13 @@ def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
 class GPT(nn.Module):
     """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t.
 
-    With an ``end_token`` they see those of their own document: attention and positions begin anew behind each such one.
-    Raises ConfigError with all problems where the parts of its shape do not fit together.
+    With an ``end_token`` they see those of their own document: attention and positions begin anew behind each.
     """
 
     def __init__(self, config: ModelShape, end_token: int | None = None) -> None:
         super().__init__()
         _check_gpt(config)
-        self.config = config
-        self.end_token = end_token
+        self.config, self.end_token = config, end_token
         self.token_embedding = Embedding(config.vocab_size, config.width)
         self.position_embedding = Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -83,7 +80,6 @@ class GPT(nn.Module):
 
         That never holds the logits of all tokens; with ``counts``, it is a pair with the number of right answers. With
         a ``cache``, the tokens follow those that were read with it before; documents are not kept apart then.
-        Raises UsageError for sequences that are longer than the context.
         """
         if cache is not None:
             return self._read_on(tokens, cache)
@@ -105,17 +101,14 @@ class GPT(nn.Module):
         return self.unembed(x)
 
     def loss_vocabulary(self) -> int:
-        """Returns the number of logits of a token, which ``forward`` does not make if it is given targets."""
         return self.config.vocab_size
 
     def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
         """Returns the stream (batch, length, width) before the first block; ``first`` is the first token's place."""
         length = first + tokens.shape[1]
         if length > self.config.context:
-            raise UsageError(
-                f"the tokens are {length} long, but the model's context is {self.config.context}; cut them, or set "
-                f"model.context to {length} or more"
-            )
+            fix = f"cut them, or set model.context to {length} or more"
+            raise UsageError(f"the tokens are {length} long, but the model's context is {self.config.context}; {fix}")
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             positions = torch.arange(first, length, device=tokens.device)
@@ -132,15 +125,10 @@ class GPT(nn.Module):
         return project(x) if targets is None else project(x, targets, counts=counts)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
-        """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut.
-
-        Raises UsageError where documents are kept apart: a stage is handed the stream, and not where they end.
-        """
+        """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
         if self.end_token is not None:
-            raise UsageError(
-                "a pipeline's stages cannot keep documents apart: they are handed the stream alone\n"
-                "  set data.documents = joined, or parallel.pipeline = 1"
-            )
+            what = "a pipeline's stages cannot keep documents apart: they are handed the stream alone"
+            raise UsageError(f"{what}\n  set data.documents = joined, or parallel.pipeline = 1")
         entry = [self.token_embedding, self.position_embedding, self.dropout]
         exit_ = [self.norm, self.token_embedding if self.head is None else self.head]
         return [
@@ -150,11 +138,9 @@ class GPT(nn.Module):
         ]
 
     def example_inputs(self) -> tuple[Tensor]:
-        """Returns arguments of ``forward`` for one sample, without values: the whole context."""
         return (torch.empty(1, self.config.context, dtype=torch.int64, device="meta"),)
 
     def blocks(self) -> list[nn.Module]:
-        """Returns the transformer blocks in order: what is compiled, checkpointed or sharded as one."""
         return list(self.layers)
 
     def ends(self) -> list[nn.Module]:
@@ -204,11 +190,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
 
-        With a ``mask``, of those that it is true for. Rotary positions need no more: they are distances. With a
-        ``cache``, the positions follow those that are in it.
+        With a ``mask``, of those that it is true for; with a ``cache``, the positions follow those that are in it.
         """
         first = 0 if cache is None else cache.length
-        query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
+        # From (batch, length, heads * head_dim) to (batch, heads, length, head_dim).
+        projected = (project(x) for project in (self.query, self.key, self.value))
+        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         if self.rotary is not None:
             query, key = self.rotary(query, first), self.rotary(key, first)
         if cache is not None:
@@ -217,34 +204,22 @@ class Attention(nn.Module):
         # dtypes. Elsewhere heads are repeated by hand: SDPA's enable_gqa leaves out some kernels there, and which ones
         # differs by version.
         is_gpu = query.device.type in ("cuda", "meta") and query.dtype in (torch.bfloat16, torch.float16)
-        shares = self.queries_per_kv > 1 and is_gpu
-        shares = shares and mask is None  # with a mask, only the slowest kernel shares heads
+        shares = (
+            self.queries_per_kv > 1 and is_gpu and mask is None
+        )  # with a mask, only the slowest kernel shares heads
         if self.queries_per_kv > 1 and not shares:
             key = key.repeat_interleave(self.queries_per_kv, dim=1)
             value = value.repeat_interleave(self.queries_per_kv, dim=1)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and first == 0,
-            enable_gqa=shares,
-        )
+        dropout, is_causal = self.dropout if self.training else 0.0, mask is None and first == 0
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, enable_gqa=shares)
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Turns (batch, length, heads * head_dim) into (batch, heads, length, head_dim)."""
-        batch, length, width = x.shape
-        return x.view(batch, length, width // self.head_dim, self.head_dim).transpose(1, 2)
 
 
 class Rotary(nn.Module):
     """Rotates pairs of features by an angle that grows with the position, so that q . k depends on distance only.
 
-    Feature i is paired with i + head_dim / 2, and pair i turns by position / base^(2 i / head_dim) (Su et al. 2021).
-    The tables are constants: in no checkpoint, and the same on every rank.
+    Feature i is paired with i + head_dim / 2, and turns by position / base^(2 i / head_dim) (Su et al. 2021). The
+    tables are constants: in no checkpoint, and the same on every rank.
     """
 
     cos: Tensor
@@ -276,10 +251,7 @@ class Rotary(nn.Module):
 
 
 class KeyValues:
-    """Keys and values of the tokens that a model has read, so that the next token costs one token and not all before.
-
-    A layer of L tokens, batch b and k heads of width d for keys and values keeps 2 b L k d numbers.
-    """
+    """Keys and values of L tokens that were read: with k heads of width d and batch b, 2 b L k d numbers a layer."""
 
     def __init__(self) -> None:
         self.length = 0  # the tokens that it has read
@@ -330,8 +302,7 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class Head(OutputLayer, Linear):
-    """The output layer, drawn as the other linear layers."""
+class Head(OutputLayer, Linear): ...
 
 
 class Embedding(nn.Embedding):
@@ -371,13 +342,7 @@ def _residual_std(config: ModelShape) -> float:
 
 
 def _check_gpt(config: ModelShape) -> None:
-    """Raises ConfigError with all that does not fit together."""
-    problems = _value_problems(config) or list(
-        head_problems(
-            width=config.width, heads=config.heads, kv_heads=config.kv_heads, is_rotary=config.positions == "rotary"
-        )
-    )
-    if problems:
+    if problems := _value_problems(config) or list(head_problems(config)):
         raise ConfigError(problems, source="model")
 
 
@@ -386,12 +351,9 @@ def _check_complete(given: dict[str, Any]) -> None:
     needed = ("layers", "heads", "width", "context", "vocab_size")
     missing = [f"model.{name}" for name in needed if name not in given]
     if missing:
-        problem = Problem(
-            what=f"a GPT without model.size lacks {', '.join(missing)}",
-            rule=f"it needs {', '.join(needed)}",
-            fix=f"set them, or model.size to one of {', '.join(SIZES)}",
-        )
-        raise ConfigError([problem], source="model")
+        what = f"a GPT without model.size lacks {', '.join(missing)}"
+        fix = f"set them, or model.size to one of {', '.join(SIZES)}"
+        raise ConfigError([Problem(what=what, rule=f"it needs {', '.join(needed)}", fix=fix)], source="model")
 
 
 def _offer(name: str, names: list[str]) -> str:
@@ -400,7 +362,6 @@ def _offer(name: str, names: list[str]) -> str:
 
 
 def _value_problems(config: ModelShape) -> list[Problem]:
-    """Lists the fields whose value is out of range by itself."""
     problems = [
         Problem(
             what=f"model.{name} = {value} is less than 1", rule="it is a count", fix=f"set model.{name} to 1 or more"

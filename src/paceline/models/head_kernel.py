@@ -1,8 +1,7 @@
 """The Triton kernel of ``head_loss``: loss, right answer and gradient of a row of logits, in one go.
 
-A program has a row. It reads it once for the maximum and the sum of exponentials, which are corrected as a larger
-maximum is found, and once more, out of the cache, for the gradient, which it writes over the logits. All sums are in
-float32. Import this where there is a GPU: triton is there then.
+A program has a row. It reads it once for the maximum and the sum of exponentials, and once more, out of the cache, for
+the gradient, which it writes over the logits. All sums are in float32. Import this where there is a GPU.
 """
 
 from typing import Any
@@ -85,19 +84,7 @@ def go_over_on_gpu(
     if logits.shape[0] == 0:
         return
     launch: Any = _row_kernel[(logits.shape[0],)]
+    kinds = {"smooths": smoothing > 0, "counts": hits is not None, "trains": is_trained}
+    tensors = (logits, logits.stride(0), targets, losses, losses if hits is None else hits)
     with torch.cuda.device(logits.device):
-        launch(
-            logits,
-            logits.stride(0),
-            targets,
-            losses,
-            losses if hits is None else hits,
-            logits.shape[1],
-            ignored,
-            smoothing,
-            smooths=smoothing > 0,
-            counts=hits is not None,
-            trains=is_trained,
-            block=_BLOCK,
-            num_warps=_WARPS,
-        )
+        launch(*tensors, logits.shape[1], ignored, smoothing, **kinds, block=_BLOCK, num_warps=_WARPS)

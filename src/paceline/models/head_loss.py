@@ -2,8 +2,8 @@
 
     sum, correct = sum over rows of cross_entropy(hidden @ weight^T, targets), and how often the largest logit is right
 
-The logits of N tokens over a vocabulary of V are N V numbers, more than all else that a small model keeps. Here they
-are made for some rows at a time, in one buffer that the gradient of these rows then overwrites:
+The logits of N tokens over a vocabulary of V are N V numbers. Here they are made for some rows at a time, in one buffer
+that the gradient of these rows then overwrites:
 
     for each chunk of R rows     logits = hidden @ weight^T        a product of 2 R V W operations
                                  loss; logits become p - target    one pass over R V numbers (a Triton kernel on CUDA)
@@ -13,8 +13,8 @@ are made for some rows at a time, in one buffer that the gradient of these rows 
     memory      R V numbers, + d_hidden and d_weight, which are kept for backward; in place of 2 N V numbers or more
     time        that of the plain loss, less its passes over the logits; backward multiplies by a number and no more
 
-``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too, but returns the sum in bf16 and adds up
-the gradient of the weight in it, makes all logits with label smoothing, and counts no right answers.
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13) returns the sum in bf16 and adds up the gradient of the weight
+in it, makes all logits with label smoothing, and counts no right answers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
     "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
 
 
@@ -66,22 +67,19 @@ def head_loss(
     """Returns the summed cross entropy of ``hidden @ weight.T``; with ``counts`` the number of right answers too.
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
-    nothing; ``smoothing`` spreads that share of a target over the vocabulary, as torch's cross entropy does. ``rows``
-    are computed at once (None: as many as make a GiB of logits). Under autocast products are in its dtype.
-    Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
-    GPU, where looking would take time, such a target makes the sum NaN.
+    nothing; ``smoothing`` is torch's. ``rows`` are computed at once (None: as many as make a GiB of logits). Under
+    autocast products are in its dtype. Backward may run once. Raises UsageError for shapes that do not fit, and for
+    targets out of range on a CPU; on a GPU, where looking would take time, such a target makes the sum NaN.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise UsageError(
-            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
-            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
-            "  give the weight of the layer that makes the logits, and what goes into it"
-        )
+        what = f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}"
+        rule = "the output layer is a matrix (vocabulary, width), and hidden states are (..., width)"
+        fix = "give the weight of the layer that makes the logits, and what goes into it"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
     if hidden.shape[:-1] != targets.shape:
-        raise UsageError(
-            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
-            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
-        )
+        what = f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}"
+        rule = "each row has one target"
+        raise UsageError(f"{what}\n  {rule}\n  give targets of the hidden states' shape without its last dim")
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
         rows = loss_rows(weight.shape[0], flat.element_size())
@@ -103,10 +101,9 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         bias: Tensor | None = self.bias
         if bias is not None:
-            raise UsageError(
-                "the loss of an output layer with a bias\n  the fused loss is that of hidden @ weight.T\n"
-                "  make the layer with bias=False, or compute the loss of its logits"
-            )
+            rule = "the fused loss is that of hidden @ weight.T"
+            fix = "make the layer with bias=False, or compute the loss of its logits"
+            raise UsageError(f"the loss of an output layer with a bias\n  {rule}\n  {fix}")
         return head_loss(x, self.weight, targets, counts=counts)
 
 
@@ -124,19 +121,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 # The operator: opaque to torch.compile, which puts it into one graph with the model whatever the number of rows.
 
 
-def _walk(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignored: int,
-    smoothing: float,
-    rows: int,
-    for_hidden: bool,
-    for_weight: bool,
-    counts: bool,
-) -> _Found:
-    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
-    results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
+def _walk(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> _Found:
+    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty. ``options``: see the schema."""
+    ignored, smoothing, rows = options[:3]
+    results = _make_results(hidden, weight, targets, *options[3:])
     if targets.device.type == "cpu":
         check_targets(targets, weight.shape[0], ignored)
     kind = hidden.device.type
@@ -170,7 +158,6 @@ def _fill(
 def _make_results(
     hidden: Tensor, weight: Tensor, targets: Tensor, for_hidden: bool, for_weight: bool, counts: bool
 ) -> _Found:
-    """Makes room for the loss and the right answers of each row, and for the gradients."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(hidden.shape[0], dtype=wide)
     hits = targets.new_empty(targets.shape[0] if counts else 0, dtype=torch.int64)
@@ -223,10 +210,8 @@ class _OnMeta(torch.autograd.Function):
         num_rows, width, vocabulary, rows, dtype = ctx.sizes
         for begin in range(0, num_rows, rows):
             size = min(rows, num_rows - begin)
-            chunk, inputs, matrix = (
-                gradient.new_empty(shape, dtype=dtype)
-                for shape in ((size, vocabulary), (size, width), (vocabulary, width))
-            )
+            shapes = ((size, vocabulary), (size, width), (vocabulary, width))
+            chunk, inputs, matrix = (gradient.new_empty(shape, dtype=dtype) for shape in shapes)
             if ctx.is_needed[0]:
                 torch.mm(chunk, matrix, out=inputs)
             if ctx.is_needed[1]:
@@ -239,11 +224,9 @@ def check_targets(targets: Tensor, vocabulary: int, ignored: int) -> None:
     """Raises UsageError for a target that is no token. Reads values: on a GPU the host would wait for them."""
     wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
     if wrong.numel():
-        raise UsageError(
-            f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n"
-            f"  targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted\n"
-            "  give the model a larger vocabulary, or look at the data"
-        )
+        rule = f"targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted"
+        fix = "give the model a larger vocabulary, or look at the data"
+        raise UsageError(f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n  {rule}\n  {fix}")
 
 
 def _go_over(
@@ -256,7 +239,7 @@ def _go_over(
     is_trained: bool,
 ) -> None:
     """Writes the losses and right answers (None: nobody asks) of some rows; if trained, gradients over their logits."""
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
         go_over_on_gpu(logits, targets, losses, hits, ignored, smoothing, is_trained)
@@ -307,8 +290,3 @@ def _adds_wider() -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool((total == 32).all())
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -1,8 +1,12 @@
 """Models that transformers builds from a local folder of Hugging Face. No network, and no code but the library's.
 
-A pretrained model is built without values, whatever the strategy: parameters have shapes alone and are marked as
-unfilled (``models/unfilled.py``), and each rank later reads what it holds (``checkpoint/pretrained.py``). One from its
-config alone has the values that the library draws.
+A pretrained model is built without values, whatever the strategy: inside ``parameters_on_meta()`` parameters have
+shapes and no memory; buffers have values, which are in no file. ``mark_unfilled`` says that each rank later reads what
+it holds (``checkpoint/tools/incoming.py``), so that engines give them memory, and draw no values for them.
+
+A causal language model is a base model and an output layer, known by ``base_model``, ``get_output_embeddings()`` and
+``config.vocab_size``, not by its class. ``with_head_loss`` gives it a loss that never holds the logits. What some do to
+their logits behind the output layer (a soft cap, a scale) would be lost, so those of two tokens are compared first.
 """
 
 from __future__ import annotations
@@ -11,18 +15,19 @@ import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.models.lora import add_lora, fits
-from paceline.models.unfilled import mark_unfilled, parameters_on_meta
+from paceline.models.head_loss import head_loss
+from paceline.models.lora import add_lora, fits, output_layer
 
 if TYPE_CHECKING:
     from paceline.config.sections import HFModelConfig, ModelConfig
     from paceline.data.datasets import DataShape
+
 
 _TASKS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -32,14 +37,12 @@ _TASKS = {
 
 
 def load_transformers() -> Any:
-    """Imports the library. Raises UsageError where it is missing."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UsageError(
-            f"model.kind = hf needs transformers, which cannot be imported: {error}\n"
-            "  it builds the models of Hugging Face folders\n  pip install 'paceline[hf]'"
-        ) from error
+        what = f"model.kind = hf needs transformers, which cannot be imported: {error}"
+        rule = "it builds the models of Hugging Face folders"
+        raise UsageError(f"{what}\n  {rule}\n  pip install 'paceline[hf]'") from error
 
 
 def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
@@ -50,8 +53,7 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     library = load_transformers()
     settings = _settings(library, config)
     kind = _class(library, settings, config)
-    problems = [*_problems(settings, shape, config)]
-    if problems:
+    if problems := [*_problems(settings, shape, config)]:
         raise ConfigError(problems)
     settings.use_cache = False  # keys and values of tokens before: of use where text is written, and memory here
     try:
@@ -59,10 +61,9 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
         with parameters_on_meta(_is_hf_initialized=True) if is_unfilled else contextlib.nullcontext():
             model: nn.Module = kind(settings)
     except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UsageError(
-            f"model.path = {config.path!r}: {kind.__name__} cannot be built: {error}\n"
-            "  transformers builds it from config.json\n  check that file, or set model.task"
-        ) from error
+        what = f"model.path = {config.path!r}: {kind.__name__} cannot be built: {error}"
+        rule = "transformers builds it from config.json"
+        raise UsageError(f"{what}\n  {rule}\n  check that file, or set model.task") from error
     model.train()
     if is_unfilled:
         _draw(model, config.fresh)
@@ -83,14 +84,12 @@ def _text_part(settings: Any) -> Any:
 
 def _settings(library: Any, config: HFModelConfig) -> Any:
     try:
-        found = library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
+        return library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}\n"
-            "  it must know the model_type in config.json; code of the folder is never run\n"
-            "  use a newer transformers, or a factory: model: {kind: factory, ...}"
-        ) from error
-    return found
+        what = f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}"
+        rule = "it must know the model_type in config.json; code of the folder is never run"
+        fix = "use a newer transformers, or a factory: model: {kind: factory, ...}"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}") from error
 
 
 def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
@@ -100,17 +99,14 @@ def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
         try:
             return automatic._model_mapping[type(settings)]
         except KeyError:
-            raise UsageError(
-                f"model.task = {config.task} for a {settings.model_type}\n"
-                "  transformers has no such model of this family\n  choose another task, or leave it out"
-            ) from None
+            rule = "transformers has no such model of this family"
+            fix = "choose another task, or leave it out"
+            raise UsageError(f"model.task = {config.task} for a {settings.model_type}\n  {rule}\n  {fix}") from None
     names = getattr(settings, "architectures", None) or []
     found = getattr(library, str(names[0]), None) if names else None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise UsageError(
-            f"model.path = {config.path!r}: architectures = {names} in config.json is no class of transformers\n"
-            f"  it names the class of the model\n  set model.task to one of {', '.join(_TASKS)}"
-        )
+        what = f"model.path = {config.path!r}: architectures = {names} in config.json is no class of transformers"
+        raise UsageError(f"{what}\n  it names the class of the model\n  set model.task to one of {', '.join(_TASKS)}")
     return found
 
 
@@ -123,11 +119,9 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
                 settings.id2label = dict(enumerate(shape.class_names))
                 settings.label2id = {name: number for number, name in enumerate(shape.class_names)}
         elif settings.num_labels < shape.classes:
-            yield Problem(
-                what=f"the model has {settings.num_labels} classes, and the data {shape.classes}",
-                rule="its head is that of the folder",
-                fix="name the head in model.fresh, such as [classifier], and it begins anew with the data's classes",
-            )
+            what = f"the model has {settings.num_labels} classes, and the data {shape.classes}"
+            fix = "name the head in model.fresh, such as [classifier], and it begins anew with the data's classes"
+            yield Problem(what=what, rule="its head is that of the folder", fix=fix)
     text = _text_part(settings)
     for name, needed, unit in (
         ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
@@ -135,11 +129,9 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
     ):
         has = getattr(text, name, None)
         if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
-            yield Problem(
-                what=f"{name} = {has} in config.json, but the data has {needed} {unit}",
-                rule="the model needs room for all that the data has",
-                fix="choose the data's tokenizer and context for this model",
-            )
+            what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
+            rule = "the model needs room for all that the data has"
+            yield Problem(what=what, rule=rule, fix="choose the data's tokenizer and context for this model")
 
 
 @torch.no_grad()
@@ -169,5 +161,113 @@ def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def model_folder(config: ModelConfig) -> Path | None:
-    """Returns the folder that a model is built from; None where it is another kind of model."""
     return Path(config.path) if config.kind == "hf" else None
+
+
+_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
+
+
+class _WithHeadLoss(nn.Module):
+    """Mixed into the class of a model: names, parameters and all other methods stay as they are."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
+        hidden, head = _hidden(self, tokens), output_layer(self)
+        return head(hidden) if targets is None else head_loss(hidden, head.weight, targets, counts=counts)
+
+    def loss_vocabulary(self) -> int:
+        return int(output_layer(self).weight.shape[0])
+
+
+def is_causal(model: nn.Module) -> bool:
+    base, config = getattr(model, "base_model", None), getattr(model, "config", None)
+    has_parts = isinstance(base, nn.Module) and base is not model and hasattr(config, "vocab_size")
+    return has_parts and isinstance(output_layer(model), nn.Linear)
+
+
+def with_head_loss(model: nn.Module) -> nn.Module:
+    """Changes a causal language model in place: ``model(tokens, targets=targets)`` is its summed loss.
+
+    ``model(tokens)`` returns the logits. Targets are shifted already. Raises UsageError for a model that lacks the
+    parts, or whose logits are more than its output layer's products.
+    """
+    name = type(model).__name__
+    if not is_causal(model):
+        rule = "it needs base_model, get_output_embeddings() that returns a linear layer, and config.vocab_size"
+        fix = "give it loss_vocabulary() and a forward that takes targets: see docs/fused-loss.md"
+        raise UsageError(f"{name} has no output layer that can be found\n  {rule}\n  {fix}")
+    head: nn.Linear = output_layer(model)
+    bias: Tensor | None = head.bias
+    if bias is not None or not _is_product(model, head):
+        what = f"the logits of {name} are not the products of its hidden states with its output layer alone"
+        rule = "the fused loss computes these, and would leave out a bias, a scale or a cap"
+        fix = "set train.fused_loss = false, or give the model a forward of its own that takes targets"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
+    model.__class__ = type(name, (_WithHeadLoss, type(model)), {"__module__": type(model).__module__})
+    return model
+
+
+def _hidden(model: Any, tokens: Tensor) -> Tensor:
+    return cast("Tensor", model.base_model(tokens, use_cache=False, return_dict=True).last_hidden_state)
+
+
+@torch.no_grad()
+def _is_product(model: nn.Module, head: nn.Linear) -> bool:
+    """Compares logits with products, on two tokens. Of what has no values, the config says it."""
+    if head.weight.is_meta:
+        return not any(getattr(model.config, name, None) for name in _CHANGES_LOGITS)
+    was_training = model.training
+    model.eval()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
+    try:
+        logits, products = model(tokens).logits.float(), head(_hidden(model, tokens)).float()
+    except (AttributeError, TypeError):  # its parts are called in another way
+        return False
+    finally:
+        model.train(was_training)
+    return torch.allclose(logits, products, rtol=1e-4, atol=1e-5)
+
+
+_MARK = "_paceline_unfilled"
+
+
+@contextlib.contextmanager
+def parameters_on_meta(**marks: Any) -> Iterator[None]:
+    """Lets modules that are built inside keep their parameters on the meta device, with ``marks`` as attributes."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            vars(param).update(marks)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def mark_unfilled(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        setattr(parameter, _MARK, True)
+
+
+def is_unfilled(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, _MARK, False)
+
+
+def allocate_unfilled(models: Iterable[nn.Module], device: torch.device) -> None:
+    """Gives unfilled parameters memory on a device, and keeps what is tied tied, also between the models."""
+    made: dict[int, tuple[Any, nn.Parameter]] = {}  # with the old one: the id of what is gone is used again
+    for module in (inner for model in models for inner in model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is None or not (parameter.is_meta and is_unfilled(parameter)):
+                continue
+            if id(parameter) not in made:
+                values = torch.empty_like(parameter, device=device)
+                new = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                vars(new).update(vars(parameter))  # marks
+                made[id(parameter)] = parameter, new
+            module._parameters[name] = made[id(parameter)][1]

@@ -34,19 +34,15 @@ class _Made:
     value: Any = None
 
     def result(self) -> Any:
-        if self.value is None:
-            self.value = self.make()
+        self.value = self.make() if self.value is None else self.value
         return self.value
 
 
 class KnownValues:
-    """Remembers how tensors were made whose values follow from shapes alone, and answers for them."""
-
     def __init__(self) -> None:
         self._made: MutableMapping[torch.Tensor, _Made] = WeakTensorKeyDictionary()
 
     def tell(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
-        """Says how to get the values of a tensor."""
         self._made[tensor] = _Made(make, tensor._version)
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -70,7 +66,17 @@ class KnownValues:
             return
         places = {id(tensor): source for tensor, source in zip(tensors, sources, strict=True)}
         given = tree_map(lambda value: places.get(id(value), value), (args, kwargs))
-        self.tell(result, lambda: _work_out(func, *given))
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, _Made):
+                return value.result()
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        def work_out() -> Any:
+            args, kwargs = tree_map(plain, given)
+            return func(*args, **kwargs)
+
+        self.tell(result, work_out)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the values of a tensor, on the CPU; None where they are not known."""
@@ -88,18 +94,6 @@ class KnownValues:
                 return _Made(tensor.clone, tensor._version, tensor.detach().clone())
         found = self._made.get(tensor)
         return found if found is not None and found.version == tensor._version else None
-
-
-def _work_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on the CPU, with the values of its arguments."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, _Made):
-            return value.result()
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    args, kwargs = tree_map(plain, (args, kwargs))
-    return func(*args, **kwargs)
 
 
 def indexed(args: Any) -> Any:
@@ -125,8 +119,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Says that what is run is not compiled: torch need not ask its compiler at each operator."""
-        return False
+        return False  # nothing here is compiled: torch need not ask its compiler at each operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -4,8 +4,7 @@ A model says so with a method
 
     def pipeline_layers(self) -> Sequence[PipelineLayer]
 
-whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
-the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
+whose layers, run one after another, compute what ``forward`` does. Between two layers any cut is allowed. A plain
 ``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``_causal_layers``).
 
 What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
@@ -27,10 +26,9 @@ from paceline.models.lora import output_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayer:
-    """One layer: a function of what the layer before returned, and the modules that it uses.
+    """One layer: a function of what the layer before returned, or of the model's inputs, and the modules it uses.
 
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` of the
-    first layer takes the model's inputs.
+    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it.
     """
 
     name: str
@@ -53,26 +51,22 @@ class Chain:
 
 
 def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
-    """Returns the layers of a model: what it says itself, or the children of a plain Sequential.
-
-    Raises UsageError with an explanation for a model that does neither, and for layers that do not make up the model.
-    """
+    """Returns the layers of a model: what it says itself, or the children of a plain Sequential. Raises UsageError."""
     say: object = getattr(model, "pipeline_layers", None)
     if callable(say) and not isinstance(say, nn.Module):
         layers = tuple(say())
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        found = _causal_layers(model)
-        if found is None:
+        layers = tuple(_causal_layers(model) or ())
+        if not layers:
             raise UsageError(_explain(model))
-        layers = tuple(found)
     _check(model, layers)
     return layers
 
 
 def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[PipelineLayer, ...]:
-    """Returns a layer for each child that has parameters, those without it (activations, dropout) joined to the last.
+    """Returns a layer for each child with parameters; those without (activations, dropout) join the last.
 
     Plain Sequentials inside are opened. ``prefix`` is the name of ``sequential`` in the model, with a dot at its end.
     """
@@ -86,13 +80,9 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
             rows[-1].append((name, module))
         else:
             waiting.append((name, module))
-    if waiting:
-        rows.append(waiting)
-    joined = [(row[0][0], tuple(module for _, module in row)) for row in rows]
-    return tuple(
-        PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
-        for name, modules in joined
-    )
+    joined = [(row[0][0], tuple(module for _, module in row)) for row in (*rows, waiting) if row]
+    made = [(name, modules[0] if len(modules) == 1 else Chain(modules), modules) for name, modules in joined]
+    return tuple(PipelineLayer(name=name, run=run, modules=modules) for name, run, modules in made)
 
 
 def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -104,13 +94,11 @@ def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Says whether calling it is calling its children: no forward of its own, no hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
 
 
 def _explain(model: nn.Module) -> str:
-    """Says what a model lacks, with its own names as far as they can be guessed."""
     kind = type(model).__name__
     rows = [(n, m) for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name = max(rows, key=lambda row: sum(p.numel() for p in row[1].parameters()), default=("layers", None))[0]
@@ -139,22 +127,18 @@ def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     names = [layer.name for layer in layers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(
-            f"two pipeline layers of {kind} are called {twice[0]!r}\n  split points are given by name\n"
-            "  name each after its first module"
-        )
+        rule = "split points are given by name\n  name each after its first module"
+        raise UsageError(f"two pipeline layers of {kind} are called {twice[0]!r}\n  {rule}")
     inner = {id(module) for module in model.modules()} - {id(model)}
     for layer in layers:
         for module in layer.modules:
             if id(module) not in inner:
-                is_model = module is model
-                raise UsageError(
-                    f"pipeline layer {layer.name!r} of {kind} uses "
-                    f"{'the model itself' if is_model else f'a {type(module).__name__} that is not in the model'}\n"
-                    "  a layer uses modules below the model\n"
-                    + ("  list those it reads, and give a parameter of the model itself a module of its own"
-                       if is_model else "  list modules that named_modules() has")
-                )  # fmt: skip
+                what, fix = f"a {type(module).__name__} that is not in the model", "list those of named_modules()"
+                if module is model:
+                    what = "the model itself"
+                    fix = "list those it reads, and give a parameter of the model itself a module of its own"
+                rule = "a layer uses modules below the model"
+                raise UsageError(f"pipeline layer {layer.name!r} of {kind} uses {what}\n  {rule}\n  {fix}")
     _check_complete(model, layers)
 
 
@@ -169,11 +153,9 @@ def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     ]
     if left:
         more, verb = (f" and {len(left) - 1} more", "belong") if len(left) > 1 else ("", "belongs")
-        raise UsageError(
-            f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n"
-            "  what no stage has would be neither trained nor saved\n"
-            "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
-        )
+        rule = "what no stage has would be neither trained nor saved"
+        fix = "name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
+        raise UsageError(f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n  {rule}\n  {fix}")
 
 
 # Causal language models of Hugging Face: embedding, blocks, norm and head. A block is called without a mask: the fused
@@ -209,10 +191,9 @@ class _Block:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.window is not None and x.shape[1] > self.window:
-            raise UsageError(
-                f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline\n"
-                "  its blocks attend to all tokens before\n  set data.context to at most the window"
-            )
+            what = f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline"
+            rule = "its blocks attend to all tokens before"
+            raise UsageError(f"{what}\n  {rule}\n  set data.context to at most the window")
         places = _positions(x)
         turned = {} if self.rotary is None else {"position_embeddings": self.rotary(x, places)}
         found = self.block(x, attention_mask=None, position_ids=places, **turned)
@@ -228,10 +209,9 @@ def _causal_layers(model: Any) -> list[PipelineLayer] | None:
     if family is None or not isinstance(base, nn.Module) or base is model or not isinstance(head, nn.Linear):
         return None
     if getattr(settings, "_attn_implementation", None) == "eager":
-        raise UsageError(
-            f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages\n"
-            "  its blocks need a mask, which stages do not send\n  build it with attn_implementation='sdpa'"
-        )
+        what = f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages"
+        rule = "its blocks need a mask, which stages do not send"
+        raise UsageError(f"{what}\n  {rule}\n  build it with attn_implementation='sdpa'")
     first, row, last, beside, turns = family
     embedding, blocks, norm = (getattr(base, name) for name in (first, row, last))
     extra = {name: getattr(base, name, None) for name in beside}

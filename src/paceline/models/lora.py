@@ -3,11 +3,9 @@
     y = x W^T + scale * dropout(x) A^T B^T        A: rank x inputs, B: outputs x rank, scale = alpha / rank
 
 B begins with zeros, so the model begins as it was. Trained are rank * (inputs + outputs) numbers a layer instead of
-inputs * outputs; gradients and the optimizer's state are of these alone. The layer keeps its class, its names and its
-weight, and has ``lora_a`` and ``lora_b`` besides: what reads or shards the model needs to know nothing of it. An export
-adds the product to the weight.
-
-Layers are nn.Linear, and GPT-2's with a weight of (inputs, outputs), which is known by its attribute ``nf``.
+inputs * outputs. The layer keeps its class, its names and its weight, and has ``lora_a`` and ``lora_b`` besides. An
+export adds the product to the weight. Layers are nn.Linear, and GPT-2's with a weight of (inputs, outputs), which is
+known by its attribute ``nf``.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class Adapted(nn.Module):
         return found + self.added(x, self.lora_a, self.lora_b)
 
     def added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Returns what the adapter adds, with these matrices."""
         return self.lora_scale * F.linear(F.linear(F.dropout(x, self.lora_dropout, self.training), a), b)
 
 
@@ -55,27 +52,33 @@ def add_lora(
 ) -> list[str]:
     """Freezes a model and gives linear layers adapters, in place; returns the layers' names.
 
-    ``targets`` are patterns of the last parts of names, such as ``q_proj`` or ``mlp.*``; without any, it is every
-    linear layer but the output layer. ``trained`` are patterns of parameters that stay trainable besides, such as a
-    new head. Raises UsageError where a pattern fits no linear layer.
+    ``targets`` are patterns of the last parts of names, such as ``q_proj`` or ``mlp.*``; without any, every linear
+    layer but the output layer. ``trained`` are patterns of parameters that stay trainable, such as a new head.
     """
     head = output_layer(model)
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
     lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
         known = sorted({name.rpartition(".")[2] for name in layers})
-        raise UsageError(
-            f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer\n"
-            f"  adapters are for linear layers, by the last parts of their names\n"
-            f"  the model has {', '.join(known) or 'none'}"
-        )
+        what = f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer"
+        rule = "adapters are for linear layers, by the last parts of their names"
+        raise UsageError(f"{what}\n  {rule}\n  the model has {', '.join(known) or 'none'}")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         if any(fits(name, pattern) for pattern in trained):
             parameter.requires_grad_(True)
-    chosen = {n: m for n, m in layers.items() if not targets or any(matches(n, pattern) for pattern in targets)}
+    chosen: dict[str, Any] = {
+        n: m for n, m in layers.items() if not targets or any(matches(n, pattern) for pattern in targets)
+    }
     for layer in chosen.values():
-        _adapt(layer, rank, alpha / rank, dropout)
+        weight, (inputs, outputs) = layer.weight, _sizes(layer) or (0, 0)
+        device = "cpu" if weight.is_meta else weight.device
+        a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        layer.__class__ = mixed(Adapted, cast("Any", type(layer)))
+        layer.register_parameter(A, nn.Parameter(a))
+        layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
+        vars(layer).update(lora_scale=alpha / rank, lora_dropout=dropout)
     return list(chosen)
 
 
@@ -86,7 +89,6 @@ def output_layer(model: Any) -> Any:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
-    """Returns the weight with its adapter's product."""
     product = scale * (b.double() @ a.double())
     return (weight.double() + (product.t() if is_transposed else product)).to(weight.dtype)
 
@@ -113,27 +115,12 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Returns inputs and outputs of a linear layer; None of anything else."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(module, Adapted):
         return None
     if isinstance(module, nn.Linear):
         return weight.shape[1], weight.shape[0]
     return (weight.shape[0], weight.shape[1]) if hasattr(module, "nf") else None
-
-
-def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
-    weight, sizes = layer._parameters["weight"], _sizes(layer)
-    assert weight is not None
-    assert sizes is not None
-    inputs, outputs = sizes
-    device = "cpu" if weight.is_meta else weight.device
-    a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    layer.__class__ = mixed(Adapted, cast("Any", type(layer)))
-    layer.register_parameter(A, nn.Parameter(a))
-    layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
-    vars(layer).update(lora_scale=scale, lora_dropout=dropout)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """What a forward pass leaves behind for backward, counted exactly: by storage, block by block.
 
 Works on real tensors and, for models whose forward does not look at values, on fake ones, for which nothing is
-allocated: so a model of any size is measured before a run. On meta tensors too, but those belong to no device: autocast
-and kernels are not those of the real run. Parameters and buffers are not counted: they are there anyway.
+allocated. On meta tensors too, but autocast and kernels are not those of a device. Parameters and buffers do not count.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.outside + sum(block.saved for block in self.blocks)
 
 
@@ -88,18 +86,13 @@ def measure_model(
         for size, a, b in zip(sizes, few.blocks, more.blocks, strict=True)
     ]
     total = sum(parameter.numel() for parameter in model.parameters())
-    root = BlockFacts(
-        parameters=total - sum(sizes),
-        saved_bytes=(more.outside - few.outside) / 2,
-        cast_bytes=max(0, 2 * few.outside - more.outside),
-    )
+    saved, cast = (more.outside - few.outside) / 2, max(0, 2 * few.outside - more.outside)
+    root = BlockFacts(parameters=total - sum(sizes), saved_bytes=saved, cast_bytes=cast)
     return ModelFacts(
-        name=type(model).__name__,
         blocks=tuple(found),
         root=root,
         buffer_bytes=_num_bytes(model.buffers()),
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
-        source="measured",
         work=replace(
             more.work,
             flops=(more.work.flops - few.work.flops) / 2,
@@ -124,24 +117,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Says that what is counted is not compiled: torch need not ask its compiler at each operator."""
         return False
 
     @contextlib.contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:
         """Attributes what happens inside ``block`` to it; a block inside another counts for the outer one."""
-        handles = [
-            block.register_forward_pre_hook(self._enter, with_kwargs=True),
-            block.register_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+        enters = block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        leaves = block.register_forward_hook(self._leave, always_call=True)
+        with enters, leaves:  # which removes them
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor that autograd saves, unless its storage is known."""
         key = _storage_key(tensor)
         if key in self._seen:
             return tensor

@@ -16,21 +16,16 @@ _RENAMED = {f"{old}.{kind}": f"{new}.{kind}" for old, new in _FORMER.items() for
 
 
 class MLPClassifier(nn.Module):
-    """Maps inputs of any shape (batch, ...) to logits (batch, num_classes) through two hidden layers.
-
-    The widths are ``input_dim``, ``hidden_dim``, ``hidden_dim // 2``, ``num_classes``; dropout follows hidden layers.
-    """
+    """Maps inputs of any shape (batch, ...) to logits; the hidden layers are hidden_dim and hidden_dim // 2 wide."""
 
     def __init__(
         self, input_dim: int = 784, hidden_dim: int = 512, num_classes: int = 10, dropout: float = 0.3
     ) -> None:
         super().__init__()
         if input_dim < 1 or hidden_dim < 2 or num_classes < 1:
-            raise UsageError(
-                f"MLPClassifier got input_dim = {input_dim}, hidden_dim = {hidden_dim}, num_classes = {num_classes}\n"
-                "  every layer needs a unit, and the second hidden layer has half of hidden_dim\n"
-                "  give input_dim >= 1, hidden_dim >= 2 and num_classes >= 1"
-            )
+            what = f"MLPClassifier got input_dim = {input_dim}, hidden_dim = {hidden_dim}, num_classes = {num_classes}"
+            rule = "every layer needs a unit, and the second hidden layer has half of hidden_dim"
+            raise UsageError(f"{what}\n  {rule}\n  give input_dim >= 1, hidden_dim >= 2 and num_classes >= 1")
         self.flatten = nn.Flatten()
         self.layers = nn.Sequential(
             nn.Linear(input_dim, hidden_dim),
@@ -43,7 +38,6 @@ class MLPClassifier(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Returns the logits of each class."""
         return cast("Tensor", self.layers(self.flatten(inputs)))
 
     def pipeline_layers(self) -> tuple[PipelineLayer, ...]:
@@ -53,7 +47,6 @@ class MLPClassifier(nn.Module):
         return (PipelineLayer(name=first.name, run=Chain(modules), modules=modules), *others)
 
     def example_inputs(self) -> tuple[Tensor]:
-        """Returns arguments of ``forward`` for one sample, without values."""
         return (torch.empty(1, cast("nn.Linear", self.layers[0]).in_features, device="meta"),)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from paceline.config.sections import GPT_DIMENSIONS
+from paceline.config import sections
+from paceline.config.checks import dimension_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT, gpt_config
@@ -17,24 +19,15 @@ from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 
 if TYPE_CHECKING:
-    from paceline.config.sections import (
-        FactoryModelConfig,
-        GPTModelConfig,
-        MLPModelConfig,
-        ModelConfig,
-        ResNetModelConfig,
-    )
     from paceline.data.datasets import DataShape
 
 
-def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
+def build_model(config: sections.ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
-    The random numbers are torch's, so seed before. Does not compile the model, whatever ``config.compile`` says: that
-    happens where engines are applied. ``is_unfilled`` is for pretrained models: see ``models/unfilled.py``.
-
-    Raises ConfigError with all problems when config and data do not fit together or leave a field open, UsageError for
-    a factory that cannot be imported, raises, or returns something else.
+    The random numbers are torch's, so seed before. Does not compile the model. ``is_unfilled`` is for pretrained
+    models. Raises ConfigError with all problems when config and data do not fit together or leave a field open,
+    UsageError for a factory that cannot be imported, raises, or returns something else.
     """
     if shape.end_token is not None and config.kind != "gpt":
         what = f"model.kind = {config.kind} cannot keep documents apart at token {shape.end_token}"
@@ -54,27 +47,24 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of a model in order: what is compiled, checkpointed or sharded as one.
 
     A model says so with a method ``blocks()``. For others it is the ModuleList or Sequential with the most parameters
-    whose children, two or more, are all of one type and have parameters. For a list of modules, which has no forward,
-    its parts are blocks.
+    whose children, two or more, are all of one type and have parameters; of one without forward, its parts.
     """
     blocks: object = getattr(model, "blocks", None)
     # Some models keep their blocks in an attribute of this name, and a Sequential is callable too.
     if callable(blocks) and not isinstance(blocks, nn.Module):
         found = list(blocks())
         if not all(isinstance(block, nn.Module) for block in found):
-            raise UsageError(
-                f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
-                "  every block must be an nn.Module\n"
-                "  return the repeated submodules in order, or rename the method"
-            )
+            what = f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}"
+            rule = "every block must be an nn.Module"
+            raise UsageError(f"{what}\n  {rule}\n  return the repeated submodules in order, or rename the method")
     else:
-        candidates = [list(module.children()) for module in model.modules() if _is_row_of_blocks(module)]
-        found = max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
+        lists = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1]
+        rows = [row for row in map(list, lists) if len(set(map(type, row))) == 1 and all(map(num_parameters, row))]
+        found = max(rows, key=lambda row: sum(map(num_parameters, row)), default=[])
     return [part for block in found for _, part in called_parts("", block)]
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Says whether a module has a forward: lists and dicts of modules have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -86,10 +76,9 @@ def called_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def model_ends(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers before and after the blocks that may be sharded by themselves, as a method ``ends()`` says.
+    """Returns the layers before and after the blocks that may be sharded by themselves, as ``ends()`` says.
 
-    So a model promises to call these modules: a weight that is read past its module's call (tied, or in a loss) cannot
-    be gathered for that call.
+    The model promises to call them: a weight that is read past its module's call cannot be gathered for that call.
     """
     return _ask(model, "ends")
 
@@ -100,11 +89,11 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
 
 
 def loss_vocabulary(model: nn.Module) -> int | None:
-    """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has no loss.
+    """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has none.
 
-    A model says so with a method ``loss_vocabulary()``. It promises that ``model(inputs, targets=targets)`` returns the
-    summed cross entropy, in which targets of -100 count nothing, and ``model(inputs, targets=targets, counts=True)``
-    a pair of it and the number of right answers. See ``paceline.models.head_loss``.
+    With a method ``loss_vocabulary()`` a model promises that ``model(inputs, targets=targets)`` returns the summed
+    cross entropy, in which targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right
+    answers.
     """
     method: object = getattr(model, "loss_vocabulary", None)
     return int(method()) if callable(method) else None
@@ -120,127 +109,92 @@ def check_initialised(model: nn.Module) -> None:
     """Raises UsageError for a model with lazy modules that have not seen a batch."""
     lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
     if lazy:
-        raise UsageError(
-            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet\n"
-            "  a lazy module learns its shapes from its first batch, and ranks share out parameters before that\n"
-            "  run the model once when it is built: with torch.no_grad(): model(example)"
-        )
+        what = f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet"
+        rule = "a lazy module learns its shapes from its first batch, and ranks share out parameters before that"
+        fix = "run the model once when it is built: with torch.no_grad(): model(example)"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Counts the parameters, a shared one once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _is_row_of_blocks(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return False
-    return len({type(child) for child in module}) == 1 and all(num_parameters(child) > 0 for child in module)
-
-
-def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
-    problems = list(_kind_problems(config.kind, shape, needs="classes"))
-    features = shape.features
-    if features is None and shape.channels is not None and shape.size is not None:
-        features = shape.channels * shape.size * shape.size
-    input_dim = _derive("input_dim", config.input_dim, features, problems, exact=True)
-    num_classes = _derive("num_classes", config.num_classes, shape.classes, problems)
-    _raise_any(problems)
+def _build_mlp(config: sections.MLPModelConfig, shape: DataShape) -> MLPClassifier:
+    if shape.features is None and shape.channels is not None and shape.size is not None:
+        shape = replace(shape, features=shape.channels * shape.size * shape.size)
+    problems = _kind_problems(config.kind, shape, needs="classes")
+    open_fields = {"input_dim": shape.features, "num_classes": shape.classes}
+    input_dim, num_classes = _dimensions(config, shape, open_fields, problems)
     return MLPClassifier(input_dim, config.hidden_dim, num_classes, config.dropout)
 
 
-def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
+def _build_resnet(config: sections.ResNetModelConfig, shape: DataShape) -> ResNet:
     problems = list(_kind_problems(config.kind, shape, needs="classes"))
     if shape.kind == "classes" and shape.channels is None:
-        problems.append(
-            Problem(
-                what=f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features",
-                rule="a residual network reads images: channels x height x width",
-                fix="set model.kind = mlp, or choose data with images",
-            )
-        )
-    num_classes = _derive("num_classes", config.num_classes, shape.classes, problems)
-    in_channels = _derive("in_channels", config.in_channels, shape.channels, problems, exact=True)
-    _raise_any(problems)
+        what = f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features"
+        rule = "a residual network reads images: channels x height x width"
+        problems += [Problem(what=what, rule=rule, fix="set model.kind = mlp, or choose data with images")]
+    open_fields = {"num_classes": shape.classes, "in_channels": shape.channels}
+    num_classes, in_channels = _dimensions(config, shape, open_fields, problems)
     return ResNet(config.depth, num_classes, in_channels, config.width, config.norm, config.stem)
 
 
-def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
+def _build_gpt(config: sections.GPTModelConfig, shape: DataShape) -> GPT:
     """Builds a GPT; the data's vocabulary goes before that of the size, whose other fields go before the data's."""
     _raise_any(_kind_problems(config.kind, shape, needs="tokens"))
-    overrides = {name: getattr(config, name) for name in GPT_DIMENSIONS}
+    overrides = {name: getattr(config, name) for name in sections.GPT_DIMENSIONS}
     if config.vocab_size is None:
         overrides["vocab_size"] = shape.vocab_size
     if config.context is None and config.size is None:
         overrides["context"] = shape.context
     settings = gpt_config(config.size, **overrides)
-    problems = [*_disagreement("vocab_size", settings.vocab_size, shape.vocab_size)]
+    problems = [*dimension_problems(config, shape)]
     if shape.context is not None and shape.context > settings.context:
-        problems.append(
-            Problem(
-                what=f"model.context = {settings.context}, but a sample of the data has {shape.context} tokens",
-                rule="a model reads at most its context",
-                fix=f"set model.context = {shape.context}, or data.context = {settings.context}",
-            )
-        )
+        what = f"model.context = {settings.context}, but a sample of the data has {shape.context} tokens"
+        fix = f"set model.context = {shape.context}, or data.context = {settings.context}"
+        problems += [Problem(what=what, rule="a model reads at most its context", fix=fix)]
     _raise_any(problems)
     return GPT(settings, end_token=shape.end_token)
 
 
-def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
+def _build_from_factory(config: sections.FactoryModelConfig) -> nn.Module:
     factory = import_from_path(config.factory, "model.factory")
     try:
         model = factory(**config.args)
     except Exception as error:
-        raise UsageError(
-            f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}\n"
-            f"  it was called with model.args = {config.args}"
-        ) from error
+        what = f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}"
+        raise UsageError(f"{what}\n  it was called with model.args = {config.args}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model.factory = {config.factory!r} returned {type(model).__name__}\n"
-            "  it must return a torch.nn.Module\n"
-            "  return the model from the function (a bare class of nn.Module works as a factory too)"
-        )
+        rule = "it must return a torch.nn.Module"
+        fix = "return the model from the function (a bare class of nn.Module works as a factory too)"
+        raise UsageError(f"model.factory = {config.factory!r} returned {type(model).__name__}\n  {rule}\n  {fix}")
     check_initialised(model)
     return model
 
 
 def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Problem]:
-    """Yields the mismatch between the model and the kind of data, if any; custom data may be anything."""
     if shape.kind not in (needs, "custom"):
-        yield Problem(
-            what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",
-            rule="mlp and resnet sort samples into classes; gpt predicts the next token",
-            fix=f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data",
-        )
+        what = f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}"
+        fix = f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data"
+        yield Problem(what=what, rule="mlp and resnet sort samples into classes; gpt predicts the next token", fix=fix)
 
 
-def _derive(field: str, asked: int | None, offered: int | None, problems: list[Problem], *, exact: bool = False) -> int:
-    """Returns what was asked, else what the data offers; notes a problem when there is neither, or they disagree."""
-    if asked is not None:
-        problems.extend(_disagreement(field, asked, offered, exact=exact))
-        return asked
-    if offered is not None:
-        return offered
-    problems.append(
+def _dimensions(
+    config: sections.ModelConfig, shape: DataShape, offered: dict[str, int | None], problems: Iterable[Problem]
+) -> list[Any]:
+    """Returns what was asked, else what the data offers. Raises ConfigError where neither is, or they disagree."""
+    found = [getattr(config, field) or known for field, known in offered.items()]
+    missing = [
         Problem(
             what=f"model.{field} is not set, and the data does not tell it",
             rule="what the config leaves open follows from the shape of the data",
             fix=f"set model.{field}, or give the data set a shape",
         )
-    )
-    return 1
-
-
-def _disagreement(field: str, asked: int, offered: int | None, *, exact: bool = False) -> Iterator[Problem]:
-    """Yields the problem, if any: the model may have room for more than the data needs, unless ``exact``."""
-    if offered is not None and asked != offered and (exact or asked < offered):
-        yield Problem(
-            what=f"model.{field} = {asked}, but the data has {offered}",
-            rule="they must be equal" if exact else "the model needs room for all that the data has",
-            fix=f"set model.{field} = {offered}, or leave it out",
-        )
+        for field, size in zip(offered, found, strict=True)
+        if size is None
+    ]
+    _raise_any([*problems, *dimension_problems(config, shape), *missing])
+    return found
 
 
 def _raise_any(problems: Iterable[Problem]) -> None:

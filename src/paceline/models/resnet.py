@@ -1,8 +1,7 @@
 """Residual networks for images: ResNet-18 and ResNet-50.
 
 A block computes ``relu(shortcut(x) + residual(x))``. The last norm of each residual starts at zero, so that every block
-begins as the identity and depth does not hurt the first steps. ResNet-50 follows "v1.5": where a block halves the
-image, the 3x3 convolution has the stride, not the 1x1 before it.
+begins as the identity. ResNet-50 follows "v1.5": where a block halves the image, the 3x3 convolution has the stride.
 
 Batch norm computes statistics over the samples that one rank sees, so its result depends on how a batch is cut.
 ``norm="group"`` computes them within each sample, and the cut does not matter.
@@ -30,8 +29,8 @@ _STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 class ResNet(nn.Module):
     """Maps images (batch, in_channels, height, width) to logits (batch, num_classes).
 
-    ``stem="imagenet"`` reduces the image by four before the first block; ``"small"`` keeps it, for images of about
-    32 pixels. ``width`` is the number of channels in the first stage.
+    ``stem="imagenet"`` reduces the image by four before the first block; ``"small"`` keeps it. ``width``: first
+    channels.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class ResNet(nn.Module):
         return self.classify(x)
 
     def classify(self, x: Tensor) -> Tensor:
-        """Returns the logits of the features after the last block."""
         return cast("Tensor", self.head(x.mean(dim=(2, 3))))
 
     def pipeline_layers(self) -> list[PipelineLayer]:
@@ -84,13 +82,10 @@ class ResNet(nn.Module):
         return (torch.empty(1, cast("Conv", self.stem[0]).in_channels, size, size, device="meta"),)
 
     def blocks(self) -> list[nn.Module]:
-        """Returns the residual blocks in order: what is compiled, checkpointed or sharded as one."""
         return list(self.layers)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
-
     def __init__(self, in_channels: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.out_channels = width
@@ -104,7 +99,6 @@ class BasicBlock(nn.Module):
         self.shortcut = _make_shortcut(in_channels, self.out_channels, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features with ``out_channels`` channels, the image divided by the stride."""
         return F.relu(self.shortcut(x) + self.residual(x))
 
 
@@ -127,7 +121,6 @@ class BottleneckBlock(nn.Module):
         self.shortcut = _make_shortcut(in_channels, self.out_channels, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features with ``out_channels`` channels, the image divided by the stride."""
         return F.relu(self.shortcut(x) + self.residual(x))
 
 
@@ -138,13 +131,10 @@ class Conv(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight so that the variance of gradients is kept through convolution and ReLU."""
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm whose weight starts at ``scale``."""
-
     def __init__(self, channels: int, scale: float) -> None:
         self.scale = scale  # before the base constructor, which calls reset_parameters
         super().__init__(channels)
@@ -179,7 +169,6 @@ def _make_shortcut(in_channels: int, out_channels: int, stride: int, norm: Norm)
 
 
 def _check(depth: int, *, norm: str, stem: str, **counts: int) -> None:
-    """Raises UsageError for the first argument of ResNet that it cannot take."""
     choices = {"depth": (depth, tuple(_STAGES)), "norm": (norm, get_args(Norm)), "stem": (stem, get_args(Stem))}
     for name, (value, allowed) in choices.items():
         if value not in allowed:

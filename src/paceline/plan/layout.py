@@ -114,7 +114,6 @@ class Offload:
 
     @classmethod
     def of(cls, parts: Collection[str]) -> Offload:
-        """Makes an offload of its parts' names."""
         return cls(**dict.fromkeys(parts, True))
 
     @property
@@ -133,11 +132,9 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """How gradients are made smaller on their way: a policy with its numbers, and what it is not applied to.
+    """How gradients are made smaller on their way. ``error_feedback`` adds what a step did not send to the next one.
 
-    Biases and the weights of norms (all tensors of one dim) always travel whole, and so do tensors with fewer than
-    ``min_size`` elements and those whose name matches a pattern of ``exclude``. The first ``plain_steps`` steps
-    compress nothing. ``error_feedback`` adds what a step did not send to the next one.
+    Tensors of one dim always travel whole, as do those below ``min_size`` elements or with a name of ``exclude``.
     """
 
     policy: str = "none"
@@ -184,24 +181,10 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a run is spread.
+    """How a run is spread. ``meanings.json`` has a sentence on each field that a config may set.
 
-    mesh        ``strategy``: ddp, zero1, zero2, fsdp or hybrid; ``pipeline``, ``tensor``, ``data``: ranks of each axis;
-                ``shard_ranks``: hybrid's ranks of one copy; ``node_ranks``: of a host. 0: what follows from the rest
-    sharding    ``units``: names of modules that are gathered as one, () for the whole model as one; ``unit_mb``: or
-                modules together up to this size; ``prefetch``: units gathered ahead; ``reshard_after_forward``: free
-                them after forward, keep them, or keep a slice among so many ranks
-    gradients   ``bucket_mb``, ``first_bucket_mb``: reduced together, in MiB; ``tunes_buckets``: measure the best size;
-                ``overlap``: with backward; ``algorithm`` of collectives; ``compression``: fewer bytes
-    pipeline    ``schedule``: a name or one's own; ``chunks``: stages of a rank; ``stages``, ``stage_layers``: where the
-                model is cut
-    tensor      ``sequence_parallel``: tokens are split between layers; ``gathers_logits``: whole logits for the loss
-    rank        ``precision``; ``checkpoint_activations``: what backward computes again; ``offload`` to the host;
-                ``compile``; ``fused_loss``: of the output layer, without all logits; ``buffers``: those of rank 0 for
-                all, or each its own; ``sync_batchnorm`` over ranks
-    batch       ``microbatch``: samples at once; ``accumulate``: microbatches of a step
-
-    ``context`` and ``expert`` are axes that predictions know and the engines do not have yet.
+    A 0 of the mesh's fields stands for what follows from the rest. ``units`` = () makes one unit of the whole model.
+    ``context`` is an axis that predictions know and the engines do not have yet.
     """
 
     strategy: Strategy = "ddp"
@@ -231,7 +214,7 @@ class Layout:
     stages: Stages = "estimated"  # how the cuts are found, or the names of the layers that begin a stage
     stage_layers: tuple[int, ...] | None = None  # blocks of each stage; None: see stages
     sequence_parallel: bool = False
-    gathers_logits: bool = False
+    gathers_logits: bool = False  # whole logits for the loss
     # How each rank computes.
     precision: str = "fp32"
     checkpoint_activations: str = "none"
@@ -272,11 +255,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """All ranks on the axes ``pipeline``, ``replicate``, ``shard``, ``context`` and ``tensor``.
-
-        Tensor ranks, which talk the most, are neighbours, then those that share a sequence and a copy of the model;
-        stages, which talk least, are farthest apart. ``groups.py`` says who talks to whom.
-        """
+        """All ranks on their axes, those that talk the most as neighbours. ``groups.py`` says who talks to whom."""
         shard = self.shards // self.context if self.shards_over_context else self.shards
         return Mesh.of(
             pipeline=self.pipeline, replicate=self.data // shard, shard=shard, context=self.context, tensor=self.tensor
@@ -294,7 +273,6 @@ class Layout:
 
     @property
     def sharing(self) -> Sharing:
-        """Which states data ranks cut among themselves."""
         return SHARING[self.strategy]
 
     @property
@@ -303,11 +281,7 @@ class Layout:
         return self.strategy in SHARING and self.sharing.parameters  # unknown ones are for the rules to refuse
 
     def fuses_loss(self, vocabulary: int, device: str) -> bool:
-        """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
-
-        Not where ranks share the output layer, where stages pass activations on, or for a loss of the user's own:
-        these are of logits.
-        """
+        """Whether a model, if it can, computes its loss with its output layer; not a loss that is of logits alone."""
         is_worth_it = device == "cuda" and vocabulary >= LARGE_VOCABULARY
         needs_logits = self.is_split or self.gathers_logits
         return not needs_logits and (is_worth_it if self.fused_loss == "auto" else self.fused_loss)
@@ -387,8 +361,7 @@ class Layout:
 
 def loss_rows(vocabulary: int, element_bytes: int) -> int:
     """Returns of how many tokens a fused loss has the logits at once: a power of two, which suits products."""
-    most = max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
-    return 1 << (most.bit_length() - 1)
+    return 1 << (max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS).bit_length() - 1)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

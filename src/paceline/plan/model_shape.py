@@ -21,8 +21,9 @@ class ModelShape:
 
     Of models that are no transformers, ``kind`` and ``layers`` are known: blocks, or the linear layers of an mlp.
     ``experts`` is 0 for a dense transformer; with experts, ``mlp_width`` is the width of one of them. ``head_dim`` is 0
-    where it is width / heads. ``score_dim``: where scores and values of a head differ in size (latent attention), their
-    mean; else 0. ``total_params``: where layers differ, the count of all.
+    where it is width / heads. ``window``: tokens that attention looks back; 0: all. ``score_dim``: where scores and
+    values of a head differ in size (latent attention), their mean; else 0. ``total_params``: where layers differ, the
+    count of all.
 
     Where no dimensions say what a model costs, one sample (an image, a token) does: ``flops`` of a forward pass are
     those of products and convolutions, ``activations`` the numbers that its layers write, ``kernels`` those of a
@@ -43,6 +44,7 @@ class ModelShape:
     tied: bool = False
     dropout: float = 0.0
     causal: bool = True
+    window: int = 0
     head_dim: int = 0
     experts: int = 0
     active_experts: int = 0
@@ -106,10 +108,6 @@ class ModelShape:
         return self.expert_params * max(1, self.experts)
 
     @property
-    def active_mlp_params(self) -> float:
-        return self.expert_params * (self.active_experts if self.experts else 1)
-
-    @property
     def layer_params(self) -> float:
         """Of one layer, with biases and norms left out, which are less than a thousandth."""
         return self.attention_params + self.mlp_params
@@ -127,4 +125,5 @@ class ModelShape:
     @cached_property
     def active_matmul_params(self) -> float:
         """Weights that one token is multiplied with, the head included."""
-        return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab_size * self.width
+        active = self.expert_params * (self.active_experts if self.experts else 1)
+        return self.layers * (self.attention_params + active) + self.vocab_size * self.width

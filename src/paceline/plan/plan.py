@@ -20,10 +20,7 @@ MARGIN = 0.1  # of a device's memory is kept free: allocators lose some, and est
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMachine:
-    """What there is for a run: ranks on devices, ``node_ranks`` of them on a host (None: all), and their memory.
-
-    ``device_bytes`` are those of each rank, ``host_bytes`` those of all ranks of a host; 0 where nobody asks.
-    """
+    """What there is for a run. ``device_bytes`` are a rank's, ``host_bytes`` all those of a host; 0: nobody asks."""
 
     device: str  # cpu or cuda
     ranks: int
@@ -37,7 +34,6 @@ class RunMachine:
 
     @property
     def budget_bytes(self) -> int:
-        """What a layout may take of a rank's device."""
         return round(self.device_bytes * (1 - MARGIN))
 
 
@@ -111,7 +107,6 @@ class Plan:
         return dataclasses.replace(self, layout=layout)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as plain data, with what follows from it."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {
             "layout": self.layout.to_json(),
@@ -122,7 +117,6 @@ class Plan:
         }
 
     def to_text(self) -> str:
-        """Returns the plan as it stands in ``plan.json``."""
         return json.dumps(self.to_json(), indent=2) + "\n"
 
     @classmethod

@@ -1,35 +1,42 @@
-"""What a rule of layouts looks at, and how it writes values: the layout as it was asked for, the ranks, the model."""
+"""What rules of layouts look at, and how they write values; and what each field of a layout may be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
 
 from paceline.errors import Problem
 from paceline.mesh import divisors
-from paceline.plan.layout import Layout, Offload
+from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compile, Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
+from paceline.schedule.grid import Schedule
+from paceline.schedule.schedules import CHUNKS
 
-DEFAULT = Layout()
+DEFAULT, ANY_MODEL = Layout(), ModelShape(kind="factory")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RuleCase:
     """What a rule looks at: a layout as it was asked for, the ranks if they are known, the model."""
 
     layout: Layout
-    ranks: int | None
-    node_ranks: int | None
-    model: ModelShape
-    keys: Mapping[str, str]
-    strategy: str  # as it was written: zero3 is another name of fsdp
+    _: KW_ONLY
+    ranks: int | None = None  # None: not known yet
+    node_ranks: int | None = None  # of a host; None: all; 0: not known yet
+    model: ModelShape = ANY_MODEL
+    keys: Mapping[str, str] = field(default_factory=dict)
+    strategy: str = ""  # as it was written: zero3 is another name of fsdp
 
     def key(self, name: str) -> str:
         return self.keys.get(name, "") + name
 
     def said(self, *names: str) -> str:
         """Writes fields with their values: ``parallel.pipeline = 2 x parallel.tensor = 4``."""
-        values = {name: self.strategy if name == "strategy" else getattr(self.layout, name) for name in names}
+        values = {name: (name == "strategy" and self.strategy) or getattr(self.layout, name) for name in names}
         return " x ".join(f"{self.key(name)} = {text_of(value)}" for name, value in values.items())
 
     def unread(self, name: str, owner: str, where: str, instead: str) -> Iterator[Problem]:
@@ -54,19 +61,10 @@ class RuleCase:
         return self.ranks is not None and self.ranks % self.parts == 0
 
 
-Find = Callable[[RuleCase], Iterator[Problem]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A rule, and the fields that it reads; ``model`` stands for the facts of the model."""
-
-    reads: tuple[str, ...]
-    find: Find
+Rule = Callable[[RuleCase], Iterator[Problem]]
 
 
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
-    """Returns the problem of a key that nothing reads."""
     what, fix = f"{key} = {value} has no effect {where}", f"remove {key}, or {instead}"
     return Problem(what=what, rule=rule, fix=fix, idle_key=key)
 
@@ -89,3 +87,81 @@ def text_of(value: object) -> str:
     if value == "estimated":
         return "auto"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "strategy": STRATEGIES,
+    "algorithm": get_args(Algorithm),
+    "checkpoint_activations": CHECKPOINTS,
+    "buffers": get_args(Buffers),
+    "compile": get_args(Compile),
+    "schedule": tuple(CHUNKS),
+}
+"""What fields may be that are one of some words; a schedule may also be one's own."""
+
+MEANINGS: dict[str, str] = json.loads(Path(__file__).with_name("meanings.json").read_text(encoding="utf-8"))
+"""What fields mean that a config and the command line may set, in a sentence each."""
+
+_AT_LEAST = {  # whole numbers
+    **dict.fromkeys(("pipeline", "tensor", "context", "expert", "microbatch", "accumulate"), 1),
+    **dict.fromkeys(("data", "shard_ranks", "node_ranks", "chunks", "prefetch"), 0),
+}
+_OBJECTS = {
+    "offload": (Offload, "paceline.Offload(optimizer=True)"),
+    "compression": (Compression, 'paceline.Compression(policy="topk")'),
+}
+
+
+def field_problems(layout: Layout) -> list[Problem]:
+    """Lists the fields of a layout whose values are of no use: unknown words, wrong types, numbers out of range."""
+    return [problem for each in fields(layout) for problem in _problems(each.name, getattr(layout, each.name))]
+
+
+def unknown_word(name: str, value: Any, words: Sequence[str]) -> Iterator[Problem]:
+    """Yields a problem where a value is none of the words, with the one that is most like it."""
+    if value not in words:
+        near = difflib.get_close_matches(str(value), words, n=1)
+        fix = f"did you mean {near[0]}?" if near else ""
+        yield Problem(what=f"{name} = {value!r} is unknown", rule=f"it is one of {', '.join(words)}", fix=fix)
+
+
+def _problems(name: str, value: Any) -> Iterator[Problem]:
+    if name == "schedule" and isinstance(value, str):
+        if value not in CHUNKS:
+            near = difflib.get_close_matches(value, CHUNKS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "take one of them, or a schedule of your own"
+            rule = f"the schedules are {', '.join(CHUNKS)}"
+            yield Problem(what=f"there is no schedule {value!r}", rule=rule, fix=fix)
+        return
+    if name in WORDS and name != "schedule":
+        yield from unknown_word(name, value, WORDS[name])
+        return
+    if name in _AT_LEAST:
+        is_good, rule = type(value) is int and value >= _AT_LEAST[name], "a whole number"
+        fix = f"give {_AT_LEAST[name]} or more"
+    elif name in _OBJECTS:
+        kind, example = _OBJECTS[name]
+        is_good, rule, fix = isinstance(value, kind), f"a paceline.{kind.__name__}", f"give {example}"
+    elif name in ("bucket_mb", "first_bucket_mb", "unit_mb"):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        is_good = is_number or (name == "unit_mb" and value is None)
+        rule, fix = "a size in MiB", "give a number, 0 or more"
+    elif isinstance(getattr(DEFAULT, name), bool) and name != "reshard_after_forward":
+        is_good, rule, fix = isinstance(value, bool), "a yes or no", "give True or False"
+    else:
+        is_estimate, fix = value in ("estimated", "measured"), "leave it out for the default"
+        is_good, rule = {
+            "reshard_after_forward": (isinstance(value, int), "True, False, or a number of ranks"),
+            "schedule": (isinstance(value, Schedule), "the name of a schedule, or a schedule"),
+            "stages": (is_estimate or _holds(value, str), "estimated, measured, or names of layers"),
+            "units": (value is None or _holds(value, str), "names of modules, or None"),
+            "stage_layers": (value is None or _holds(value, int), "a count of blocks for each stage, or None"),
+            "precision": (isinstance(value, str), "the name of a precision"),
+            "fused_loss": (value == "auto" or isinstance(value, bool), "auto, True or False"),
+        }[name]
+    if not is_good:
+        yield Problem(what=f"{name} = {value!r}", rule=f"it is {rule}", fix=fix)
+
+
+def _holds(value: Any, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)

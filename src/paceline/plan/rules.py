@@ -1,6 +1,6 @@
 """What goes together in a layout, and what does not: the only place that knows.
 
-    problems = rules(layout, ranks=8, node_ranks=4, model=outline)
+    problems = rules(RuleCase(layout, ranks=8, node_ranks=4, model=outline))
 
 A rule is a pure function that yields problems: what is wrong, with the values; the rule; the fix. Messages name the
 fields of the layout, or the keys of a config where ``keys`` gives them. A rule that needs the number of ranks is silent
@@ -14,48 +14,25 @@ from dataclasses import fields
 
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
-from paceline.plan.field_types import field_problems
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.rule_case import Rule, RuleCase, named_twice, nearest_divisor, no_effect
+from paceline.plan.rule_case import ANY_MODEL, Rule, RuleCase, field_problems, named_twice, nearest_divisor, no_effect
 
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
 
-def rules(
-    layout: Layout,
-    *,
-    ranks: int | None = None,
-    node_ranks: int | None = None,
-    model: ModelShape | None = None,
-    keys: Mapping[str, str] | None = None,
-    strategy: str | None = None,
-    only: Callable[[Rule], bool] = lambda _: True,
-) -> list[Problem]:
-    """Lists what is wrong with a layout; ``only`` chooses rules. ``strategy``: what messages call it.
-
-    ``ranks``: how many there are, ``node_ranks`` of them on a host (None: all; 0: not known yet); None: not known yet.
-    """
-    case = RuleCase(
-        layout=layout,
-        ranks=ranks,
-        node_ranks=node_ranks,
-        model=model or ModelShape(kind="factory"),
-        keys=keys or {},
-        strategy=strategy or layout.strategy,
-    )
-    return [problem for rule in RULES if only(rule) for problem in rule.find(case)]
+def rules(case: RuleCase, only: Callable[[tuple[str, ...]], bool] = lambda _: True) -> list[Problem]:
+    """Lists what is wrong with a layout; ``only`` chooses rules by what they read."""
+    return [problem for rule, reads in RULES.items() if only(reads) for problem in rule(case)]
 
 
 def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelShape | None = None) -> Layout:
     """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
-    problems = field_problems(layout) or rules(layout, ranks=ranks, node_ranks=node_ranks, model=model)
+    case = RuleCase(layout, ranks=ranks, node_ranks=node_ranks, model=model or ANY_MODEL)
+    problems = field_problems(layout) or rules(case)
     if problems:
         raise UsageError("\n".join(map(str, problems)))
     return layout.for_ranks(ranks, node_ranks)
-
-
-# The mesh.
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
@@ -67,11 +44,9 @@ def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
         split = [name for name in ("pipeline", "tensor") if getattr(layout, name) > 1]
         if len(split) == 1:
             fix += f", or {case.key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
-        yield Problem(
-            what=f"{case.degrees} {'do' if len(split) == 2 else 'does'} not divide {case.key('ranks')} = {ranks}",
-            rule="ranks = pipeline x data x tensor, and data is a whole number",
-            fix=fix,
-        )
+        what = f"{case.degrees} {'do' if len(split) == 2 else 'does'} not divide {case.key('ranks')} = {ranks}"
+        rule = "ranks = pipeline x data x tensor, and data is a whole number"
+        yield Problem(what=what, rule=rule, fix=fix)
     elif layout.data and layout.data * parts != ranks:
         yield Problem(
             what=f"{case.said('data')} with {case.degrees} on {case.key('ranks')} = {ranks}",
@@ -91,11 +66,10 @@ def _groups_divide(case: RuleCase) -> Iterator[Problem]:
             continue
         near, multiple = nearest_divisor(whole, size), size * (ranks // whole)
         left = f"the {whole} data ranks of " if whole < ranks else ""
-        yield Problem(
-            what=f"{case.key(name)} = {size} does not divide {left}{case.key('ranks')} = {ranks}",
-            rule="groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks",
-            fix=f"try {case.key(name)} = {near}, or a multiple of {multiple} as {case.key('ranks')}",
-        )
+        what = f"{case.key(name)} = {size} does not divide {left}{case.key('ranks')} = {ranks}"
+        rule = "groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks"
+        fix = f"try {case.key(name)} = {near}, or a multiple of {multiple} as {case.key('ranks')}"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _hybrid_has_groups(case: RuleCase) -> Iterator[Problem]:
@@ -105,11 +79,10 @@ def _hybrid_has_groups(case: RuleCase) -> Iterator[Problem]:
     if layout.node_ranks or case.node_ranks == 0 or ranks > (case.node_ranks or ranks):
         return
     half = next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), 1)
-    yield Problem(
-        what=f"{case.said('strategy')} on {ranks} ranks of one host, without {case.key('shard_ranks')}",
-        rule="hybrid shards inside a host and replicates across hosts, and here there is one host",
-        fix=f"set {case.key('shard_ranks')} = {half}, or {case.key('strategy')} = fsdp",
-    )
+    what = f"{case.said('strategy')} on {ranks} ranks of one host, without {case.key('shard_ranks')}"
+    rule = "hybrid shards inside a host and replicates across hosts, and here there is one host"
+    fix = f"set {case.key('shard_ranks')} = {half}, or {case.key('strategy')} = fsdp"
+    yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
@@ -122,11 +95,10 @@ def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
     group = layout.for_ranks(ranks, case.node_ranks).shards
     if reshard < 1 or group % reshard:
         key = case.key("reshard_after_forward")
-        yield Problem(
-            what=f"{key} = {reshard} does not divide the {group} ranks of a shard group",
-            rule="after forward, parameters are kept by equal parts of a group",
-            fix=f"try {key} = {nearest_divisor(group, reshard)}, or true",
-        )
+        what = f"{key} = {reshard} does not divide the {group} ranks of a shard group"
+        rule = "after forward, parameters are kept by equal parts of a group"
+        fix = f"try {key} = {nearest_divisor(group, reshard)}, or true"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _several_hosts(case: RuleCase) -> Iterator[Problem]:
@@ -143,9 +115,6 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
         fix=f"set {case.key('node_ranks')} = {half} to treat the ranks as several hosts, or "
         f"{case.key('algorithm')} = auto",
     )
-
-
-# Sharding, and what is offloaded or compressed.
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
@@ -165,19 +134,15 @@ def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
     if units is None:
         return
     if layout.unit_mb is not None:
-        yield Problem(
-            what=f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given",
-            rule="a model is cut into units by name or by size",
-            fix="remove one of them",
-        )
+        what = f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given"
+        yield Problem(what=what, rule="a model is cut into units by name or by size", fix="remove one of them")
     twice = named_twice(units)
     is_slip = not units and case.keys  # in code, () asks for one unit: the root
     if is_slip or twice:
-        yield Problem(
-            what=f"{case.said('units')} " + (f"names {twice} twice" if twice else "names no module"),
-            rule="each unit is a module of the model, such as layers.0; what is left makes a unit of its own",
-            fix="name each once" if twice else "leave it out for the model's repeated blocks",
-        )
+        what = f"{case.said('units')} " + (f"names {twice} twice" if twice else "names no module")
+        rule = "each unit is a module of the model, such as layers.0; what is left makes a unit of its own"
+        fix = "name each once" if twice else "leave it out for the model's repeated blocks"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _offload_has_shards(case: RuleCase) -> Iterator[Problem]:
@@ -204,7 +169,7 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
     yield Problem(
         what=f"{key} = {policy} with {case.said('strategy')}",
         rule="compression works where replicas average the same gradients: in "
-        f"{case.strategy} each rank gets a slice of its own, and what the others did not send of it is nobody's",
+        f"{case.strategy or strategy} each rank gets a slice of its own, and what the others did not send is nobody's",
         fix=f"set {case.key('strategy')} = ddp or hybrid, or {key} = none",
     )
 
@@ -212,8 +177,7 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
 def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
     given, default, place = case.layout.compression, Compression(), case.key("compression")
     for name in (each.name for each in fields(given) if each.name != "policy"):
-        owners = _OF_COMPRESSION.get(name, (given.policy,))
-        is_read = given.policy != "none" and given.policy in owners
+        is_read = given.policy != "none" and given.policy in _OF_COMPRESSION.get(name, (given.policy,))
         if not is_read and getattr(given, name) != getattr(default, name):
             rule = f"it belongs to {' and '.join(_OF_COMPRESSION.get(name, ('a policy that compresses',)))}"
             other = f"set {place}.policy = {_OF_COMPRESSION.get(name, ('topk',))[0]}"
@@ -224,31 +188,27 @@ def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
 def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
     given, place = case.layout.compression, case.key("compression")
     if given.is_any and given.error_feedback and case.layout.precision == "fp16":
-        yield Problem(
-            what=f"{place}.policy = {given.policy} with {case.said('precision')}",
-            rule="fp16 scales the loss by a factor that changes, and what a step did not send keeps its own factor",
-            fix=f"set {case.key('precision')} = bf16, or {place}.error_feedback = false",
-        )
+        what = f"{place}.policy = {given.policy} with {case.said('precision')}"
+        rule = "fp16 scales the loss by a factor that changes, and what a step did not send keeps its own factor"
+        fix = f"set {case.key('precision')} = bf16, or {place}.error_feedback = false"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     first, other = layout.first_bucket_mb, layout.bucket_mb
     if case.keys and not layout.tunes_buckets and first > other:  # in code, the smaller one holds
-        yield Problem(
-            what=f"{case.key('first_bucket_mb')} = {first:g} is larger than {case.key('bucket_mb')} = {other:g}",
-            rule="the first bucket is the smaller one, so that communication starts early",
-            fix=f"set {case.key('first_bucket_mb')} = {other:g}, or {case.key('bucket_mb')} = {first:g}",
-        )
+        what = f"{case.key('first_bucket_mb')} = {first:g} is larger than {case.key('bucket_mb')} = {other:g}"
+        rule = "the first bucket is the smaller one, so that communication starts early"
+        fix = f"set {case.key('first_bucket_mb')} = {other:g}, or {case.key('bucket_mb')} = {first:g}"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _has_blocks(case: RuleCase) -> Iterator[Problem]:
     if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
-        yield Problem(
-            what=f"{case.said('checkpoint_activations')} with model.kind = mlp",
-            rule="it works on the repeated blocks of a model, and an mlp has none",
-            fix=f"remove {case.key('checkpoint_activations')}",
-        )
+        what, fix = f"{case.said('checkpoint_activations')} with model.kind = mlp", case.key("checkpoint_activations")
+        rule = "it works on the repeated blocks of a model, and an mlp has none"
+        yield Problem(what=what, rule=rule, fix=f"remove {fix}")
 
 
 def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
@@ -256,41 +216,28 @@ def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
         return
     what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
     if case.layout.tensor > 1:
-        yield Problem(
-            what=f"{what} with {case.said('tensor')}",
-            rule="ranks that share the output layer have a cross entropy of their own, which gathers no logits either",
-            fix=fix,
-        )
+        rule = "ranks that share the output layer have a cross entropy of their own, which gathers no logits either"
+        yield Problem(what=f"{what} with {case.said('tensor')}", rule=rule, fix=fix)
     if case.layout.pipeline > 1:
-        yield Problem(
-            what=f"{what} with {case.said('pipeline')}",
-            rule="the last stage of a pipeline returns logits, and the loss is computed of them",
-            fix=fix,
-        )
+        rule = "the last stage of a pipeline returns logits, and the loss is computed of them"
+        yield Problem(what=f"{what} with {case.said('pipeline')}", rule=rule, fix=fix)
     if case.model.kind in ("mlp", "resnet"):
-        yield Problem(
-            what=f"{what} with model.kind = {case.model.kind}",
-            rule="it is for output layers over a large vocabulary, and that of a classifier is small",
-            fix=fix,
-        )
+        rule = "it is for output layers over a large vocabulary, and that of a classifier is small"
+        yield Problem(what=f"{what} with model.kind = {case.model.kind}", rule=rule, fix=fix)
 
 
 def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
     if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in ("mlp", "resnet"):
-        yield Problem(
-            what=f"{case.said('precision')} with model.kind = {case.model.kind}",
-            rule="it is for the linear layers inside the repeated blocks of a model, and this one has none there",
-            fix=f"set {case.key('precision')} = bf16_master",
-        )
+        what = f"{case.said('precision')} with model.kind = {case.model.kind}"
+        rule = "it is for the linear layers inside the repeated blocks of a model, and this one has none there"
+        fix = f"set {case.key('precision')} = bf16_master"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
     if case.layout.context > 1:
-        yield Problem(
-            what=f"context = {case.layout.context}",
-            rule="predictions know this axis of the mesh, and no engine runs it",
-            fix="set context = 1",
-        )
+        rule = "predictions know this axis of the mesh, and no engine runs it"
+        yield Problem(what=f"context = {case.layout.context}", rule=rule, fix="set context = 1")
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
@@ -305,36 +252,34 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     held = layout.for_ranks(case.ranks, case.node_ranks)
     for name, size in (("data", held.data), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            yield Problem(
-                what=f"expert = {expert} does not divide {name} = {size}",
-                rule="ranks that hold different experts are neighbours among those that share the batch and the shards",
-                fix=f"try expert = {nearest_divisor(size, expert)}",
-            )
+            what = f"expert = {expert} does not divide {name} = {size}"
+            rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
+            yield Problem(what=what, rule=rule, fix=f"try expert = {nearest_divisor(size, expert)}")
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
-    Rule(reads=("algorithm", "ranks"), find=_several_hosts),
-    Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
-    Rule(reads=("compression",), find=_compression_is_read),
-    Rule(reads=("compression", "precision"), find=_residuals_have_one_unit),
-    Rule(reads=("ranks",), find=_groups_divide),
-    Rule(reads=("ranks", "strategy"), find=_hybrid_has_groups),
-    Rule(reads=("ranks", "strategy"), find=_smaller_group_divides),
-    Rule(reads=("strategy",), find=_sharding_is_read),
-    Rule(reads=("units",), find=_units_are_asked_once),
-    Rule(reads=("strategy", "offload"), find=_offload_has_shards),
-    Rule(reads=("ranks",), find=_degrees_divide),
-    Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),
-    Rule(reads=("schedule",), find=split_rules.schedule_fits),
-    Rule(reads=("schedule", "strategy"), find=split_rules.weights_stay),
-    Rule(reads=("stages",), find=split_rules.stages_are_asked_once),
-    Rule(reads=("stages", "heads"), find=split_rules.stages_fit),
-    Rule(reads=("tensor", "heads", "context"), find=split_rules.tensor_fits),
-    Rule(reads=("pipeline", "compression", "offload"), find=split_rules.split_suits_the_rest),
-    Rule(reads=("heads", "checkpoint_activations"), find=_has_blocks),
-    Rule(reads=("fused_loss", "pipeline", "tensor", "heads"), find=_fused_loss_has_the_output_layer),
-    Rule(reads=("precision",), find=_has_linear_blocks),
-    Rule(reads=(), find=_engines_have_the_axes),
-    Rule(reads=("ranks", "strategy", "compression"), find=_experts_fit),
-)
+RULES: Mapping[Rule, tuple[str, ...]] = {  # and the fields that each reads
+    _buckets_ordered: ("first_bucket_mb", "bucket_mb"),
+    _several_hosts: ("algorithm", "ranks"),
+    _compression_has_replicas: ("compression", "strategy"),
+    _compression_is_read: ("compression",),
+    _residuals_have_one_unit: ("compression", "precision"),
+    _groups_divide: ("ranks",),
+    _hybrid_has_groups: ("ranks", "strategy"),
+    _smaller_group_divides: ("ranks", "strategy"),
+    _sharding_is_read: ("strategy",),
+    _units_are_asked_once: ("units",),
+    _offload_has_shards: ("strategy", "offload"),
+    _degrees_divide: ("ranks",),
+    split_rules.split_is_read: ("pipeline", "tensor"),
+    split_rules.schedule_fits: ("schedule",),
+    split_rules.weights_stay: ("schedule", "strategy"),
+    split_rules.stages_are_asked_once: ("stages",),
+    split_rules.stages_fit: ("stages", "heads"),
+    split_rules.tensor_fits: ("tensor", "heads", "context"),
+    split_rules.split_suits_the_rest: ("pipeline", "compression", "offload"),
+    _has_blocks: ("heads", "checkpoint_activations"),
+    _fused_loss_has_the_output_layer: ("fused_loss", "pipeline", "tensor", "heads"),
+    _has_linear_blocks: ("precision",),
+    _engines_have_the_axes: (),
+    _experts_fit: ("ranks", "strategy", "compression"),
+}

@@ -41,31 +41,27 @@ def schedule_fits(case: RuleCase) -> Iterator[Problem]:
                 + ("interleaved" if chunks > 1 else "1f1b"),
             )
     elif layout.schedule.ranks != layout.pipeline:
-        yield Problem(
-            what=f"a schedule of {layout.schedule.ranks} ranks with {case.said('pipeline')}",
-            rule="every rank of the pipeline has its row",
-            fix=f"set {case.key('pipeline')} = {layout.schedule.ranks}, or make another schedule",
-        )
+        what = f"a schedule of {layout.schedule.ranks} ranks with {case.said('pipeline')}"
+        rule = "every rank of the pipeline has its row"
+        fix = f"set {case.key('pipeline')} = {layout.schedule.ranks}, or make another schedule"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def weights_stay(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     if layout.splits_backward and layout.is_fully_sharded:
-        yield Problem(
-            what=f"{case.key('schedule')} = {layout.schedule_name} with {case.said('strategy')}",
-            rule="it runs backward in two halves, and full sharding frees the weights between them",
-            fix=f"set {case.key('strategy')} = zero2, or {case.key('schedule')} = 1f1b",
-        )
+        what = f"{case.key('schedule')} = {layout.schedule_name} with {case.said('strategy')}"
+        rule = "it runs backward in two halves, and full sharding frees the weights between them"
+        fix = f"set {case.key('strategy')} = zero2, or {case.key('schedule')} = 1f1b"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def stages_are_asked_once(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
     if layout.stages != "estimated" and layout.stage_layers is not None:
-        yield Problem(
-            what=f"{case.said('stages')} and {case.said('stage_layers')} are both given",
-            rule="a model is cut at the names of layers, or by counting its blocks",
-            fix="remove one of them",
-        )
+        what = f"{case.said('stages')} and {case.said('stage_layers')} are both given"
+        rule = "a model is cut at the names of layers, or by counting its blocks"
+        yield Problem(what=what, rule=rule, fix="remove one of them")
 
 
 def stages_fit(case: RuleCase) -> Iterator[Problem]:
@@ -76,8 +72,15 @@ def stages_fit(case: RuleCase) -> Iterator[Problem]:
     yield from problems
     if layout.stage_layers is not None and not problems:
         yield from _counts_fit(case, layout.stage_layers)
-    if isinstance(layout.stages, tuple):
-        yield from _names_fit(case, layout.stages)
+    if not isinstance(layout.stages, tuple):
+        return
+    stages, twice = layout.num_stages, named_twice(layout.stages)
+    if twice or len(layout.stages) != stages - 1:
+        cuts = f"cuts into {len(layout.stages) + 1} stages, and there are {stages}"
+        what = f"{case.said('stages')} {f'names {twice} twice' if twice else cuts}"
+        rule = "a new stage begins at each layer that is named, such as layers.4"
+        fix = f"name {stages - 1} layers, each once; or set {case.key('stages')} = auto"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _enough_layers(case: RuleCase) -> Iterator[Problem]:
@@ -116,18 +119,6 @@ def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
         yield Problem(what=f"{asked} leaves a stage without {noun}", rule=rule, fix=good)
 
 
-def _names_fit(case: RuleCase, names: tuple[str, ...]) -> Iterator[Problem]:
-    stages, twice = case.layout.num_stages, named_twice(names)
-    if len(names) == stages - 1 and not twice:
-        return
-    what = f"names {twice} twice" if twice else f"cuts into {len(names) + 1} stages, and there are {stages}"
-    yield Problem(
-        what=f"{case.said('stages')} {what}",
-        rule="a new stage begins at each layer that is named, such as layers.4",
-        fix=f"name {stages - 1} layers, each once; or set {case.key('stages')} = auto",
-    )
-
-
 def tensor_fits(case: RuleCase) -> Iterator[Problem]:
     degree, model = case.layout.tensor, case.model
     if degree == 1:
@@ -161,11 +152,10 @@ def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
     if not layout.is_split:
         return
     if layout.is_compiled and layout.splits_backward:
-        yield Problem(
-            what=f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}",
-            rule="it runs backward in two parts, which a compiled block does in one",
-            fix=f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none",
-        )
+        what = f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}"
+        rule = "it runs backward in two parts, which a compiled block does in one"
+        fix = f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none"
+        yield Problem(what=what, rule=rule, fix=fix)
     if layout.compression.is_any:
         yield Problem(
             what=f"{key('compression')}.policy = {layout.compression.policy} with {case.degrees}",
@@ -174,8 +164,7 @@ def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
             fix=f"set {key('compression')}.policy = none",
         )
     if layout.offload.is_any:
-        yield Problem(
-            what=f"{case.said('offload')} with {case.degrees}",
-            rule="gradients that stages or tensor ranks share are exchanged on the device",
-            fix=f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room",
-        )
+        what = f"{case.said('offload')} with {case.degrees}"
+        rule = "gradients that stages or tensor ranks share are exchanged on the device"
+        fix = f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room"
+        yield Problem(what=what, rule=rule, fix=fix)

@@ -1,4 +1,4 @@
-"""A training step as data: the shape of the model, its layout, and what a framework does with that."""
+"""A training step as data: a model's shape, its layout, what a framework does with that; a layout in words and keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
 Compute: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 Scaling: TypeAlias = Literal["", "row", "block"]
 Shown: TypeAlias = Literal["all", "activations", "states"]
+Value: TypeAlias = int | float | str | bool | list[str]  # of a config's key
 
 # What each ``checkpoint_activations`` of a layout computes again; the others have no formula.
 RECOMPUTES: Mapping[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
+_USUAL = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,9 @@ class Running:
 
     ``micro_batch``, ``global_batch``: where a table counts them in tokens, or they do not divide; 0: the layout's.
     ``recomputes_attention``: of what a layout that keeps matrix products computes again, attention alone.
-    ``fused_loss``: where the framework's own loss is not, one that passes over the logits once is used in its place.
-    ``split_loss``: tensor-parallel ranks of torch keep their part of the logits, and gather none of them.
-    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes.
-    ``overlaps_tensor``: half of what tensor-parallel ranks send is hidden behind products.
-    ``names_precision``: the layout's precision was searched for, and is named where the layout is described.
+    ``fused_loss``: one that passes over logits once. ``split_loss``: tensor-parallel ranks of torch gather no logits.
+    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``overlaps_tensor``: half of
+    what tensor-parallel ranks send is hidden. ``names_precision``: the precision was searched for.
     """
 
     seq_len: int
@@ -63,6 +63,9 @@ class Workload:
     layout: Layout
     run: Running
 
+    def __str__(self) -> str:
+        return layout_text(self.layout, names_precision=self.run.names_precision)
+
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch that a rank computes."""
@@ -74,7 +77,6 @@ class Workload:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on one data-parallel rank."""
         if not self.run.global_batch:
             return self.layout.accumulate
         return max(1, round(self.run.global_batch / (self.micro_batch * self.layout.data)))
@@ -93,3 +95,78 @@ class Workload:
 def stage_layers(layers: int, stages: int) -> list[int]:
     """Returns layers by stage, as even as can be, the larger ones first."""
     return [layers // stages + (place < layers % stages) for place in range(stages)]
+
+
+def layout_text(layout: Layout, *, names_precision: bool = False) -> str:
+    """Says how a run is laid out, with its microbatches: ``fsdp over 8, tensor 2, microbatch 4 x 2``."""
+    parts = [f"{layout.strategy} over {layout.data}"]
+    if layout.strategy == "hybrid":
+        parts = [f"hybrid, {layout.shards} ranks a copy, over {layout.data}"]
+    parts += [f"tensor {layout.tensor}"] if layout.tensor > 1 else []
+    parts += [f"expert {layout.expert}"] if layout.expert > 1 else []
+    if layout.pipeline > 1:
+        parts.append(f"pipeline {layout.pipeline}" + (f" x {layout.chunks} chunks" if layout.chunks > 1 else ""))
+    parts += [layout.schedule_name] if layout.splits_backward else []
+    parts.append(f"microbatch {layout.microbatch} x {layout.accumulate}")
+    recompute = RECOMPUTES.get(layout.checkpoint_activations, layout.checkpoint_activations)
+    parts += [f"recompute {recompute}"] if recompute != "none" else []
+    parts += [f"offload {' and '.join(layout.offload.parts)}"] if layout.offload.is_any else []
+    parts += [f"buckets of {layout.bucket_mb:g} MiB"] if layout.bucket_mb != _USUAL.bucket_mb else []
+    parts += [] if layout.reshard_after_forward else ["gathered once a microbatch"]
+    parts += [layout.precision] if names_precision else []
+    return ", ".join(parts)
+
+
+def layout_label(layout: Layout) -> str:
+    """Says in a few words what memory depends on: ``fsdp, checkpoint full``."""
+    name = f"hybrid in groups of {layout.shards}" if layout.strategy == "hybrid" else layout.strategy
+    parts = [mesh_text(layout), *([name] if layout.data > 1 else [])] if layout.is_split else [name]
+    if layout.checkpoint_activations != "none":
+        parts.append(f"checkpoint {layout.checkpoint_activations}")
+    if layout.offload.is_any:
+        parts.append("offload " + " and ".join(layout.offload.parts))
+    return ", ".join(parts)
+
+
+def mesh_text(layout: Layout) -> str:
+    """Names the axes: ``pipeline 2 x tensor 4 x data 8``, ``data 64``."""
+    degrees = {"pipeline": layout.pipeline, "tensor": layout.tensor}
+    return " x ".join([*(f"{name} {size}" for name, size in degrees.items() if size > 1), f"data {layout.data}"])
+
+
+def config_values(layout: Layout, *, names_precision: bool = False) -> dict[str, Value]:
+    """Returns the keys of a config that say a layout, without the global batch and those that have no effect."""
+    found: dict[str, Value] = {"parallel.strategy": layout.strategy}
+    if layout.strategy == "hybrid":
+        found["parallel.shard_ranks"] = layout.shards
+    found["parallel.pipeline"] = layout.pipeline
+    if layout.pipeline > 1:
+        found["parallel.schedule"] = layout.schedule_name
+    if layout.chunks > 1:
+        found["parallel.chunks"] = layout.chunks
+    found["parallel.tensor"] = layout.tensor
+    if layout.tensor > 1:
+        found["parallel.sequence_parallel"] = layout.sequence_parallel
+    if not layout.reshard_after_forward:
+        found["parallel.reshard_after_forward"] = False
+    found["memory.checkpoint_activations"] = layout.checkpoint_activations
+    if layout.offload.is_any:
+        found["memory.offload"] = list(layout.offload.parts)
+    if layout.bucket_mb != _USUAL.bucket_mb:
+        found["comm.bucket_mb"] = layout.bucket_mb
+    if names_precision:
+        found["train.precision"] = layout.precision
+    found["train.microbatch"] = layout.microbatch
+    return found
+
+
+def count_differences(one: Layout, other: Layout) -> int:
+    """Counts the decisions in which two layouts differ; those that follow from others are not counted."""
+    decided = ("pipeline", "tensor", "microbatch", "precision", "checkpoint_activations", "offload", "bucket_mb")
+
+    def decisions(layout: Layout) -> list[object]:
+        strategy = (layout.strategy, layout.shards if layout.strategy == "hybrid" else 0)
+        schedule = (layout.schedule_name, layout.chunks) if layout.pipeline > 1 else None
+        return [strategy, schedule, layout.reshard_after_forward, *(getattr(layout, name) for name in decided)]
+
+    return sum(mine != theirs for mine, theirs in zip(decisions(one), decisions(other), strict=True))

@@ -12,7 +12,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -42,7 +42,7 @@ class TraceSpan:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operator:
     """An operator of torch: its calls, and the time of its own without that of operators inside it."""
 
@@ -64,11 +64,9 @@ class RankSpans:
     tracks: Mapping[str, list[TraceSpan]] = field(default_factory=dict)
     operators: tuple[Operator, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Reads what ``asdict`` gave."""
         tracks = {
             name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
             for name, spans in values["tracks"].items()
@@ -78,8 +76,7 @@ class RankSpans:
 
     def corrected(self, name: str) -> list[TraceSpan]:
         """Returns the spans of a track on the clock of rank 0."""
-        ahead = self.ahead_s
-        spans = self.tracks.get(name, ())
+        spans, ahead = self.tracks.get(name, ()), self.ahead_s
         return [replace(each, start_s=each.start_s - ahead, end_s=each.end_s - ahead) for each in spans]
 
 
@@ -95,7 +92,6 @@ class TorchEvent:
 
     @property
     def is_device_work(self) -> bool:
-        """Whether a device did it: a kernel or a copy."""
         return self.category in _DEVICE_WORK
 
 
@@ -123,9 +119,8 @@ def place_rank(spans: RankSpans, trace: Mapping[str, Any]) -> RankProfile:
     anchor_us = next((float(each["ts"]) for each in found if each.get("name") == ANCHOR and "ts" in each), None)
     if anchor_us is None:
         raise ValueError(f"the trace of rank {spans.rank} has no event {ANCHOR}")
-    rows = {
-        (each["pid"], each["tid"]): str(each["args"]["name"]) for each in found if each.get("name") == "thread_name"
-    }
+    threads = (each for each in found if each.get("name") == "thread_name")
+    rows = {(each["pid"], each["tid"]): str(each["args"]["name"]) for each in threads}
 
     def at_s(microseconds: float) -> float:
         return (microseconds - anchor_us) / 1e6 + spans.anchor_s - spans.ahead_s
@@ -209,7 +204,12 @@ def beside(events: Sequence[Event], path: Path) -> list[Event]:
     first = 1 + max((each["pid"] for each in events), default=-1)
     known = sorted({each.get("pid", 0) for each in others}, key=str)
     moved = [each | {"pid": first + known.index(each.get("pid", 0))} for each in others]
-    return [*events, *(_named(each, path.name) for each in moved)]
+    for each in moved:
+        if each.get("name") == "process_sort_index":
+            each["args"] = {"sort_index": each["pid"]}
+        elif each.get("name") == "process_name":
+            each["args"] = {"name": f"{path.name}: {each.get('args', {}).get('name', '')}"}
+    return [*events, *moved]
 
 
 def _is_event(value: Any) -> TypeGuard[Event]:
@@ -219,18 +219,11 @@ def _is_event(value: Any) -> TypeGuard[Event]:
     return isinstance(value.get("pid", 0), int | float | str)
 
 
-def _named(event: Event, name: str) -> Event:
-    if event.get("name") == "process_sort_index":
-        return event | {"args": {"sort_index": event["pid"]}}
-    if event.get("name") != "process_name":
-        return event
-    return event | {"args": {"name": f"{name}: {event.get('args', {}).get('name', '')}"}}
-
-
-def largest_by_time(points: Sequence[MemoryPoint], most: int) -> list[MemoryPoint]:
-    """Thins a curve out to about ``most`` points: the largest of each equal part of the time."""
-    if len(points) <= most:
-        return list(points)
-    start_s, length_s = points[0].at_s, max(points[-1].at_s - points[0].at_s, 1e-9)
-    groups = groupby(points, key=lambda each: min(int((each.at_s - start_s) / length_s * most), most - 1))
-    return [max(own, key=lambda each: each.num_bytes) for _, own in groups]
+def largest_by_time(points: Sequence[MemoryPoint], most: int, zero_s: float) -> Iterator[MemoryPoint]:
+    """Thins a curve out to about ``most`` points, the largest of each equal part of the time; this begins at zero."""
+    kept = points
+    if len(points) > most:
+        start_s, length_s = points[0].at_s, max(points[-1].at_s - points[0].at_s, 1e-9)
+        groups = groupby(points, key=lambda each: min(int((each.at_s - start_s) / length_s * most), most - 1))
+        kept = [max(own, key=lambda each: each.num_bytes) for _, own in groups]
+    return (replace(point, at_s=point.at_s - zero_s) for point in kept)

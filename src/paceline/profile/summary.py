@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from paceline.profile.merge import MemoryPoint, Operator, RankProfile, TraceSpan, begin_s, largest_by_time
+from paceline.profile.merge import MemoryPoint, Operator, RankProfile, TorchEvent, TraceSpan, begin_s, largest_by_time
 from paceline.schedule.clock import time_in_all
 from paceline.units import format_bytes, format_seconds
 
@@ -29,8 +29,6 @@ _SHOWN, _POINTS = 10, 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of one rank over all profiled steps."""
-
     rank: int
     steps_s: float
     communication_s: float
@@ -44,7 +42,6 @@ class RankTimes:
 
     @property
     def hidden_s(self) -> float:
-        """Communication that the rank did not wait for."""
         return max(0.0, self.communication_s - self.exposed_s)
 
 
@@ -89,33 +86,27 @@ class ProfileSummary:
         lines = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
         lines.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
         for each in self.ranks:
-            per = [
-                format_seconds(value / max(self.steps, 1))
-                for value in (each.communication_s, each.exposed_s, each.hidden_s)
-            ]
+            totals = (each.communication_s, each.exposed_s, each.hidden_s)
+            way, exposed, hidden = (format_seconds(value / max(self.steps, 1)) for value in totals)
             memory = f"{format_bytes(each.peak_bytes):>12}  {each.peak_phase}"
-            lines.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
+            lines.append(f"{each.rank:<6}{way:>14}{exposed:>11}{hidden:>11}{memory}")
         lines += ["", "idle, of the step"]
         lines += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
         for title, rows in (("operators", self.operators), ("kernels", self.kernels)):
             if rows:
                 lines += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
-                lines += [
-                    f"  {each.name[:48]:<50}{each.calls:>8}{self._cost(each, title):>11}" for each in rows[:_SHOWN]
-                ]
+                for row in rows[:_SHOWN]:
+                    seconds = row.device_s if title == "kernels" else row.host_s
+                    cost = format_seconds(seconds / max(self.steps * len(self.ranks), 1))
+                    lines.append(f"  {row.name[:48]:<50}{row.calls:>8}{cost:>11}")
         if self.actions:
-            lines += ["", "actions of the schedule, mean: "]
-            lines[-1] += ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
+            means = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
+            lines += ["", f"actions of the schedule, mean: {means}"]
         return lines
-
-    def _cost(self, operator: Operator, title: str) -> str:
-        seconds = operator.device_s if title == "kernels" else operator.host_s
-        return format_seconds(seconds / max(self.steps * len(self.ranks), 1))
 
 
 def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
-    late = _late_intervals(ranks)
-    zero_s = begin_s(ranks)
+    late, zero_s = _late_intervals(ranks), begin_s(ranks)
     operators = (each for one in ranks for each in one.spans.operators)
     kernels = (each for one in ranks for each in one.events if each.is_device_work)
     actions: dict[str, list[float]] = defaultdict(list)
@@ -127,12 +118,7 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
         operators=_costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
         kernels=_costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
-        memory={
-            each.spans.rank: tuple(
-                replace(point, at_s=point.at_s - zero_s) for point in largest_by_time(each.memory, _POINTS)
-            )
-            for each in ranks
-        },
+        memory={each.spans.rank: tuple(largest_by_time(each.memory, _POINTS, zero_s)) for each in ranks},
         clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
     )
 
@@ -141,19 +127,19 @@ def _costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator,
     """Adds up calls, seconds of the host and of the device by name; the fifty names that took longest."""
     found: dict[str, Operator] = {}
     for name, calls, host_s, device_s in rows:
-        had = found.get(name) or Operator(name=name, calls=0, host_s=0.0, device_s=0.0)
-        host_s, device_s = had.host_s + host_s, had.device_s + device_s
-        found[name] = Operator(name=name, calls=had.calls + calls, host_s=host_s, device_s=device_s)
+        had = found.get(name) or Operator(name, 0, 0.0, 0.0)
+        found[name] = Operator(name, had.calls + calls, had.host_s + host_s, had.device_s + device_s)
     return tuple(sorted(found.values(), key=lambda each: -(each.host_s + each.device_s))[:50])
 
 
 def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
     spans = profile.spans
     steps = _intervals(spans.corrected("steps"))
-    busy = [(each.start_s, each.end_s) for each in profile.events if each.is_device_work]
+    kernels = [each for each in profile.events if each.is_device_work]
+    busy = _intervals(kernels)
     if busy:  # the device's own time
-        ways = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" in e.name.lower()]
-        compute = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" not in e.name.lower()]
+        ways = _intervals([each for each in kernels if "nccl" in each.name.lower()])
+        compute = _intervals([each for each in kernels if "nccl" not in each.name.lower()])
         communication_s = time_in_all(ways)
         exposed_s = communication_s - time_in_all(ways, compute)
         late_s = min(exposed_s, time_in_all(ways, late))
@@ -195,5 +181,5 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
     return found
 
 
-def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
+def _intervals(spans: Sequence[TraceSpan | TorchEvent]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]

@@ -1,7 +1,7 @@
 """Sinks that hand the numbers of a run to trackers: Weights & Biases, MLflow, trackio, or one of the user's own.
 
 Each is opened with a ``TrackedRun`` and takes records like any other sink. A run that is resumed goes on under the
-identity that its folder remembers. Nothing here is called by a rank: ``run/tracking.py`` follows the files of records
+identity that its folder remembers. Nothing here is called by a rank: ``run/observe.py`` follows the files of records
 and feeds the sinks, each in a thread of its own.
 """
 

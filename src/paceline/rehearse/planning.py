@@ -58,18 +58,14 @@ def plan(
     request = read_source(model, place, overrides=overrides, precision=precision)
     if host_gb is not None:
         if not host_gb > 0:
-            raise UsageError(
-                f"{host_gb} GiB of the host's memory\n  it is above 0\n  leave it out where it is not known"
-            )
+            what = f"{host_gb} GiB of the host's memory"
+            raise UsageError(f"{what}\n  it is above 0\n  leave it out where it is not known")
         request = replace(request, host_memory=host_gb * GIB)
     return plan_for(request, by=by, gpus=gpus, price=price)
 
 
 def trace_plan(found: PlanResult, path: Path) -> ReplayedStep:
-    """Runs the first plan's engine without values, and writes the time line of its step for ui.perfetto.dev.
-
-    Returns the step as it was replayed. Raises UsageError where there is no config, or it cannot be run so.
-    """
+    """Replays the first plan's engine, and writes the time line of its step. Raises UsageError where it cannot run."""
     from paceline.predict.replay.replay import replay
     from paceline.predict.replay.replayed import write_trace
     from paceline.rehearse.dryrun.record import record_stages  # with torch
@@ -85,10 +81,10 @@ def read_source(
     model: Source, cluster: Cluster, *, overrides: Sequence[str] = (), precision: str | None = None
 ) -> PlanRequest:
     """Reads a model of any kind. Raises UsageError or ConfigError for what cannot be read, or measured."""
-    if isinstance(model, Mapping) and "model_type" in model:
-        return request_for_hugging_face(model, cluster, overrides, precision)
     if isinstance(model, str | Path) and Path(model).suffix == ".json":
         return request_for_hugging_face(Path(model), cluster, overrides, precision)
+    if isinstance(model, Mapping) and "model_type" in model:
+        return request_for_hugging_face(model, cluster, overrides, precision)
     if callable(model) and not isinstance(model, Config):
         return _of_factory(model, cluster, overrides, precision)
     if not isinstance(model, Config | str | Path | Mapping):
@@ -112,7 +108,6 @@ def read_source(
 def _of_factory(
     factory: Callable[[], nn.Module], cluster: Cluster, overrides: Sequence[str], precision: str | None
 ) -> PlanRequest:
-    """The config names the function where it can be imported by that name; else there is none to train with."""
     name = getattr(factory, "__qualname__", type(factory).__name__)
     is_found = "<" not in name and hasattr(factory, "__module__") and factory.__module__ != "__main__"
     path = f"{factory.__module__}:{name}" if is_found else "paceline.plan:factory"

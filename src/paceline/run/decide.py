@@ -1,62 +1,70 @@
 """What is decided before ranks start: device, number of ranks and strategy, and whether this host has the memory.
 
-    decide_run(config)                                     ranks of this machine, which are to be started
-    decide_run(config, Participants(hosts=range(1, 5)))    ranks of one to four hosts like this one
-    decide_run(config, Participants(comm=comm))            ranks that another launcher has started and connected
+    decide_run(config)                        ranks of this machine, which are to be started
+    decide_run(config, hosts=range(1, 5))     ranks of one to four hosts like this one
+    decide_run(config, comm=comm)             ranks that another launcher has started and connected
 
-Raises ConfigError with all problems at once for what does not fit together, UsageError for what memory cannot hold.
+Also the variables of NCCL and Gloo, which stand in a rank's environment before it connects; and what is predicted: by
+formulas before the start, by a dry run beside it where that pays. Where ranks find the microbatch, the run is predicted
+when the first of them writes its first record.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from paceline import free_memory
 from paceline.cluster import detect
-from paceline.cluster.detect import Machine
+from paceline.cluster.devices import load_cluster
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_hosts, check_ranks, why_not_sharded, with_precision
+from paceline.config import Config, check_hosts, check_ranks, dump_yaml, why_not_sharded, with_precision
+from paceline.config.settings import check_exported, check_interfaces, config_settings, exported_settings, variables_of
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
-from paceline.run.console import say
-from paceline.run.prediction import entry_problem, machine_entry
-from paceline.run.rank_process import node_ranks
-from paceline.run.warm import CPU_RANKS
+from paceline.records.records import RunRecord, follow_records
+from paceline.run.logs import say
+from paceline.run.processes import MACHINE, machine_entry, node_ranks
+from paceline.run.signals import start_thread
+from paceline.run.warm import CPU_RANKS, WarmRanks
+from paceline.search.expect import (
+    MemoryNeed,
+    MemoryVerdict,
+    expect_run,
+    expected_memory,
+    host_problems,
+    needed,
+    unpriced,
+    ways_out,
+)
+from paceline.search.expectation import FILE, Expectation
 from paceline.search.make_plan import make_plan
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
+from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:
+    from paceline.rehearse.dryrun.expected import Background
     from paceline.search.automatic import Choice
 
+
 _ANYWAY = "to start it all the same: --no-memory-check"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Participants:
-    """Who takes part in a run; by default the ranks of this machine, which are still to be started.
-
-    ``hosts`` are the numbers of hosts that the run must work on, and ``host_ranks`` the ranks of this one; None: one
-    per GPU. ``comm`` connects ranks that a launcher has started, on a ``machine`` of which they may see a part.
-    """
-
-    hosts: range | None = None
-    host_ranks: int | None = None
-    comm: Communicator | None = None
-    machine: Machine | None = None
+_FEWEST_STEPS = 40  # of a run that is worth a process beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen.
-
-    ``notes``: what else was decided, a line for each.
-    """
+    """The plan, the config without what it left open, and why if it was chosen; ``notes`` tell the rest."""
 
     plan: Plan
     config: Config
@@ -64,36 +72,50 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-def decide_run(asked: Config, participants: Participants | None = None, *, checks_memory: bool = True) -> Decision:
-    """Decides device, ranks and strategy, and makes the plan of a run.
+def decide_run(
+    asked: Config,
+    *,
+    hosts: range | None = None,
+    host_ranks: int | None = None,
+    comm: Communicator | None = None,
+    machine: detect.Machine | None = None,
+    checks_memory: bool = True,
+) -> Decision:
+    """Decides device, ranks and strategy, and makes the plan of a run; by default of ranks of this machine.
 
-    ``checks_memory``: raises UsageError for a run of this host that is estimated to need more memory than there is.
+    ``hosts`` are the numbers of hosts that the run must work on, and ``host_ranks`` the ranks of this one; None: one
+    per GPU. ``comm`` connects ranks that a launcher has started, on a ``machine`` of which they may see a part. Raises
+    ConfigError with all problems at once for what does not fit together, and with ``checks_memory`` UsageError for a
+    run of this host that is estimated to need more memory than there is.
     """
-    who = participants or Participants()
-    if who.comm is not None:
+    if comm is not None:
         here = node_ranks(asked)
-        _refuse(check_ranks(asked, who.comm.size, here))
-        config = asked.with_values("parallel", device=who.comm.device.type, ranks=who.comm.size)
-        is_alone = here in (None, who.comm.size)
-    elif who.hosts is not None:
-        config, here = _spread_over_hosts(asked, who.hosts, who.host_ranks)
+        _refuse(check_ranks(asked, comm.size, here))
+        config = asked.with_values("parallel", device=comm.device.type, ranks=comm.size)
+        is_alone = here in (None, comm.size)
+    elif hosts is not None:
+        if asked.comm.backend == "virtual":
+            raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
+        config = resolve_config(asked.with_values("parallel", ranks=host_ranks or "auto"))
+        here = config.parallel.decided_ranks
+        config = asked.with_values("parallel", device=config.parallel.device, ranks=here * hosts[-1])
+        _refuse(check_hosts(config, here, hosts))  # where any number of them fails
         is_alone = False  # of several hosts, each has memory of its own
     else:
         config, here, is_alone = resolve_config(asked), None, True
     config = decide_precision(config)
     choice: Choice | None = None
     if config.parallel.strategy == "auto":
-        if who.comm is None:
+        if comm is None:
             config, choice = decide_strategy(config)
         else:
-            config, choice = resolve_together(config, who.comm, here, who.machine)
+            config, choice = resolve_together(config, comm, here, machine)
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
-        check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
-    machine = RunMachine(device=config.parallel.device, ranks=config.parallel.decided_ranks, node_ranks=here)
-    plan, notes = make_plan(config, machine), [*precision_notes(asked, config)]
-    if alone := why_not_sharded(config, machine.ranks):
-        notes.append(alone)
+        check_memory(config, is_told=comm is None or comm.rank == 0)
+    ranks = config.parallel.decided_ranks
+    plan = make_plan(config, RunMachine(device=config.parallel.device, ranks=ranks, node_ranks=here))
+    notes = filter(None, [*precision_notes(asked, config), why_not_sharded(config, ranks)])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 
 
@@ -149,10 +171,7 @@ def _has_bf16(device: str) -> bool:
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``strategy: auto`` of a config whose ranks are decided, by the memory there is.
-
-    Raises ConfigError where nothing fits into memory.
-    """
+    """Decides ``strategy: auto`` by the memory there is. Raises ConfigError where nothing fits into it."""
     if config.parallel.strategy != "auto":
         return config, None
     ranks = config.parallel.decided_ranks
@@ -169,16 +188,12 @@ def check_host(config: Config, ranks_of_host: int | None = None) -> None:
 def check_memory(config: Config, *, is_told: bool = True) -> None:
     """Tells of a run of this host that comes near the limit. Raises UsageError for one that cannot fit.
 
-    Device, ranks and strategy are decided. What is not known beforehand is not judged: a microbatch that ranks find,
-    virtual ranks, models of the user's own code. ``is_told``: of several ranks that look, one tells.
+    What is not known beforehand is not judged: a microbatch that ranks find, virtual ranks, models of the user's code.
     """
-    need = needed(config)
-    if need is None:
-        return
-    verdict = _compare(config, need)
-    if verdict.kind == "near" and is_told:
+    verdict = _memory_verdict(config, needed(config))
+    if verdict is not None and verdict.kind == "near" and is_told:
         say(f"near the limit of memory: {verdict}")
-    if verdict.kind == "too large":
+    if verdict is not None and verdict.kind == "too large":
         machine = detect.detect_machine(with_gpus=config.parallel.device == "cuda")
         lines = [f"out of memory: {verdict}", *ways_out(config, verdict, machine, machine_entry()), _ANYWAY]
         raise UsageError("\n  ".join(lines))
@@ -186,11 +201,8 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
 
 def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
-    need = needed(config, in_turns=True)
-    if need is None:
-        return
-    verdict = _compare(config, need)
-    if verdict.kind == "too large":
+    verdict = _memory_verdict(config, needed(config, in_turns=True))
+    if verdict is not None and verdict.kind == "too large":
         raise UsageError(
             f"out of memory: {verdict}\n  virtual ranks share the memory of one process, and each has its own states\n"
             "  take fewer ranks (--ranks) or a smaller model; paceline predict tells time and memory without a run\n"
@@ -199,9 +211,6 @@ def check_virtual(config: Config) -> None:
 
 
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
-    """Prints what was decided before the run, and why."""
-    from paceline.terminal import new_console
-
     notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
@@ -216,28 +225,136 @@ def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] 
         new_console().print(note, highlight=False, markup=False)
 
 
-def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[Config, int]:
-    """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
-    if asked.comm.backend == "virtual":
-        raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
-    here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
-    per_host = here.parallel.decided_ranks
-    config = asked.with_values("parallel", device=here.parallel.device, ranks=per_host * hosts[-1])
-    _refuse(check_hosts(config, per_host, hosts))
-    return config, per_host
-
-
 def _refuse(problems: list[Problem]) -> None:
     if problems:
         raise ConfigError(problems, source="config")
 
 
-def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:
-    """Compares what a run needs with what this machine has and has free."""
+def _memory_verdict(config: Config, need: MemoryNeed | None) -> MemoryVerdict | None:
+    """Compares what a run needs with what this machine has and has free; None: nobody knows what it needs."""
+    if need is None:
+        return None
     if config.parallel.device == "cuda":
         has = float(free_memory.measure_machine("cuda", 1, 1).device_bytes)
         return MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
-    import psutil
-
     free = float(psutil.virtual_memory().available)
     return MemoryVerdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)
+
+
+def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns the environment of ranks. Raises ConfigError for exported values that differ, and missing interfaces."""
+    settings = {**exported_settings(os.environ), **config_settings(config.comm)}
+    present = [name for _, name in socket.if_nameindex()]
+    problems = check_exported(config, os.environ, uses_nccl=uses_nccl)
+    problems += check_interfaces(settings, present, uses_nccl=uses_nccl)
+    if problems:
+        raise ConfigError(problems, source=f"config, on host {socket.gethostname()}")
+    return variables_of(config.comm, uses_nccl=uses_nccl)
+
+
+def entry_problem() -> str | None:
+    """Returns the reason why the file that PACELINE_MACHINE names cannot be used; None if there is no such problem."""
+    try:
+        if entry := machine_entry():
+            load_cluster(str(entry))
+    except UsageError as error:
+        return f"{MACHINE} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
+    return None
+
+
+def predict_run(
+    config: Config, *, threads: int | None = None, node_ranks: int | None = None, cores: Sequence[int] = ()
+) -> Expectation | None:
+    """Predicts time and memory of a run whose device and ranks are decided; None for what is no transformer.
+
+    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host. ``cores``
+    are those that the ranks share; without them, those of this process.
+    """
+    if config.model.kind != "gpt":
+        return None
+    machine = detect.detect_machine(with_gpus=config.parallel.device == "cuda")
+    machine = replace(machine, cores=len(cores) or machine.cores)
+    ranks = config.parallel.decided_ranks
+    hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
+    return expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
+
+
+def is_worth_dry_run(config: Config) -> bool:
+    """Says whether a dry run pays: for a run of processes that is not over at once."""
+    return (config.train.steps or _FEWEST_STEPS) >= _FEWEST_STEPS and config.comm.backend != "virtual"
+
+
+@dataclass(slots=True)
+class BackgroundPrediction:
+    """A dry run in another process while the run goes on; a run that succeeds keeps it beside the earlier prediction.
+
+    ``warm`` forks it, with torch loaded. ``threads`` and ``cores`` are as for ``predict_run``. ``patience_s`` is how
+    long a run that is done waits for it.
+    """
+
+    config: Config
+    folder: Path
+    formula: Expectation | None
+    warm: WarmRanks | None = None
+    threads: int | None = None
+    cores: Sequence[int] = ()
+    patience_s: float = 10.0
+    _background: Background | None = None
+    _since: float = field(default_factory=time.time)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _search: threading.Thread | None = None  # for what the ranks find
+
+    def __enter__(self) -> None:
+        if self.config.train.microbatch != "auto" or self.config.comm.backend == "virtual":
+            self._start()
+            return
+        self._search = threading.Thread(target=self._start_when_found, name="microbatch", daemon=True)
+        start_thread(self._search)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_over.set()
+        if self._search is not None:
+            self._search.join()
+        if kind is None:
+            self._write()
+        elif self._background is not None:
+            self._background.stop()
+
+    def _start(self) -> None:
+        if not is_worth_dry_run(self.config) or unpriced(self.config, 1, machine_entry()):
+            return
+        from paceline.rehearse.dryrun.expected import Background, plain_start
+
+        start = plain_start if self.warm is None else self.warm.arguments
+        self._background = Background(
+            dump_yaml(self.config), threads=self.threads, cores=self.cores, entry=machine_entry(), start=start
+        )
+
+    def _start_when_found(self) -> None:
+        """Follows the first rank's records until they tell the microbatch, which takes the place of ``auto``."""
+        with contextlib.suppress(ValueError, OSError):  # records that cannot be read are told of elsewhere
+            for record in follow_records(self.folder / "records" / "rank-0.jsonl", self._is_over.is_set):
+                if isinstance(record, RunRecord) and record.time >= self._since and record.microbatch:
+                    found = {"microbatch": record.microbatch, "global_batch": record.global_batch, "accumulate": None}
+                    self.config = self.config.with_values("train", **found)
+                    self._start()
+                    return
+
+    def _write(self) -> None:
+        """Adds the dry run's figures, or the formulas' and why there are no others, to those of before."""
+        from paceline.rehearse.dryrun.expected import better_of
+
+        formula = self.formula
+        if self._search is not None:
+            formula = predict_run(self.config, threads=self.threads, cores=self.cores)
+        found = None if self._background is None else self._background.result(self.patience_s)
+        best = better_of(formula, found)
+        if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
+            ranks, known = self.config.parallel.decided_ranks, unpriced(self.config, 1, machine_entry())
+            reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
+            best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
+        if best is not None and best.memory_bytes is None:
+            best = replace(best, memory_bytes=expected_memory(self.config))
+        if best is not None and best != self.formula:
+            kept = (self.formula or Expectation()).with_later(best)
+            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")

@@ -20,7 +20,7 @@ from paceline.config.schema import ScheduleConfig
 from paceline.config.train_checks import short_run
 from paceline.errors import LaunchError, UsageError
 from paceline.records.records import StepRecord, read_records
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 from paceline.run.train import train
 
 STEPS = 100
@@ -45,10 +45,7 @@ class RateFinding:
 def find_rate(
     config: Config | str | Path, overrides: Sequence[str] = (), *, steps: int = STEPS, options: RunOptions | None = None
 ) -> RateFinding:
-    """Runs a range test of ``steps`` steps in a run folder of its own, NAME-find-lr, and returns what it found.
-
-    Raises what ``train`` raises, and UsageError where the losses suggest nothing.
-    """
+    """Runs a range test of ``steps`` steps in a run folder of its own, NAME-find-lr. Raises as ``train`` and below."""
     asked = config if isinstance(config, Config) else load_config(config, overrides)
     result_folder = Path(asked.monitor.folder) / f"{asked.name}-find-lr"
     schedule = ScheduleConfig(kind="range", final_ratio=_LOWEST / _HIGHEST)
@@ -66,10 +63,7 @@ def find_rate(
 
 
 def suggest_rate(points: Sequence[tuple[float, float]]) -> RateFinding:
-    """Returns where a smoothed loss falls fastest over the logarithm of the rate. Pure.
-
-    Raises UsageError where there are too few points, or where the loss never falls.
-    """
+    """Returns where a smoothed loss falls fastest over the log of the rate. Raises UsageError if it never falls."""
     rates: list[float] = []
     losses: list[float] = []
     average = 0.0

@@ -56,10 +56,7 @@ class RunFolder:
                 _pending(self.path, name).unlink(missing_ok=True)
 
     def is_gone(self) -> bool:
-        """Says whether somebody has removed the folder, moved it away, or put another one in its place.
-
-        A run that saves while the folder is removed may keep the folder there; then its lock is gone.
-        """
+        """Says whether the folder was removed, moved away or replaced; a save may keep it there without its lock."""
         try:
             is_same = os.path.samestat(self.path.stat(), os.fstat(self._folder))
             return not is_same or os.fstat(self._lock).st_nlink == 0
@@ -109,16 +106,18 @@ def claim_folder(
 ) -> RunFolder:
     """Makes a run's folder with its config and plan, and keeps others from it.
 
-    ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. ``name`` is the one
-    that was asked for, where the folder has another. Raises RunFolderError
-    if the folder exists and neither was said, if a run is going on in it, or if it cannot be written.
+    ``force`` replaces an older run, at the last moment; ``resume`` keeps it. ``name`` is the one that was asked for,
+    where the folder has another. Raises RunFolderError if the folder may not be used or cannot be written.
     """
     check_folder(path, force=force, resume=resume)
     try:
         if resume and path.is_dir():
-            return _reopen(path, config_yaml, plan_json)
-        texts = {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: name}
-        return _make(path, texts, force=force)
+            lock = _lock(path, path)
+            for part in _PARTS:
+                (path / part).mkdir(exist_ok=True)
+            change_config(path, config_yaml, plan_json)
+            return RunFolder(path, lock, is_new=False)
+        return _make(path, {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: name}, force=force)
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
 
@@ -132,7 +131,6 @@ def name_of(path: Path) -> str:
 
 
 def is_in_use(path: Path) -> bool:
-    """Says whether a launcher holds a run's folder now."""
     try:
         lock = os.open(path / ".lock", os.O_RDWR)
     except OSError:
@@ -143,20 +141,16 @@ def is_in_use(path: Path) -> bool:
         os.close(lock)
 
 
-def config_of(path: Path) -> Path:
+def config_of(path: Path, name: str = _CONFIG) -> Path:
     """Returns the config that an attempt is to read."""
-    pending = _pending(path, _CONFIG)
-    return pending if pending.is_file() else path / _CONFIG
+    pending = _pending(path, name)
+    return pending if pending.is_file() else path / name
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Returns the plan that an attempt is to carry out; None where there is none that can be read.
-
-    Where hosts come and go, ranks make their plan themselves.
-    """
-    pending = _pending(path, _PLAN)
+    """Returns the plan that an attempt is to carry out; None: ranks make it, as where hosts come and go."""
     try:
-        return Plan.from_json(parse_json_object(read_regular(pending if pending.is_file() else path / _PLAN)))
+        return Plan.from_json(parse_json_object(read_regular(config_of(path, _PLAN))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -178,14 +172,6 @@ def adopt_config(path: Path) -> None:
 
 def _pending(path: Path, name: str) -> Path:
     return path / f".{name}"
-
-
-def _reopen(path: Path, config_yaml: str, plan_json: str) -> RunFolder:
-    lock = _lock(path, path)
-    for part in _PARTS:
-        (path / part).mkdir(exist_ok=True)
-    change_config(path, config_yaml, plan_json)
-    return RunFolder(path, lock, is_new=False)
 
 
 def _make(path: Path, texts: Mapping[str, str], *, force: bool) -> RunFolder:

@@ -1,4 +1,4 @@
-"""Where a run lives, and from which checkpoint it starts: looked at before anything else is done.
+"""How a run is asked for, where it lives and from which checkpoint it starts, and what came of it.
 
 A name that is taken gets a number: ``runs/digits``, ``runs/digits-2``, ``runs/digits-3``. Each of these keeps the name
 that was asked for in ``.name`` (``folder.py``): a run that somebody called digits-2 is not taken for one of them.
@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.chaos.faults import VARIABLE
-from paceline.errors import CheckpointError, RunFolderError, UsageError
-from paceline.run.console import say
+from paceline.errors import CheckpointError, LaunchError, RunFolderError, UsageError
+from paceline.notebook import Shown, curve
+from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
+from paceline.records.report import RunSummary, summarize
 from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of
+from paceline.run.logs import say
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.config import Config
+    from paceline.run.whereami import Surroundings
+    from paceline.search.automatic import Choice
 
 _SCHEDULERS = (
     *("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"),
@@ -32,8 +37,56 @@ _SCHEDULERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a run is started.
+
+    ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
+    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet`` hides progress;
+    ``is_verbose`` shows the lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to
+    need more memory than there is.
+    """
+
+    force: bool = False
+    resume: str | None = None
+    is_quiet: bool = False
+    is_verbose: bool = False
+    checks_memory: bool = True
+    hosts: Surroundings | None = None
+
+    def __post_init__(self) -> None:
+        if self.resume in ("last", "latest") and not Path(self.resume).exists():
+            object.__setattr__(self, "resume", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunResult(Shown):
+    """A finished run. ``choice``: how an open strategy was chosen; ``has_trained``: after its checkpoint."""
+
+    folder: Path
+    config: Config
+    summary: RunSummary
+    last_step: int
+    choice: Choice | None = None
+    has_trained: bool = True
+
+    @property
+    def final_loss(self) -> float | None:
+        return self.summary.final_loss
+
+    def facts(self) -> dict[str, object]:
+        return {**self.summary.facts(), "folder": self.folder}
+
+    def charts(self) -> list[str]:
+        try:
+            records = list(read_records(self.folder / "records" / "rank-0.jsonl"))
+        except (OSError, ValueError):  # the folder was removed since, or somebody changed it
+            return []
+        return [curve("training loss", [each.loss for each in records if isinstance(each, StepRecord)])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own.
+    """Where a run lives and starts from. ``is_continued``: from a checkpoint of its own.
 
     ``takes_number``: a folder that is taken meanwhile is left for the next number.
     """
@@ -54,7 +107,6 @@ class RunLocation:
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder of a config's first run."""
     return Path(config.monitor.folder) / config.name
 
 
@@ -108,7 +160,6 @@ def locate_run(
 def _ended_before_training(folder: Path) -> bool:
     """Says whether there is a run that has neither saved nor trained a step: it left with code 75, or was killed."""
     from paceline.checkpoint.find import places_of
-    from paceline.records.records import StepRecord, read_records
 
     if not (folder / "config.yaml").is_file() or any(next(each.glob("step-*"), None) for each in places_of(folder)):
         return False
@@ -121,10 +172,7 @@ def _ended_before_training(folder: Path) -> bool:
 def claim_run(
     location: RunLocation, config: Config, plan_json: str = "", *, force: bool = False
 ) -> tuple[RunFolder, RunLocation]:
-    """Claims the folder of a run, which another run may have taken since it was located: then the next number's.
-
-    Raises RunFolderError as ``claim_folder`` does.
-    """
+    """Claims the folder of a run, or the next number's where it was taken since. Raises RunFolderError."""
     from paceline.config import dump_yaml
 
     while True:
@@ -141,10 +189,9 @@ def claim_run(
 
 
 def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
-    """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run, and of its line ``own``.
+    """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run's line ``own``; ``best``.
 
-    ``best``: the best one of the run by its metric. ``tell`` hears of newer ones that are not whole. Raises
-    CheckpointError where there is none.
+    ``tell`` hears of newer ones that are not whole. Raises CheckpointError where there is none.
     """
     from paceline.checkpoint import find_best, find_checkpoint
 
@@ -191,10 +238,7 @@ def _free_folder(config: Config) -> Path:
 
 
 def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
-    """Returns the run of this name that ``resume`` continues, or a new one that starts from another's checkpoint.
-
-    Raises CheckpointError where no run of this name has one.
-    """
+    """Returns the run that ``resume`` continues, or a new one from another's checkpoint. Raises CheckpointError."""
     from paceline.checkpoint.storage import absolute_path
 
     first = run_folder(config)
@@ -235,3 +279,22 @@ def _check_checkpoint_folder(where: str | None) -> None:
     error = find_write_error(Path(where))
     if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # room may come: recovery.on_full_disk
         raise cannot_write(Path(where), error, name="checkpoint.folder")
+
+
+def read_result(folder: Path, config: Config, choice: Choice | None = None) -> RunResult:
+    """Reads what a run did from its records. Raises LaunchError if it is not finished."""
+    summary = summarize(folder)
+    if summary.status != "done":
+        raise LaunchError(
+            f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}\n"
+            f"  their logs are in {folder / 'logs'}"
+        )
+    has_trained, last_step = False, 0
+    for record in read_records(folder / "records" / "rank-0.jsonl"):
+        if isinstance(record, RunRecord | StepRecord):
+            has_trained = isinstance(record, StepRecord)  # in the last attempt
+        elif isinstance(record, EndRecord):
+            last_step = record.step
+    return RunResult(
+        folder=folder, config=config, summary=summary, last_step=last_step, choice=choice, has_trained=has_trained
+    )

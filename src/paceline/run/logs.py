@@ -1,4 +1,4 @@
-"""The logs of a run, for people: ``logs/rank-<r>.log`` of each rank and ``logs/run.log`` of the run.
+"""What a run tells people: ``logs/rank-<r>.log`` of each rank, ``logs/run.log`` of the run, and lines on the terminal.
 
     2026-11-17 09:30:01.250 rank 0 INFO paceline: step 10, loss 1.93
 
@@ -25,8 +25,6 @@ _LOOK_S = 0.2
 
 
 class _Lines(logging.Formatter):
-    """Writes time, who, level, logger and message."""
-
     def __init__(self, who: str) -> None:
         super().__init__("%(asctime)s %(who)s %(levelname)s %(name)s: %(message)s")
         self.default_msec_format = "%s.%03d"
@@ -43,15 +41,16 @@ class _Lines(logging.Formatter):
 class _Appended(logging.FileHandler):
     """Appends lines to a file that others append to as well; what a full disk does not take is lost."""
 
+    def __init__(self, path: Path, who: str) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(_Lines(who))
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         del record
 
 
 def log(level: int, text: str) -> None:
-    """Writes a line into the log of this process: that of the run in a launcher, that of the rank in a rank.
-
-    The run's log gets it also while the loggers of torch's agent are silenced, as these are by ``logging.disable``.
-    """
+    """Writes a line into the log of this process, also while ``logging.disable`` silences torch's agent."""
     record = _LOGGER.makeRecord(_LOGGER.name, level, __file__, 0, text, (), None)
     for handler in _LOGGER.handlers:
         if level >= handler.level:
@@ -73,11 +72,10 @@ def run_log(folder: Path, *, who: str = "launcher", is_shown: bool = False) -> I
     path = folder / "logs" / "run.log"
     with contextlib.ExitStack() as stack:
         try:
-            handler = _Appended(path, encoding="utf-8")
+            handler = _Appended(path, who)
         except OSError:  # a run goes on without
             yield
             return
-        handler.setFormatter(_Lines(who))
         _LOGGER.addHandler(handler)
         stack.callback(handler.close)
         stack.callback(_LOGGER.removeHandler, handler)
@@ -129,11 +127,9 @@ def rank_logs(folder: Path, rank: int, level: str, *, owns_output: bool) -> Iter
 
 def _open(path: Path, who: str) -> logging.Handler:
     try:
-        handler: logging.Handler = _Appended(path, encoding="utf-8")
+        return _Appended(path, who)
     except OSError:
         return logging.NullHandler()
-    handler.setFormatter(_Lines(who))
-    return handler
 
 
 def _uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
@@ -146,7 +142,7 @@ def _showing(path: Path) -> Iterator[None]:
     """Shows what is appended to a log on the terminal, whole lines at a time."""
     offset = path.stat().st_size
 
-    def show(_: object = None) -> bool:
+    def show() -> bool:
         nonlocal offset
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(offset)
@@ -162,3 +158,16 @@ def _showing(path: Path) -> Iterator[None]:
             yield
     finally:
         show()
+
+
+def say(text: str) -> None:
+    """Tells the user something that is not a result: on standard error, and in the log of the run if there is one."""
+    echo(f"paceline: {text}", err=True)
+    log(logging.INFO, text)
+
+
+def tell(level: int, text: str) -> None:
+    """Writes a line into the log of the run; warnings are told on standard error too."""
+    log(level, text)
+    if level >= logging.WARNING:
+        echo(f"paceline: {text}", err=True)

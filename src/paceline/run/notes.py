@@ -4,31 +4,42 @@
     logs/rank-<r>.step         first step of the attempt, last step trained; little-endian, 8 bytes each
     logs/rank-<r>.error.json   how the rank failed
     logs/preempted             the ranks have saved and left because a signal asked them to
+    verdict.json, verdict.txt  why ranks did not go on; also in the log of every rank
 
 Steps are written into a file that is mapped into memory: it costs less than a microsecond, and what was written is
-there also after SIGKILL, where records that a rank had not flushed are lost. What the notes mean is judged by
-``health/diagnosis.py``.
+there also after SIGKILL, where records that a rank had not flushed are lost. ``health/diagnosis.py`` judges the notes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import math
 import mmap
 import os
+import shutil
+import signal
 import socket
 import struct
 import sys
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.health.diagnosis import TrainedSteps
-from paceline.health.failure import Failure
+from paceline.comm.ledger.file import LedgerReader, ledger_path
+from paceline.errors import LaunchError, PacelineError, UsageError
+from paceline.health.diagnosis import Diagnosis, Stop, TrainedSteps, diagnose
+from paceline.health.exit_codes import PREEMPTED
+from paceline.health.failure import Failure, failure_of_verdict, locate_death
+from paceline.health.verdict import HangLimits, HangVerdict, judge
+from paceline.run.logs import append_line
 from paceline.untrusted import parse_json_object, read_regular
 
 _STEPS = struct.Struct("<qq")
-
-
 FAILURES, VERDICTS = "logs/rank-*.error.json", "verdict.*"
+_SMALL_BYTES = 2**16
 
 
 def forget_attempt(folder: Path, first: int = 0, end: int | None = None) -> None:
@@ -41,12 +52,8 @@ def forget_attempt(folder: Path, first: int = 0, end: int | None = None) -> None
 
 
 def forget(folder: Path, *patterns: str) -> None:
-    """Removes the notes of some kinds, such as ``FAILURES``."""
     for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         path.unlink(missing_ok=True)
-
-
-# Processes
 
 
 def note_process(folder: Path, rank: int, launcher: int | None = None) -> None:
@@ -67,14 +74,6 @@ def noted_processes(folder: Path, launcher: int | None = None) -> dict[int, int]
     return dict(sorted(found.items()))
 
 
-def forget_processes(folder: Path, launcher: int) -> None:
-    """Removes the notes of one launcher's ranks: the system uses process numbers again."""
-    forget(folder, *(f"logs/rank-{rank}.pid" for rank in noted_processes(folder, launcher)))
-
-
-# Steps
-
-
 class StepNote:
     """A rank's note of its own progress."""
 
@@ -92,45 +91,33 @@ class StepNote:
 
 
 def read_progress(folder: Path) -> dict[int, TrainedSteps]:
-    """Returns the progress of each rank that noted any, by rank."""
     found = {}
     for path in sorted((folder / "logs").glob("rank-*.step")):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # a new attempt has begun, and has removed the notes of the last
             content = path.read_bytes()
-        except FileNotFoundError:  # a new attempt has begun, and has removed the notes of the last one
-            continue
-        if len(content) == _STEPS.size:
-            first, last = _STEPS.unpack(content)
-            found[_rank_of(path)] = TrainedSteps(first_step=first, last_step=last)
+            if len(content) == _STEPS.size:
+                first, last = _STEPS.unpack(content)
+                found[_rank_of(path)] = TrainedSteps(first_step=first, last_step=last)
     return found
 
 
 def has_trained(folder: Path, *, since: float) -> bool:
     """Says whether any rank that began after the time ``since`` has trained a step."""
-    notes = [
-        folder / "logs" / f"rank-{rank}.step"
+    return any(
+        each.last_step > each.first_step and (folder / "logs" / f"rank-{rank}.step").stat().st_mtime >= since
         for rank, each in read_progress(folder).items()
-        if each.last_step > each.first_step
-    ]
-    return any(note.stat().st_mtime >= since for note in notes)
-
-
-# Failures
+    )
 
 
 def write_failure(folder: Path, failure: Failure) -> None:
     """Leaves a rank's failure where the launcher finds it, whole or not at all."""
     path = folder / "logs" / f"rank-{failure.rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(asdict(failure), indent=2) + "\n")
+    _replace_file(path, json.dumps(asdict(failure), indent=2) + "\n")
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    paths = sorted(folder.glob(FAILURES))
-    return [Failure(**parse_json_object(read_regular(path))) for path in paths]
-
-
-# Preemption
+    return [Failure(**parse_json_object(read_regular(path))) for path in sorted(folder.glob(FAILURES))]
 
 
 def note_preemption(folder: Path) -> None:
@@ -144,7 +131,7 @@ def was_preempted(folder: Path, *, since: float) -> bool:
     return note.is_file() and note.stat().st_mtime >= since
 
 
-def replace_file(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
     try:
@@ -157,3 +144,103 @@ def replace_file(path: Path, text: str) -> None:
 
 def _rank_of(path: Path) -> int:
     return int(path.name.partition(".")[0].removeprefix("rank-"))
+
+
+# Verdicts.
+
+
+def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) -> None:
+    """Makes a verdict the failure of ranks, and kills them; stopped first, none fails in its own words."""
+    groups = set(processes.values()) - {os.getpid(), os.getpgrp()}
+    _signal(groups, signal.SIGSTOP)
+    _fail(folder, verdict, processes)
+    _signal(groups, signal.SIGKILL)
+
+
+def tell_verdict(folder: Path, verdict: HangVerdict, ranks: Iterable[int]) -> None:
+    """Writes a verdict into the run's folder, its log, and the log of every rank; a disk that is full is left alone."""
+    told = {**verdict.to_json(), "time": time.time(), "host": socket.gethostname()}
+    with contextlib.suppress(OSError):
+        _replace_file(folder / "verdict.txt", verdict.to_text())
+        _replace_file(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
+    for name in ("run", *(f"rank-{rank}" for rank in ranks)):
+        append_line(folder / "logs" / f"{name}.log", "watch", logging.ERROR, verdict.to_text().rstrip())
+
+
+def note_mismatch(folder: Path, ranks: Iterable[int]) -> None:
+    """Compares the ledgers of ranks that failed: if they had called different operations, that is the cause."""
+    if any(failure.kind == "hang" for failure in read_failures(folder)):
+        return  # it is told already
+    readers = [LedgerReader.open(ledger_path(folder, rank)) for rank in ranks]
+    now = time.monotonic()
+    views = [reader.view(changed_s=now) for reader in readers if reader is not None]
+    verdict = judge(views, now, HangLimits(step_s=math.inf, setup_s=math.inf))  # however long they stood
+    if verdict is not None:
+        found = [view.rank for view in views]
+        tell_verdict(folder, verdict, found)
+        _fail(folder, verdict, found)
+
+
+def _fail(folder: Path, verdict: HangVerdict, ranks: Iterable[int]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # the ranks must be ended all the same
+            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
+
+
+def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
+    """Adds to the failures of ranks that were killed or left without a word where they were, as their ledgers say."""
+    found = []
+    for failure in failures:
+        reader = LedgerReader.open(ledger_path(folder, failure.rank)) if failure.cause in ("killed", "died") else None
+        if reader is not None:
+            failure, verdict = locate_death(failure, reader.view(last=1))
+            tell_verdict(folder, verdict, ())
+        found.append(failure)
+    return found
+
+
+def _signal(leaders: Iterable[int], number: int) -> None:
+    for pid in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, number)
+
+
+# The errors with which a run ends, each with the exit code of the command.
+
+
+class RunFailedError(LaunchError):
+    """A run that ended because a rank failed. ``end`` says why it is not started again, where that was decided."""
+
+    def __init__(self, diagnosis: Diagnosis, end: Stop | None = None) -> None:
+        reason = "" if end is None or not end.reason else f"\n  {end.reason}"
+        self.diagnosis = diagnosis
+        self.code = diagnosis.code if end is None else end.exit_code(diagnosis.code)
+        super().__init__(f"{diagnosis.message}{reason}")
+
+
+class RunPreemptedError(LaunchError):
+    """A run that was asked to make room, and has saved its state, or had trained no step that could be lost."""
+
+    code = PREEMPTED
+
+    def __init__(self, *, is_saved: bool = True) -> None:
+        super().__init__(f"preempted: {'the state is saved' if is_saved else 'no step was trained yet'}")
+
+
+class RunStoppedError(LaunchError):
+    """A run that a signal ended, such as Ctrl-C's SIGINT."""
+
+    def __init__(self, number: int) -> None:
+        self.code = 128 + number
+        name = signal.Signals(number).name
+        super().__init__(f"ended by {name}{' (Ctrl-C)' if name == 'SIGINT' else ''}; no rank is left")
+
+
+def explain_failures(failures: list[Failure], folder: Path) -> PacelineError:
+    """Makes the one error that the user sees: UsageError for what was refused, RunFailedError for what went wrong."""
+    if not failures:
+        return LaunchError(f"the ranks ended without a result or an error\n  their logs are in {folder / 'logs'}")
+    is_silent = any(failure.cause == "died" for failure in failures)
+    is_full = is_silent and shutil.disk_usage(folder).free < _SMALL_BYTES
+    diagnosis = diagnose(failures, folder, is_disk_full=is_full)
+    return UsageError(diagnosis.message) if diagnosis.cause.is_refusal else RunFailedError(diagnosis)

@@ -1,4 +1,11 @@
-"""What goes on beside the ranks of a run in the process that started them: its log, progress, samples and trackers."""
+"""What goes on beside the ranks of a run in the process that started them: its log, progress, samples and trackers.
+
+Trackers follow the records, in one thread each, so that none can stop or slow a rank. The files are the queue: a
+tracker that is slow reads them later, and one that fails leaves them as they are. At the end of a run trackers get ten
+seconds to catch up. They take the records of rank 0 and of hosts; of steps the first and the last, 200 evenly spaced
+ones, and those of ``monitor.log_every``, two a second at most. TensorBoard has all ranks: rank 0 in ``tensorboard/``,
+each other rank and host in a folder of its own below.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +16,46 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.config import Config
+from paceline.errors import PacelineError
 from paceline.records.host import HostSampler, open_gpus
-from paceline.records.records import EndRecord, EventRecord, RunRecord, follow_records
-from paceline.records.sinks import JsonlSink
-from paceline.run.console import tell
-from paceline.run.logs import log, run_log
+from paceline.records.records import (
+    EndRecord,
+    EventRecord,
+    HostRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    complete_lines,
+    follow_records,
+    parse_line,
+)
+from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink, scalars
+from paceline.records.trackers import TrackedRun, open_tracker
+from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
-from paceline.run.result import RunOptions
 from paceline.run.signals import polling, start_thread
 
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 _PATIENCE_S = 2.0
+_LOOK_S = 0.5
+_POINTS = 200  # of a run, however short it is
+_END_S = 10.0
+_MOST_FAILURES = 3  # in a row
+_STEP = re.compile(rb'\{"type":"step","schema":\d+,"step":(\d+),.*?"time":([\d.e+]+)')
 
 
 @contextlib.contextmanager
-def observing(folder: Path, config: Config, options: RunOptions) -> Iterator[None]:
+def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbose: bool = False) -> Iterator[None]:
     """Observes a run that this process started: writes its log, shows progress, samples the host, feeds trackers."""
-    from paceline.run.tracking import tracking
-
-    is_shown = config.monitor.console and not options.is_quiet
-    shows_log = is_shown and options.is_verbose
+    is_shown = config.monitor.console and not is_quiet
+    shows_log = is_shown and is_verbose
     with (
         run_log(folder, is_shown=shows_log),
-        live_progress(folder, is_shown=is_shown and not options.is_verbose),  # its lines are in the log
+        live_progress(folder, is_shown=is_shown and not is_verbose),  # its lines are in the log
         tracking(folder, config, log if shows_log else tell),
         observing_host(folder, config),
     ):
@@ -46,7 +63,6 @@ def observing(folder: Path, config: Config, options: RunOptions) -> Iterator[Non
 
 
 def observing_host(folder: Path, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Samples this host while the ranks that this process started train."""
     return sampling(folder, config.monitor.sample_s, lambda: noted_processes(folder, os.getpid()), log)
 
 
@@ -89,9 +105,8 @@ def sampling(
 ) -> Iterator[None]:
     """Samples this host into ``records/host-NAME.jsonl`` while the block runs, and once more at its end; None: never.
 
-    One sampler a host, in a thread of the launcher, or under another launcher of the host's first rank. ``processes``
-    returns the processes of the ranks here. ``tell`` gets a level and a text for the log. A sampler that fails is told
-    and ends, and the run goes on.
+    ``processes`` returns the processes of the ranks here. ``tell`` gets a level and a text for the log. A sampler that
+    fails is told and ends, and the run goes on.
     """
     if every_s is None:
         yield
@@ -104,7 +119,7 @@ def sampling(
     sampler, stack = HostSampler(processes, gpus), contextlib.ExitStack()
     sinks: list[JsonlSink] = []  # opened with the first sample: a run that is refused leaves nothing
 
-    def look(_: threading.Event | None = None) -> bool:
+    def look() -> bool:
         try:
             if not sinks:
                 sinks.append(stack.enter_context(contextlib.closing(JsonlSink(path, waits_for_space=True))))
@@ -120,3 +135,173 @@ def sampling(
         with polling(look, every_s=every_s, name="host", patience_s=_PATIENCE_S):
             yield
         look()
+
+
+class TensorBoard:
+    """Curves of all ranks and hosts, each in a folder that TensorBoard shows as a run of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._step = folder, 0
+        self._sinks: dict[str, TensorBoardSink] = {}
+        self.take("rank-0", ())  # fails here where the library is missing
+
+    def take(self, source: str, records: Sequence[Record]) -> None:
+        sink = self._sinks.get(source)
+        if sink is None:
+            folder = self._folder if source == "rank-0" else self._folder / source
+            sink = self._sinks[source] = TensorBoardSink(folder)
+        if source == "rank-0":
+            self._step = max((each.step for each in records if isinstance(each, StepRecord)), default=self._step)
+        sink.write(*(self._with_step(each) if isinstance(each, HostRecord) else each for each in records))
+
+    def close(self) -> None:
+        for sink in self._sinks.values():
+            sink.close()
+
+    def _with_step(self, record: HostRecord) -> EventRecord:
+        """Returns a host's values as those of the step that rank 0 has come to."""
+        prefix = f"host/{record.host}/"  # the folder has the name
+        detail = {f"host/{name.removeprefix(prefix)}": value for name, value in dict(scalars(record)).items()}
+        return EventRecord(name="scalars", step=self._step, detail=detail, time=record.time)
+
+
+class _Source:
+    """A file of records that is read as it grows; of steps, those that are due."""
+
+    def __init__(self, path: Path, *, every: int, offset: int) -> None:
+        self.path, self._offset = path, offset
+        self._choice = StepChoice(every, points=_POINTS)
+        self._skipped = b""  # the newest step, if it was not due
+
+    def read(self, *, is_last: bool) -> list[Record]:
+        """Returns the records that have come since the last call; a line that is none is left out."""
+        found: list[Record] = []
+        for line, end in complete_lines(self.path, self._offset):
+            self._offset = end
+            with contextlib.suppress(ValueError):
+                found += self._take(line)
+        return found + (self._newest_step() if is_last else [])
+
+    def _take(self, line: bytes) -> list[Record]:
+        """Looks at step and time alone of a step: a small model makes thousands of them a second."""
+        step = _STEP.match(line)
+        if step is not None and not self._choice.is_due(int(step[1]), float(step[2])):
+            self._skipped = line
+            return []
+        record = parse_line(line)
+        before = self._newest_step() if isinstance(record, EndRecord) else []
+        if isinstance(record, StepRecord | RunRecord):
+            self._skipped = b""
+        if isinstance(record, RunRecord):
+            self._choice.begin(record.total_steps)
+        return [*before, record]
+
+    def _newest_step(self) -> list[Record]:
+        line, self._skipped = self._skipped, b""
+        return [parse_line(line)] if line else []
+
+    def unread_bytes(self) -> int:
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_size - self._offset
+        return 0
+
+
+class _Follower:
+    """Feeds one tracker, in a thread, from the files that are in the folder and those that come."""
+
+    def __init__(self, name: str, run: TrackedRun, every: int, known: dict[Path, int]) -> None:
+        self.name, self._run, self._every, self._known = name, run, every, known
+        self.sources: dict[Path, _Source] = {}
+        self.is_over = threading.Event()  # after one more look
+        self.thread = threading.Thread(target=self._follow, name=f"tracker-{name}", daemon=True)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        tracker: TensorBoard | Sink | None = None
+        failures = num_lost = 0
+        while failures < _MOST_FAILURES:
+            is_last = self.is_over.wait(_LOOK_S)
+            self._find()
+            for path, source in self.sources.items():
+                records: list[Record] = []
+                if tracker is None and path.stem != "rank-0":
+                    continue
+                try:
+                    records = source.read(is_last=is_last)
+                    if not records:
+                        continue
+                    tracker = tracker or self._open()  # a run that is refused has no record, and nobody tracks it
+                    if tracker is None:
+                        return
+                    if isinstance(tracker, TensorBoard):
+                        tracker.take(path.stem, records)
+                    else:
+                        tracker.write(*records)
+                    failures = 0
+                except Exception as error:
+                    failures += 1
+                    num_lost += len(records)
+                    if failures == 1:
+                        self._warn(f"fails: {_first_line(error)}")
+            if is_last:
+                break
+        if tracker is not None:
+            try:
+                tracker.close()
+            except Exception as error:
+                self._warn(f"fails at its end: {_first_line(error)}")
+        if failures >= _MOST_FAILURES:
+            self._warn(f"failed {failures} times in a row: it tracks this run no more")
+        if num_lost:
+            self._warn(f"did not get {num_lost} records; they are in the run's folder")
+
+    def _open(self) -> TensorBoard | Sink | None:
+        """Opens the tracker; where that fails, tells so and returns None: the run goes on without."""
+        try:
+            if self.name == "tensorboard":
+                return TensorBoard(self._run.folder / "tensorboard")
+            return open_tracker(self.name, self._run)
+        except Exception as error:  # a library, a login, a network
+            self._warn(f"does not track this run: {_first_line(error)}")
+            return None
+
+    def _warn(self, text: str) -> None:
+        self._run.tell(logging.WARNING, f"{self.name} {text}")
+
+    def _find(self) -> None:
+        paths = sorted((self._run.folder / "records").glob("*.jsonl"), key=lambda path: path.stem != "rank-0")
+        for path in paths:
+            is_wanted = self.name == "tensorboard" or path.stem == "rank-0" or path.stem.startswith("host-")
+            if is_wanted and path not in self.sources:
+                self.sources[path] = _Source(path, every=self._every, offset=self._known.get(path, 0))
+
+
+@contextlib.contextmanager
+def tracking(folder: Path, config: Config, tell: Callable[[int, str], None]) -> Iterator[None]:
+    """Feeds the trackers of a config while the block runs with what is recorded in it, and a while longer."""
+    names = dict.fromkeys((*(["tensorboard"] if config.monitor.tensorboard else []), *config.monitor.trackers))
+    if not names:
+        yield
+        return
+    run = TrackedRun(folder=folder.absolute(), config=config.model_dump(mode="json"), tell=tell)
+    known = {path: path.stat().st_size for path in (run.folder / "records").glob("*.jsonl")}  # tracked already
+    followers = [_Follower(name, run, config.monitor.log_every, known) for name in names]
+    try:
+        yield
+    finally:
+        for follower in followers:
+            follower.is_over.set()
+        deadline = time.monotonic() + _END_S
+        for follower in followers:
+            follower.thread.join(timeout=max(0.0, deadline - time.monotonic()))
+            if follower.thread.is_alive():
+                left = sum(source.unread_bytes() for source in list(follower.sources.values()))
+                why = f"did not end within {_END_S:.0f} s: {left:,} bytes of records were not sent"
+                tell(logging.WARNING, f"{follower.name} {why}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    if isinstance(error, PacelineError) and text:  # its words are for people
+        return text[0]
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

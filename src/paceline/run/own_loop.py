@@ -4,9 +4,8 @@
     comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)             # another limit, another folder
 
 Nobody times the phases of such a loop, so that the ledger is told by what every loop calls: the engine when its module
-runs, and torch's optimizers before and after an update. Nothing is written that stays, and nothing is printed, unless
-there is a verdict: that is in ``runs/<script>/verdict.txt``. Ledgers lie in a folder of this user below the system's
-folder for temporary files, and go with the rank.
+runs, and torch's optimizers before and after an update. Nothing stays or is printed, unless there is a verdict, in
+``runs/<script>/verdict.txt``. Ledgers lie in a temporary folder of this user, and go with the rank.
 """
 
 from __future__ import annotations
@@ -23,41 +22,29 @@ from collections import deque
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import errors
 from paceline.comm import torch_dist
-from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
-from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.ledger.ledger import Ledger, UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.errors import (
-    CollectiveMismatchError,
-    CommunicationError,
-    ConfigError,
-    LateRankError,
-    LostRankError,
-    UsageError,
-)
+from paceline.comm.traced import LedgerCommunicator
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangLimits, HangVerdict, judge
-from paceline.run.left_ranks import LeftRanks
-from paceline.run.pair_hosts import PairedHosts
-from paceline.run.process_state import look_at_process
-from paceline.run.stacks import dump_stacks_into, stack_path
+from paceline.run.notes import VERDICTS, forget
+from paceline.run.other_hosts import LeftRanks, PairedHosts
+from paceline.run.seen_ranks import dump_stacks_into, look_at_process, stack_path
 from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
 from paceline.terminal import echo
-
-if TYPE_CHECKING:
-    from types import FrameType, TracebackType
-
-    from paceline.comm.base import Communicator
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
@@ -119,7 +106,7 @@ def setup_distributed(
     it. Raises UsageError for a rank that is not below ``world_size``, or not the one that a launcher has given.
     """
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise UsageError(
+        raise errors.UsageError(
             f"setup_distributed got rank = {rank!r} and world_size = {world_size!r}\n"
             "  ranks are numbered from 0 to world_size - 1\n  pass what spawn gives each process, and how many they are"
         )
@@ -127,7 +114,7 @@ def setup_distributed(
     given = {name: os.environ[name] for name in asked if os.environ.get(name, asked[name]) != asked[name]}
     if given:
         told = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UsageError(
+        raise errors.UsageError(
             f"setup_distributed got rank = {rank} and world_size = {world_size}, and a launcher has set {told}\n"
             "  one of them says which rank this is\n  under a launcher call paceline.connect()"
         )
@@ -143,10 +130,10 @@ def _join_launcher() -> None:
         return
     try:
         around = recognise(os.environ)
-    except ConfigError as error:
-        raise CommunicationError(str(error)) from error
+    except errors.ConfigError as error:
+        raise errors.CommunicationError(str(error)) from error
     if around.kind == "host" and (around.host_ranks or 1) > 1:
-        raise CommunicationError(
+        raise errors.CommunicationError(
             f"{around} has {around.host_ranks} ranks on each host, and this process is one\n"
             "  a loop of your own is one rank\n  start it by torchrun on each host, or one process for each rank"
         )
@@ -182,21 +169,18 @@ class WatchedCommunicator(LedgerCommunicator):
 def _keep_ledger(comm: Communicator, folder: Path) -> WatchedCommunicator:
     rank = comm.ranks[comm.rank]
     dump_stacks_into(stack_path(folder, os.getpid()))
-    return WatchedCommunicator(
-        comm, Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), is_own_loop=True)
-    )
+    ledger = Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), is_own_loop=True)
+    return WatchedCommunicator(comm, ledger)
 
 
 def _follow(
     comm: WatchedCommunicator, folder: Path, told: Path, policy: WatchPolicy, *, is_temporary: bool = False
 ) -> WatchedCommunicator:
-    """Starts to watch the ranks; all of them call it."""
     if comm.size == 1:
         return comm
     if comm.rank == 0:
-        for name in ("verdict.txt", "verdict.json"):
-            with contextlib.suppress(OSError):
-                (told / name).unlink()  # of an earlier run
+        with contextlib.suppress(OSError):
+            forget(told, VERDICTS)  # of an earlier run
     comm.loop = OwnLoop(comm.ledger, start_watch(comm, folder, policy, told=told), is_temporary=is_temporary)
     return comm
 
@@ -214,19 +198,14 @@ class OwnLoop:
                 channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=does_first_rank_hold_store()
             )
         self._is_open = True
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._begin_update),
-            register_optimizer_step_post_hook(self._end_update),
-        ]
+        before = register_optimizer_step_pre_hook(self._begin_update)
+        self._hooks = [before, register_optimizer_step_post_hook(self._end_update)]
         self._hook_before = sys.excepthook
         sys.excepthook = self._explain
         atexit.register(self._leave)
 
     def close(self) -> None:
-        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice.
-
-        Raises CollectiveMismatchError where it has ended in another step than a rank that ended before.
-        """
+        """Stops following; safe to call twice. Raises CollectiveMismatchError where ranks end in other steps."""
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
@@ -248,14 +227,13 @@ class OwnLoop:
         """Closes at the end of the process; what is raised there would not change its exit code."""
         try:
             self.close()
-        except CollectiveMismatchError:
+        except errors.CollectiveMismatchError:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
             os._exit(1)
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        del optimizer
+    def _begin_update(self, *_: Any) -> None:
         if self._ledger.is_own_loop:
             self._ledger.enter(OPTIMIZER)
 
@@ -275,15 +253,14 @@ class OwnLoop:
         """Tells and raises a verdict on ranks that are not in the same step, if there is one."""
         if verdict is not None:
             self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
-            raise CollectiveMismatchError(verdict.sentence)
+            raise errors.CollectiveMismatchError(verdict.sentence)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """Tells why ranks could not talk, before the error itself is shown."""
         if self._is_open and os.getpid() == self._pid:
             self._is_open = False
             self._ledger.fail()
             with contextlib.suppress(OSError):
-                verdict = self._judge(error) if isinstance(error, CommunicationError) else None
+                verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
                 if verdict is not None:
                     self._watch.tell(verdict)
                 self._clear()
@@ -292,10 +269,10 @@ class OwnLoop:
         else:
             self._hook_before(kind, error, traceback)
 
-    def _judge(self, error: CommunicationError) -> HangVerdict | None:
+    def _judge(self, error: errors.CommunicationError) -> HangVerdict | None:
         """Finds the cause of an error of communication in the ledgers of this host."""
         own = self._ledger.reader().rank
-        deadline = time.monotonic() + (_DIES_S if isinstance(error, LostRankError) else 0.0)
+        deadline = time.monotonic() + (_DIES_S if isinstance(error, errors.LostRankError) else 0.0)
         while True:
             now = time.monotonic()
             self._watch.observe(now)
@@ -309,8 +286,7 @@ class OwnLoop:
             time.sleep(_ASK_S)  # a process that is killed closes its connections before it is gone
         # A rank that failed or died has said why, or its launcher will.
         is_told = is_dead or any(each.state == "failed" for each in views)
-        has_waited = isinstance(error, LateRankError | LostRankError) and not is_told
-        if not has_waited:
+        if is_told or not isinstance(error, errors.LateRankError | errors.LostRankError):
             return None
         if self._watch.left is not None:
             return self._watch.left.explain(views, now)
@@ -330,11 +306,9 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares with the other ranks, at updates that all of them note, whether they are in the same step.
+    """Compares at updates, with ranks of this host by their ledgers, whether all are in the same step.
 
-    With those of this host nothing is sent: what the others have noted is in their ledgers, which this process can
-    read. What another rank has not come to yet is compared at a later update, or at the end of the loop. For other
-    hosts, see ``pair_hosts.py``.
+    What another rank has not come to yet is compared later. For other hosts, see ``other_hosts.py``.
     """
 
     def __init__(self, ledger: Ledger, watch: Watch) -> None:
@@ -342,16 +316,12 @@ class StepPairing:
         self._notes = UpdateNotes(seldom_s=_SELDOM_S)
         self._issued = 0  # operations before the last update
         self._pairs: dict[int, PairedRanks] = {}
-        self._compared: dict[int, int] = {}  # after how many collectives the last comparison was, by rank
         self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._history: UpdateHistory | None = None
         if watch.channel is not None and self._mine.rank == watch.hosts[watch.host][0]:
+            here, hosts, name_of = watch.host, watch.hosts, self._notes.name_of
             watch.paired = PairedHosts(
-                channel=watch.channel,
-                host=watch.host,
-                hosts=watch.hosts,
-                ledger=ledger.reader(),
-                name_of=self._notes.name_of,
+                channel=watch.channel, host=here, hosts=hosts, ledger=ledger.reader(), name_of=name_of
             )
             self._history = watch.paired.history
 
@@ -365,7 +335,7 @@ class StepPairing:
         found = None if self._notes.is_noted else self._compare(None)
         paired, left = self._watch.paired, self._watch.left
         if found is None and paired is not None and left is not None and not left.is_store_gone:
-            with contextlib.suppress(CommunicationError):
+            with contextlib.suppress(errors.CommunicationError):
                 found = paired.finish()
         return found
 
@@ -381,13 +351,11 @@ class StepPairing:
     def _compare_with(self, reader: LedgerReader) -> HangVerdict | None:
         """Compares all updates that both ranks have made since the last comparison."""
         pair = self._pairs.setdefault(reader.rank, PairedRanks())
-        since = self._compared.get(reader.rank, 0)
-        new = list(takewhile(lambda each: each.collectives > since, reversed(self._own)))
+        new = list(takewhile(lambda each: each.collectives > pair.compared, reversed(self._own)))
         for own in reversed(new):
             other = reader.update_at(own.collectives)
             if other is None:
                 continue
-            self._compared[reader.rank] = own.collectives
             found = pair.compare(own, other)
             if found is not None:
                 entries = self._mine.collective_before(own), reader.collective_before(other)
@@ -398,7 +366,7 @@ class StepPairing:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder that nobody else can enter; raises OSError where somebody else has made the one above it."""
+    """Makes a folder that nobody else can enter. Raises OSError where somebody else has made the one above it."""
     above = folder.parent
     above.mkdir(mode=0o700, exist_ok=True)
     about = above.lstat()

@@ -20,25 +20,15 @@ import torch
 
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
-from paceline.config import why_not_sharded
-from paceline.records.records import (
-    EndRecord,
-    EndStatus,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    parse_line,
-    to_line,
-)
+from paceline.comm.base import Communicator
+from paceline.config import Config, why_not_sharded
+from paceline.config.settings import variables_of
+from paceline.records.records import EndRecord, EndStatus, EventRecord, HostRecord, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
 from paceline.run.notes import read_progress
-from paceline.run.prediction import machine_entry
-from paceline.run.variables import variables_in_effect
+from paceline.run.processes import machine_entry
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
     from paceline.engines.precision import Precision
     from paceline.train.trainer import Trainer
 
@@ -51,38 +41,27 @@ def open_attempts(folder: Path, ranks: Iterable[int], *, since: float) -> list[i
 
 
 def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: str, *, since: float) -> None:
-    """Writes the end of each attempt that began after ``since`` and has none. One pass over the files of ``ranks``.
-
-    A disk that takes no more is left alone: the failure at hand matters more.
-    """
-    for rank in ranks:
-        attempt = _open_attempt(records_path(folder, rank), since)
-        if attempt is None:
-            continue
-        run, step = attempt
-        end = end_record(status, step, max(0.0, time.time() - run.time), message)
-        with contextlib.suppress(OSError), contextlib.closing(JsonlSink(records_path(folder, rank))) as sink:
-            sink.write(end)
+    """Ends the records of attempts that began after ``since`` and have no end; a full disk is left alone."""
+    for path in (records_path(folder, rank) for rank in ranks):
+        attempt = _open_attempt(path, since)
+        if attempt is not None:
+            run, step = attempt
+            end = end_record(status, step, max(0.0, time.time() - run.time), message)
+            with contextlib.suppress(OSError), contextlib.closing(JsonlSink(path)) as sink:
+                sink.write(end)
 
 
 def end_record(status: EndStatus, step: int, seconds: float, message: str = "") -> EndRecord:
-    """Returns the last record of an attempt that ends now, after so many seconds."""
     return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
 
 
 def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
-    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it could.
-
-    Steps of several hosts can be laid beside one another by it.
-    """
+    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it can."""
     return append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
 
 
 def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
-    """Adds an event to the records of a rank that is still writing them; says whether there were any.
-
-    One write at the end of the file, which is where the rank writes too: lines stay whole. A full disk is left alone.
-    """
+    """Adds an event to the records of a rank that still writes them, in one write; says whether there were any."""
     progress = read_progress(folder).get(rank)
     step = 0 if progress is None else progress.last_step
     event = EventRecord(name=name, step=step, detail=detail, time=time.time())
@@ -147,13 +126,6 @@ def compute_dtype(precision: Precision, device: torch.device) -> str:
     return "tf32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "fp32"
 
 
-def rate_against(trainer: Trainer, run: RunRecord) -> None:
-    """Lets the steps of a rank have FLOP/s and MFU: of its share, where the model is spread over ranks."""
-    layout = trainer.parts.plan.layout
-    share = None if run.flops_per_sample is None else run.flops_per_sample / (layout.pipeline * layout.tensor)
-    trainer.parts.meter.rate_against(share, run.peak_flops)
-
-
 def name_strategy(config: Config, ranks: int) -> str:
     """Names the strategy that runs, and the mesh where the model is spread: ``pipeline 2 x tensor 2 x zero1``."""
     parallel = config.parallel
@@ -164,29 +136,38 @@ def name_strategy(config: Config, ranks: int) -> str:
     return " x ".join([*degrees, parallel.strategy]) if has_data or not degrees else " x ".join(degrees)
 
 
-def write_settings(config: Config, trainer: Trainer) -> None:
-    """Writes which variables this rank's NCCL or Gloo obeys, where somebody asked for any."""
-    uses_nccl = trainer.parts.engine.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
+def write_start(config: Config, comm: Communicator, trainer: Trainer) -> None:
+    """Writes who this rank is, which variables its NCCL or Gloo obeys, if any, and why ranks do not share memory.
+
+    From then on its steps have FLOP/s and MFU: of its share, where the model is spread over ranks.
+    """
+    parts, first = trainer.parts, run_record(config, comm, trainer)
+    layout, flops = parts.plan.layout, first.flops_per_sample
+    parts.meter.rate_against(None if flops is None else flops / (layout.pipeline * layout.tensor), first.peak_flops)
+    if trainer.sink is not None:
+        trainer.sink.write(first)
+    uses_nccl = parts.engine.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
     settings = variables_in_effect(config, uses_nccl=uses_nccl)
     if settings:
         trainer.note("settings", settings)
+    world: Any = parts.engine.world
+    while hasattr(world, "inner"):
+        world = world.inner
+    if why := getattr(world, "why_gloo", ""):
+        trainer.note("fallback", {"backend": world.backend, "instead_of": "shared_memory", "reason": why})
 
 
-def write_fallback(trainer: Trainer) -> None:
-    """Writes why ranks of one host talk through Gloo, where shared memory would be faster."""
-    comm: Any = trainer.parts.engine.world
-    while hasattr(comm, "inner"):
-        comm = comm.inner
-    why = getattr(comm, "why_gloo", "")
-    if why:
-        trainer.note("fallback", {"backend": comm.backend, "instead_of": "shared_memory", "reason": why})
+def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
+    asked = variables_of(config.comm, uses_nccl=uses_nccl)
+    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
+    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}
 
 
 def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     """Writes every operation of this rank, one JSON object a line, if the config asks for it."""
     if not config.monitor.trace:
         return
-
     comm = trainer.parts.engine.world
     assert comm.trace is not None
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
@@ -211,7 +192,7 @@ def _open_attempt(path: Path, since: float) -> tuple[RunRecord, int] | None:
                     kept.clear()
                 if line.endswith(b"\n"):
                     kept[line[: line.index(b",")]] = line  # the last of each type
-    found: list[Record] = [parse_line(line) for line in kept.values()]
+    found = [parse_line(line) for line in kept.values()]
     run = next((record for record in found if isinstance(record, RunRecord)), None)
     if run is None or run.time < since or any(isinstance(record, EndRecord) for record in found):
         return None

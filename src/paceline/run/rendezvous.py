@@ -6,40 +6,38 @@ rendezvous listens at all addresses, asks nobody who he is, and unpickles what i
 
 A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
 over. How it ended is told here, and the first account counts for all (``settle``).
+
+Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
+differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 from paceline.comm.control.server import ControlServer, Hosts, private_server
-from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
-from paceline.comm.side_channel import SideChannel
+from paceline.config import Config
 from paceline.errors import CommunicationError, UsageError
-from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
-from paceline.run.console import say
-from paceline.run.nodes import LAST_CALL_S, Nodes
+from paceline.run.logs import say
 from paceline.run.signals import start_thread
+from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
+from paceline.untrusted import parse_json_object, read_regular
 
 BACKEND = "paceline"
 CHANGED = "hosts"  # in the place of an account: some came or went
@@ -51,15 +49,17 @@ _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
 # The address is another host's, or another launcher on this one has it already.
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+_MARK = ".hosts"  # in a folder that all hosts see: what the first one wrote there
+_FIRST, _MARKED, _REFUSED = "agreement/first", "agreement/marked", "agreement/refused"
+_SEEN_S = 10.0  # until a file that another host has written is seen through a network's file system
+_TOLD = 4  # keys of the config that differ
 
 
 @contextlib.contextmanager
-def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None) -> Iterator[Rendezvous]:
-    """Has the launchers meet, in ``folder`` where there is but one.
-
-    Raises RendezvousConnectionError where the server cannot be reached, UsageError where this host's ``facts`` are not
-    those of the first one.
-    """
+def rendezvous(
+    folder: Path, run_id: str, nodes: Surroundings | None, facts: HostFacts | None = None
+) -> Iterator[Rendezvous]:
+    """Has the launchers meet, in ``folder`` where there is but one. Raises UsageError where hosts do not agree."""
     with contextlib.ExitStack() as stack:
         if nodes is None:
             address, secret_file = stack.enter_context(private_server(folder))
@@ -68,8 +68,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
             yield made
             return
         own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
-        address, secret = Address(nodes.host, nodes.port), lambda: secret_of(os.environ)
-        hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
+        address, secret = Address(nodes.address, nodes.port), lambda: secret_of(os.environ)
+        hosts = Hosts(least=nodes.least, most=nodes.count, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
         except OSError as error:
@@ -80,25 +80,24 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
         if facts is not None:
-            made.agree(facts, may_go_without=nodes.least < nodes.most)
+            made.agree(facts, may_go_without=nodes.least < nodes.count)
         yield made
 
 
-def made_before(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Returns the rendezvous that the agent's configuration carries."""
+def _made_before(parameters: elastic.RendezvousParameters) -> elastic.RendezvousHandler:
     made: Rendezvous = parameters.config["made"]
     made.has_joined = False  # a new agent's
     return made
 
 
-rendezvous_handler_registry.register(BACKEND, made_before)
+elastic.rendezvous_handler_registry.register(BACKEND, _made_before)
 
 
 class HostsChangedError(Exception):
     """The hosts of a round are no longer those that take part: the attempt is over, and nobody is to blame."""
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(elastic.RendezvousHandler):
     """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
 
     def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
@@ -107,7 +106,7 @@ class Rendezvous(RendezvousHandler):
         self._run_id = run_id
         self._name = attends_as or "alone"
         self._round = 0
-        self._seen = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
+        self._seen: tuple[int, ...] = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
         self._problem: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
@@ -133,7 +132,7 @@ class Rendezvous(RendezvousHandler):
         self._client.close()
 
     def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
-        """Compares this host with the first one. Raises UsageError where it may not take part; see ``agreement.py``."""
+        """Compares this host with the first one. Raises UsageError where it may not take part."""
         try:
             _explained(agree, self._store, facts, may_go_without=may_go_without)
         except UsageError:
@@ -141,23 +140,21 @@ class Rendezvous(RendezvousHandler):
                 self.set_closed()
             raise
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Joins the next round, once for each agent: HostsChangedError ends an agent that would join another.
-
-        Raises UsageError where a host has refused what was asked for.
-        """
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
+        """Joins the next round, once for each agent: HostsChangedError ends one that would join another."""
         if self.has_joined:
             raise HostsChangedError
         with self._told_if_long(f"for other hosts: at least {self.hosts.least} are needed"):
             found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
             self._raise_refusal()
-            raise RendezvousClosedError("the run has ended on another host")
+            raise elastic.RendezvousClosedError("the run has ended on another host")
         self._round, rank, self.size = found
         self.has_joined = True
         self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
-        return RendezvousInfo(store, rank, self.size, RendezvousStoreInfo(str(self._client.address), self._round))
+        place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
+        return elastic.RendezvousInfo(store, rank, self.size, place)
 
     def settle(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
@@ -168,7 +165,7 @@ class Rendezvous(RendezvousHandler):
         key, deadline = f"ended/{self._round}", time.monotonic() + _BETTER_S
         while not is_sure and time.monotonic() < deadline and not self._store.check([key]):
             self._raise_refusal()
-            if self._num("gone"):
+            if self._num_seen(2):
                 own = CHANGED
                 break
             self._is_over.wait(_BEAT_S / 20)
@@ -209,7 +206,7 @@ class Rendezvous(RendezvousHandler):
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
         with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
             if refusal:
-                refuse(self._store, refusal)
+                self._store.set(_REFUSED, refusal)
         self.set_closed()
         deadline = time.monotonic() + _READ_S
         while len(self.hosts.present) > 1 and time.monotonic() < deadline:
@@ -217,15 +214,15 @@ class Rendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:
-            raise RendezvousConnectionError(str(self._problem)) from self._problem
-        num_waiting = self._num("waiting")
+            raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
+        num_waiting = self._num_seen(1)
         if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
             _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
         return num_waiting
 
-    def _num(self, what: Literal["waiting", "gone"]) -> int:
-        seen_in, num_waiting, num_gone = self._seen
-        return 0 if seen_in != self._round else num_waiting if what == "waiting" else num_gone
+    def _num_seen(self, place: int) -> int:
+        seen = self._seen  # which a thread replaces
+        return seen[place] if seen[0] == self._round else 0
 
     def set_closed(self) -> None:
         with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
@@ -251,8 +248,7 @@ class Rendezvous(RendezvousHandler):
         """Tells the server that this launcher lives, and learns how many hosts wait to be taken in."""
         while not self._is_over.wait(_BEAT_S):
             try:
-                seen_in, num_waiting, num_gone = self._beats.ask("attend", self._name)
-                self._seen = (seen_in, num_waiting, num_gone)
+                self._seen = tuple(self._beats.ask("attend", self._name))
             except (CommunicationError, TimeoutError) as error:
                 self._problem = error
                 return
@@ -263,4 +259,109 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
     try:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
-        raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
+        raise elastic.RendezvousConnectionError(str(error) or "the other hosts did not come") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What a host brings to a run on several."""
+
+    host: str
+    paceline: str
+    torch: str
+    ranks: int
+    config: dict[str, Any]
+    folders: tuple[str, ...]
+    mark: str = ""
+
+    @classmethod
+    def here(cls, config: Config, folder: Path, ranks: int) -> HostFacts:
+        """Returns the facts of this host, which was asked for this config and keeps the run in ``folder``."""
+        from paceline import __version__
+        from paceline.checkpoint.storage import is_remote
+
+        kept = config.checkpoint.folder
+        folders = [folder, *([Path(kept)] if kept is not None and not is_remote(kept) else [])]
+        where = tuple(str(each.absolute()) for each in folders)
+        asked = config.model_dump(mode="json", exclude={"name", "monitor"})
+        host, versions, mark = host_name(), {"paceline": __version__, "torch": version("torch")}, secrets.token_hex(16)
+        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, **versions)
+
+
+def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
+    """Compares this host with the first one. Raises UsageError where they differ, also for others to read."""
+    text = json.dumps(asdict(facts))
+    first = parse_json_object(store.compare_set(_FIRST, "", text))
+    if first.get("mark") == facts.mark:
+        for folder in facts.folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / _MARK).write_text(facts.mark, encoding="ascii")
+        store.set(_MARKED, "yes")
+        return
+    problems = list(differences(first, facts))
+    if not problems:
+        store.wait([_MARKED])
+        problems = [
+            f"host {facts.host} does not see {folder} of host {first['host']}\n  all hosts write to one folder: each "
+            "would save a part of every checkpoint\n  mount the same file system there, or set monitor.folder and "
+            "checkpoint.folder to one that all hosts have"
+            for folder in _unseen(facts, str(first["mark"]))
+        ]
+    if problems:
+        refusal = "\n".join(problems)
+        if not may_go_without:
+            store.set(_REFUSED, refusal)
+        raise UsageError(refusal)
+
+
+def refusal_of(store: Any) -> str:
+    """Returns why a host without which the run cannot go on has refused to take part; empty: none has."""
+    return str(store.get(_REFUSED).decode("utf-8", "replace")) if store.check([_REFUSED]) else ""
+
+
+def differences(first: Mapping[str, Any], own: HostFacts) -> Iterator[str]:
+    """Yields in which facts this host differs from the first one, each with the rule and the fix."""
+    other = str(first.get("host"))
+    for name, said in (("paceline", "Paceline"), ("torch", "torch")):
+        if first.get(name) != getattr(own, name):
+            yield (
+                f"host {own.host} has {said} {getattr(own, name)}, and host {other} has {first.get(name)}\n"
+                f"  all hosts of a run have the same versions\n  install {said} {first.get(name)} on {own.host}"
+            )
+    if first.get("ranks") != own.ranks:
+        yield (
+            f"host {own.host} has {own.ranks} ranks, and host {other} has {first.get('ranks')}\n"
+            "  every host has as many ranks as the others: one per GPU, unless it is said\n"
+            f"  give all of them --node-ranks N; paceline doctor shows the GPUs of {own.host}"
+        )
+        return  # then the number of ranks in the config differs, too
+    keys = [*_different("", first.get("config") or {}, own.config)]
+    if keys:
+        more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
+        yield (
+            f"host {own.host} has another config than host {other}: {', '.join(keys[:_TOLD])}{more}\n"
+            f"  all hosts start the same run\n  give {own.host} the same file and the same overrides"
+        )
+
+
+def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:
+    if isinstance(first, dict) and isinstance(own, dict):
+        for name in sorted(first.keys() | own.keys()):
+            yield from _different(f"{prefix}.{name}" if prefix else name, first.get(name), own.get(name))
+    elif first != own and not any(each in ("auto", None) for each in (first, own)):  # each host decides these
+        yield f"{prefix} = {own}, not {first}"
+
+
+def _unseen(facts: HostFacts, mark: str) -> list[str]:
+    """Returns the folders in which this host does not find what the first one wrote."""
+
+    def has_mark(folder: str) -> bool:
+        with contextlib.suppress(OSError):
+            return read_regular(Path(folder) / _MARK, 128).decode("ascii", "replace") == mark
+        return False
+
+    deadline = time.monotonic() + _SEEN_S
+    left = list(facts.folders)
+    while (left := [folder for folder in left if not has_mark(folder)]) and time.monotonic() <= deadline:
+        time.sleep(0.2)
+    return left

@@ -1,32 +1,51 @@
-"""The ranks of one host, as others see them: by what their ledgers say, and by what the system says of their processes.
+"""The ranks of one host, as others see them: by their ledgers, and by what the system says of their processes.
 
 A look costs microseconds a rank. ``watch.py`` looks some times a second, from the launcher of the ranks or from inside
-one of them.
+one of them. A rank that has not moved for a while is looked at as a process, which costs tens of microseconds:
+
+    T   stopped by a signal (SIGSTOP, Ctrl-Z), until SIGCONT comes
+    t   held by a debugger
+    D   in a wait of the kernel that no signal ends: a disk, a file server, memory that is swapped in
+    Z   ended, and not waited for yet
+
+A process whose cgroup is frozen shows as sleeping or as D, so that the cgroup is asked. Where a process stands, it
+writes into a file when SIGURG asks it. The handler is faulthandler's: it runs also while the process sits in a C
+function. To a process that knows nothing of this, SIGURG does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
 
+from paceline.comm.ledger.call_sites import ENGINE, LIBRARY, USER, kind_of_file, short_name
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
+from paceline.health.ledger_view import DATA, STEP_PHASES, LedgerView, State
 from paceline.health.straggler import RankLook
 from paceline.run.notes import noted_processes
-from paceline.run.process_state import look_at_process
-from paceline.run.stacks import ask_for_stacks, line_of_thread, stack_path
 
 STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
 _DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
-_STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _MOSTLY = 0.5  # of the looks
 _MANY_PAGES = 50  # read from a disk in a second
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+STACK_SIGNAL = signal.SIGURG
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
+_LOOK_S = 0.02
+_STEADY_S = 0.2  # on a busy machine a process may rest for so long in the middle of its stacks
 
 
 class _ProcessSeen:
@@ -42,11 +61,9 @@ class _ProcessSeen:
         self._faults_a_s = 0.0
 
     def moves(self) -> None:
-        """Notes that the rank has made progress."""
         self.halted, self._gone_s, self._num_looks = "", None, 0
 
     def look(self, now: float) -> None:
-        """Looks at the process, of which nothing else is heard."""
         found = look_at_process(self.pid) if self._gone_s is None else None
         if found is None:
             self.halted, self._gone_s = "", now if self._gone_s is None else self._gone_s
@@ -115,7 +132,7 @@ class SeenRanks:
         """Notes which ranks have moved, and what the processes of the others do."""
         self._find_ledgers(now)
         for rank in self._ranks.values():
-            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
+            was_in_step = rank.pulse.phase in STEP_PHASES and rank.pulse.step > 0
             still_s = rank.look(now)
             if was_in_step:
                 self._longest_s = max(self._longest_s, still_s)
@@ -124,24 +141,20 @@ class SeenRanks:
 
     def views(self, now: float) -> list[LedgerView]:
         """Returns what all ranks say and do; of those without a ledger, the ones that are stopped."""
-        early = [
-            LedgerView(
-                rank=number,
-                pid=process.pid,
-                host=self.host,
-                halted=process.halted,
-                halted_s=process.halted_s,
-                changed_s=process.halted_s,
-                has_joined=False,
-            )
-            for number, process in self._early.items()
-            if process.halted
-        ]
-        return [*(rank.view(now, self.host) for rank in self._ranks.values()), *early]
+        found = [rank.view(now, self.host) for rank in self._ranks.values()]
+        for number, process in self._early.items():
+            if process.halted:
+                since = process.halted_s
+                view = LedgerView(rank=number, pid=process.pid, host=self.host, changed_s=since, has_joined=False)
+                found.append(replace(view, halted=process.halted, halted_s=since))
+        return found
 
-    def rank_looks(self) -> list[RankLook]:
-        """Returns what is needed to compare ranks, with all operations that their ledgers keep; none before all run."""
-        return self._looks([rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()])
+    def rank_looks(self, views: list[LedgerView] | None = None) -> list[RankLook]:
+        """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
+        if len(self._ranks) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
+            return []
+        found = views or [rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()]
+        return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in found]
 
     def stands_still(self, now: float) -> bool:
         """Says whether no rank has made progress since the last look."""
@@ -164,12 +177,6 @@ class SeenRanks:
         """Returns the process of each rank that is known of."""
         early = {number: process.pid for number, process in self._early.items()}
         return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
-
-    def _looks(self, views: list[LedgerView]) -> list[RankLook]:
-        """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
-        if len(self._ranks) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
-            return []
-        return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
 
     def _find_ledgers(self, now: float) -> None:
         if len(self._ranks) == len(self._numbers):
@@ -211,3 +218,168 @@ class SeenRanks:
                 if line and not line.startswith("paceline/"):
                     return line
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What a process does: what ``halted`` it from outside, if anything; pages read from a disk, so far."""
+
+    halted: str = ""
+    is_blocked: bool = False
+    page_faults: int = 0
+
+
+def look_at_process(pid: int) -> ProcessState | None:
+    """Returns what a process does; None where it has ended."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None if _PROC.joinpath("self").exists() else _ask_psutil(pid)
+    except OSError:
+        return ProcessState()
+    state = fields[0]
+    if state in "ZX":
+        return None
+    halted = ""
+    if state == "T":  # the system hides the signal that stopped it from other users, who see 0
+        number = int(fields[-1])
+        halted = f"stopped ({signal.Signals(number).name if number in set(signal.Signals) else 'SIGSTOP'})"
+    elif state == "t":
+        halted = f"held by a debugger{_tracer(pid)}"
+    elif state in "SD":
+        halted = _frozen(pid)
+    return ProcessState(halted=halted, is_blocked=state == "D" and not halted, page_faults=int(fields[9]))
+
+
+def _ask_psutil(pid: int) -> ProcessState | None:  # on systems without /proc
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.Error:
+        return ProcessState()
+    if status == psutil.STATUS_ZOMBIE:
+        return None
+    return ProcessState(halted="stopped (SIGSTOP)" if status == psutil.STATUS_STOPPED else "")
+
+
+def _tracer(pid: int) -> str:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        status = (_PROC / str(pid) / "status").read_text().splitlines()
+        number = next(line.split()[1] for line in status if line.startswith("TracerPid:"))
+        return f" ({(_PROC / number / 'comm').read_text().strip()}, process {number})"
+    return ""
+
+
+def _frozen(pid: int) -> str:
+    """Says which cgroup of a process is frozen; empty where none is, or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "cgroup").read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            inner = name.lstrip("/")
+            if number == "0":
+                roots = (_CGROUPS, _CGROUPS / "unified")
+                events = next((path for root in roots if (path := root / inner / "cgroup.events").exists()), None)
+                is_frozen = events is not None and "frozen 1" in events.read_text()
+            elif controllers == "freezer":
+                state = _CGROUPS / "freezer" / inner / "freezer.state"
+                is_frozen = state.exists() and state.read_text().strip() != "THAWED"
+            else:
+                continue
+            if is_frozen:
+                return f"frozen (cgroup {name})"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a stack."""
+
+    filename: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{short_name(self.filename)}:{self.line} in {self.function}"
+
+
+def stack_path(folder: Path, pid: int) -> Path:
+    return folder / "health" / f"process-{pid}.stack"
+
+
+@cache  # virtual ranks ask for the same path
+def dump_stacks_into(path: Path) -> None:
+    """Lets this process, and those forked from it, write its stacks into ``path`` whenever it gets the signal."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Open as long as the handler may write.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
+    """Asks processes for their stacks and returns what each wrote within ``patience_s``, by process."""
+    waiting: dict[int, tuple[Path, int]] = {}
+    for pid, path in asked:
+        before = _size(path)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACK_SIGNAL)
+            waiting[pid] = (path, before)
+    found: dict[int, str] = {}
+    deadline = time.monotonic() + patience_s
+    grown = {pid: (before, deadline) for pid, (_, before) in waiting.items()}  # the last size, and since when
+    while waiting and (now := time.monotonic()) < deadline:
+        time.sleep(_LOOK_S)
+        for pid, (path, before) in list(waiting.items()):
+            size = _size(path)
+            if size != grown[pid][0]:
+                grown[pid] = (size, now)
+            elif size > before and now - grown[pid][1] >= _STEADY_S:
+                found[pid] = _read(path, before)
+                del waiting[pid]
+    for pid, (path, before) in waiting.items():
+        if _size(path) > before:
+            found[pid] = _read(path, before)
+    return found
+
+
+def parse_stacks(text: str) -> dict[int, list[Frame]]:
+    """Reads what faulthandler wrote: the frames of each thread, innermost first, by the thread's number."""
+    found: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread is not None:
+            frames = found.setdefault(int(thread.group(1), 16), [])
+        elif frame is not None:
+            frames.append(Frame(frame.group(1), int(frame.group(2)), frame.group(3)))
+    return found
+
+
+def telling_line(frames: Iterable[Frame]) -> str:
+    """Returns the line that says most of frames, innermost first: the user's, a library's that we called, ours, any."""
+    known = [(kind_of_file(frame.filename), frame) for frame in frames]
+    first = next((place for place, (kind, _) in enumerate(known) if kind == ENGINE), len(known))
+    users = [frame for kind, frame in known if kind == USER]
+    libraries = [frame for kind, frame in known[:first] if kind == LIBRARY]  # those beyond call us: a command line
+    ours = [frame for _, frame in known[first:]]
+    chosen = next(iter([*users, *libraries, *ours, *(frame for _, frame in known)]), None)
+    return "" if chosen is None else str(chosen)
+
+
+def line_of_thread(text: str, thread: int) -> str:
+    """Returns the telling line of one thread of a process; of its last, which is the first it started, if unknown."""
+    stacks = parse_stacks(text)
+    if not stacks:
+        return ""
+    mask = sys.maxsize * 2 + 1
+    return telling_line(stacks.get(thread & mask, list(stacks.values())[-1]))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read(path: Path, start: int) -> str:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", "replace")

@@ -1,22 +1,30 @@
-"""Signals that end a run or ask it to make room, in the launcher and in the ranks.
+"""Signals that end a run or ask it to make room, in the launcher and in the ranks; and the launcher's scratch folders.
 
 [Note: preemption] SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for) ask a run to make room.
 The launcher hands them on to the ranks, which save and leave together after the same step
-(``train/survive/consensus.py``). A second one after five seconds or more ends the run at once, and so does the end of
+(``train/survive/hooks.py``). A second one after five seconds or more ends the run at once, and so does the end of
 the grace time. Schedulers signal all processes of a job, launchers hand signals on, and on busy hosts that takes
 seconds: what comes within five is the same request. Where torch's agent cannot be told which signals to leave alone,
 it takes SIGTERM itself.
+
+[Note: scratch folders] They hold sockets, and what ranks print before they have a log, and are their user's alone
+(0700). Their process holds a lock on a file in each, which the system lets go of however the process ends: a folder
+whose lock can be had is nobody's any more, and is removed when the next one is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
+import shutil
 import signal
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,13 +35,13 @@ ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BY_SIGNAL = 128  # plus its number: the code of a rank that a signal ended before it had saved
 _HANDLED = (*ENDING, *PREEMPTING)
 _SAME_REQUEST_S = 5.0
+_PREFIX, _LOCK = "paceline-run-", ".lock"
+_MAKING_S = 60.0  # between a folder and its lock, at most
+_HELD: dict[Path, int] = {}  # with the process that made it: for one that leaves without unwinding its blocks
 
 
 def leave_early() -> None:
-    """Has a preempting signal end this process with code 75 until it starts ranks: it has trained nothing yet.
-
-    Signals that somebody else handles, or ignores, stay as they are.
-    """
+    """Has a preempting signal that nobody handles end this process with code 75 until it starts ranks."""
     for number in PREEMPTING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave_early)
@@ -41,17 +49,12 @@ def leave_early() -> None:
 
 def _leave_early(*_: object) -> NoReturn:
     os.write(2, b"paceline: preempted: no step was trained yet\n")
-    scratch = sys.modules.get("paceline.run.scratch")  # not imported here: an import may be what is interrupted
-    if scratch is not None and hasattr(scratch, "remove_held"):
-        scratch.remove_held()
+    remove_held()
     os._exit(PREEMPTED)
 
 
 def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable[[int], object]) -> None:
-    """Calls ``ask(number)`` for the first preempting signal, and ``leave(128 + number)`` when the grace time is over.
-
-    Called in the main thread.
-    """
+    """Calls ``ask(number)`` for the first preempting signal, and ``leave(128 + number)`` after the grace time."""
     first_at: float | None = None
 
     def hear(number: int, _: FrameType | None) -> None:
@@ -116,10 +119,7 @@ def signals_ignored() -> Iterator[None]:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts a thread; a signal that comes meanwhile is handled as soon as the thread runs.
-
-    An exception of a handler inside of ``Thread.start`` would leave half a thread behind, which prints a traceback.
-    """
+    """Starts a thread; signals wait until it runs, as an exception inside of ``Thread.start`` leaves half a thread."""
     if threading.current_thread() is not threading.main_thread():  # the only one that handles signals
         thread.start()
         return
@@ -134,19 +134,13 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 @contextlib.contextmanager
-def polling(
-    look: Callable[[threading.Event], bool], *, every_s: float, name: str, patience_s: float | None = None
-) -> Iterator[None]:
-    """Calls ``look`` in a thread every ``every_s`` seconds, until it returns True or the block is left.
-
-    The event that ``look`` gets is set when the block is left. A call that is under way then is waited for, at most
-    ``patience_s`` seconds; None: until it is done.
-    """
+def polling(look: Callable[[], bool], *, every_s: float, name: str, patience_s: float | None = None) -> Iterator[None]:
+    """Calls ``look`` in a thread until it returns True or the block is left; waits ``patience_s`` for its last call."""
     is_left = threading.Event()
 
     def follow() -> None:
         while not is_left.wait(every_s):
-            if look(is_left):
+            if look():
                 return
 
     thread = threading.Thread(target=follow, name=name, daemon=True)
@@ -176,3 +170,59 @@ def _handlers_restored() -> Iterator[dict[signal.Signals, Any]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Makes a temporary folder for as long as the block runs; see [Note: scratch folders]."""
+    _remove_leftovers()
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
+    _HELD[path] = os.getpid()  # before it is there: an interrupt may come at any moment
+    lock = -1
+    try:
+        path.mkdir(mode=0o700)
+        lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
+        yield path
+    finally:
+        if lock >= 0:
+            os.close(lock)
+        _remove(path)
+
+
+def remove_held() -> None:
+    """Removes the folders of this process, which leaves at once: without unwinding the blocks that hold them."""
+    for path, process in list(_HELD.items()):
+        if process == os.getpid():
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    for _ in range(3):  # another thread may still write there
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            break
+    _HELD.pop(path, None)
+
+
+def _remove_leftovers() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it went meanwhile
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            try:
+                lock = os.open(path / _LOCK, os.O_RDWR)
+            except FileNotFoundError:
+                is_left = time.time() - path.stat().st_mtime > _MAKING_S
+            else:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_left = True
+                except OSError:
+                    is_left = False
+                finally:
+                    os.close(lock)
+            if is_left:
+                shutil.rmtree(path, ignore_errors=True)

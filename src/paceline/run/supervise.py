@@ -1,36 +1,61 @@
 """Attempt after attempt: a run whose ranks failed is started again from its newest checkpoint, while that helps.
 
-The same loop runs in the launcher of one host and in those of several. Where ranks fail, the launchers agree on one
-account of it (``Launcher.settle``), ask ``health/diagnosis.py`` what to do, and so decide alike. It is told in one
-sentence:
+The same loop runs in the launcher of one host and in those of several. torch's elastic agent starts one process per
+rank, looks at them every 50 ms, and restarts nothing: the first failure ends the attempt, and no process is left. The
+launchers agree on one account of it (``Launcher.settle``), ask ``health/diagnosis.py`` what to do, and so decide alike:
 
     rank 1 was killed by SIGKILL after step 37; restarting 4 ranks from step 30 (restart 1 of 3)
 
-From the failure to the first new step: the agent looks every 50 ms, ends the other ranks, meets its new ranks (forked
-from a process that has torch loaded, see ``warm_server.py``), and these load the checkpoint.
+New ranks are forked from a process that has torch loaded (``warm.py``), and load the checkpoint. Signals are
+those of [Note: preemption] in ``signals.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
-from dataclasses import replace
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn, Self
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from paceline.checkpoint.find import is_whole, list_checkpoints, read_manifest, spots_in
+from paceline.checkpoint.manifest import Line, line_from
+from paceline.checkpoint.storage import absolute_path
+from paceline.cluster.detect import usable_cores
 from paceline.config import Config, check_ranks, dump_yaml, load_config
-from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError
-from paceline.health.diagnosis import FailedAttempt, Stop, after_failure
-from paceline.run.console import say
-from paceline.run.failure import RunFailedError
+from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError, PacelineError, UsageError
+from paceline.health.diagnosis import FailedAttempt, Stop, after_failure, first_cause
+from paceline.health.exit_codes import PREEMPTED
+from paceline.health.failure import Failure, silent_failure
+from paceline.records.records import EndStatus
+from paceline.run import notes
+from paceline.run.decide import rank_variables
 from paceline.run.folder import change_config, config_of, read_plan
-from paceline.run.local import Launcher
 from paceline.run.location import RunLocation, find_start
-from paceline.run.notes import read_progress
-from paceline.run.rendezvous import HostsChangedError
+from paceline.run.logs import say
+from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
+from paceline.run.records import end_records, open_attempts
+from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
+from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
+from paceline.run.warm import WarmRanks
+from paceline.run.watch import Watch, WatchPolicy, watch_policy
+from paceline.run.whereami import Surroundings, host_name, interface_of
 
-if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import Line
+_LOG_BYTES = 2**16  # of a rank's log that are looked at
+_PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
@@ -40,6 +65,7 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
     command = rank_command(launcher, location.checkpoint)
     while True:
         ended: FailedAttempt | None = None
+        halved: tuple[str, str] | None = None
         try:
             launcher.start(command)
             return
@@ -47,16 +73,17 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             pass
         except RunFailedError as error:
             is_asked = error.diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
-            can_halve = not is_asked or _halved(folder) is not None
-            ended = FailedAttempt.of(error.diagnosis, read_progress(folder), can_halve=can_halve)
-        failed, has_failed, is_ours = _settled(launcher, ended)
+            halved = halved_config(folder) if is_asked else None
+            can_halve = not is_asked or halved is not None
+            ended = FailedAttempt.of(error.diagnosis, notes.read_progress(folder), can_halve=can_halve)
+        failed, has_failed, is_ours = launcher.settle(ended)
         decision = after_failure(policy, failed) if has_failed else None
         if not folder.is_dir():
             decision = Stop(reason="not started again: its folder is gone")
         if isinstance(decision, Stop):
             raise _stopped(failed[-1], decision)
-        if decision is not None and decision.halves_microbatch and is_ours:
-            halve_microbatch(folder)
+        if decision is not None and decision.halves_microbatch and is_ours and halved is not None:
+            change_config(folder, *halved)
         checkpoint, where = location.checkpoint, "from the newest checkpoint"
         if not launcher.has_others:
             checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
@@ -72,17 +99,6 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
         say(f"{what}; restarting {ranks}{where}{smaller} (restart {decision.number} of {of})")
 
 
-def _settled(launcher: Launcher, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
-    """Agrees with other hosts on how an attempt ended; see ``Launcher.settle``."""
-    try:
-        return launcher.settle(ended)
-    except (CommunicationError, TimeoutError) as error:
-        if ended is None:
-            raise LaunchError(f"the run cannot go on: {error}") from error
-        reason = "not started again: the launcher where hosts meet is gone"
-        raise _stopped(ended, Stop(reason=reason)) from error
-
-
 def _stopped(attempt: FailedAttempt, end: Stop) -> RunFailedError:
     assert attempt.diagnosis is not None  # every launcher tells it
     return RunFailedError(attempt.diagnosis, end)
@@ -95,19 +111,8 @@ def rank_command(launcher: Launcher, checkpoint: Path | str | None) -> list[str]
     return command if start is None else [*command, "--resume", str(start)]
 
 
-def halve_microbatch(folder: Path) -> bool:
-    """Halves the microbatch of the config in a run's folder, for the next attempt; says whether it could.
-
-    The global batch stays: it comes in more microbatches, and the run computes the same.
-    """
-    halved = _halved(folder)
-    if halved is not None:
-        change_config(folder, *halved)
-    return halved is not None
-
-
-def _halved(folder: Path) -> tuple[str, str] | None:
-    """Returns the config and the plan of a run's folder with half the microbatch; None where it cannot be halved."""
+def halved_config(folder: Path) -> tuple[str, str] | None:
+    """Returns a run's config and plan with half the microbatch and the same global batch; None where that cannot be."""
     config, plan = load_config(config_of(folder)), read_plan(folder)
     used = 0 if plan is None else plan.layout.microbatch
     if plan is None or used < 2:
@@ -123,21 +128,11 @@ def _halved(folder: Path) -> tuple[str, str] | None:
 
 def _line(first: Path | None) -> Line | None:
     """Returns the line of checkpoints that a run continues which starts at ``first``."""
-    if first is None:
-        return None
-    from paceline.checkpoint.find import read_manifest, spots_in
-    from paceline.checkpoint.manifest import line_from
-
-    return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
+    return None if first is None else line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
 
 
-def _starting_point(
-    config: Config, folder: Path, first: Path | None, own: Line | None = None
-) -> tuple[Path | None, str]:
+def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None) -> tuple[Path | None, str]:
     """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
-    from paceline.checkpoint.find import is_whole, list_checkpoints
-    from paceline.checkpoint.storage import absolute_path
-
     passed: list[str] = []
     path: Path | None
     try:
@@ -153,3 +148,260 @@ def _starting_point(
         return None, "from the beginning: there is no checkpoint"
     number = path.name.rpartition("-")[2]
     return path, f"from step {int(number) if number.isdecimal() else 0}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRanks:
+    """The processes of one launcher, with ``variables`` in their environment, forked by ``warm`` where that is given.
+
+    ``num_records`` ranks write records, where processes have several each; None: one each. ``watch`` says when ranks
+    that stand still are ended; None: never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must
+    agree on.
+    """
+
+    ranks: int
+    num_records: int | None = None
+    threads: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    warm: WarmRanks | None = None
+    watch: WatchPolicy | None = None
+    nodes: Surroundings | None = None
+    facts: HostFacts | None = None
+    run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, secret: Mapping[str, str] | None = None, **others: Any) -> Self:
+        """Returns ``ranks`` processes for a config. Raises ConfigError where the environment contradicts it."""
+        variables = {**rank_variables(config, uses_nccl=uses_nccl(config)), **(secret or {})}
+        threads, watch = config.parallel.threads, watch_policy(config)
+        return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, **others)
+
+
+@contextlib.contextmanager
+def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
+    """Yields what starts this host's ranks, once it has met the launchers of other hosts, if there are any.
+
+    Raises RunStoppedError or RunPreemptedError when a signal ends the block. No rank is left, and records get an end.
+    """
+    made = Launcher(folder, asked)
+    try:  # a signal may come as soon as there are handlers for it, and as long
+        with (
+            launcher_signals(made.processes, _stop) as made.signals,
+            _environment(_settings(asked)),
+            scratch_folder() as scratch,
+            rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as made.met,
+            _environment(made.met.variables),
+        ):
+            try:
+                yield made
+            except UsageError as error:
+                made.met.end(refusal=str(error))
+                raise
+            except (PacelineError, RendezvousError):
+                made.met.end()
+                raise
+            made.met.end()
+    except SignalException as error:
+        with signals_ignored():
+            end_groups(made.processes())
+            reason = made.end_by(error.sigval)
+        raise reason from None
+    except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
+        raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
+    finally:
+        # The system uses process numbers again.
+        notes.forget(folder, *(f"logs/rank-{rank}.pid" for rank in notes.noted_processes(folder, os.getpid())))
+
+
+@dataclass(slots=True)
+class Launcher:
+    """Starts the ranks of this host, attempt after attempt. ``ranks`` are those that write records here."""
+
+    folder: Path
+    asked: LocalRanks
+    met: Rendezvous = field(init=False)
+    signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
+    ranks: range = range(0)
+    _started: float = field(default_factory=time.time)  # of the attempt
+    _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def has_others(self) -> bool:  # launchers of other hosts
+        return self.asked.nodes is not None
+
+    def processes(self) -> list[int]:
+        return list(notes.noted_processes(self.folder, os.getpid()).values())
+
+    def start(self, command: Sequence[str]) -> None:
+        """Runs ``python -m <command>`` on all processes until they are done: one attempt.
+
+        Raises RunFailedError with the cause when a rank fails, HostsChangedError when hosts come or go, UsageError when
+        a rank refuses what was asked for, and RunPreemptedError when the ranks were asked to stop and have saved.
+        """
+        asked = self.asked
+        arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
+        self._started = time.time()
+        self.met.on_join = self._begin
+        with scratch_folder() as scratch:
+            self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
+
+    def settle(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
+        """Agrees with other hosts on how the attempt ended; None: hosts came or went.
+
+        Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
+        """
+        if self.signals:  # and not all ranks have saved: whoever asked for room gets it
+            _stop(self.signals[0])
+        own = CHANGED if ended is None else ended.to_text()
+        is_sure = not self.has_others or (ended is not None and ended.is_sure)
+        try:
+            told = self.met.settle(own, is_sure=is_sure or ended is None)
+        except (CommunicationError, TimeoutError) as error:
+            if ended is None:
+                raise LaunchError(f"the run cannot go on: {error}") from error
+            raise _stopped(ended, Stop(reason="not started again: the launcher where hosts meet is gone")) from error
+        failed = [FailedAttempt.from_text(text) for text in told if text != CHANGED]
+        return failed, told[-1] != CHANGED, told[-1] == own
+
+    def end_by(self, number: signal.Signals) -> LaunchError:
+        """Ends the records of ranks that a signal has ended, and returns what is said of it."""
+        is_saved = notes.was_preempted(self.folder, since=self._started)
+        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._started)):
+            self._end_records("stopped", "preempted")
+            return RunPreemptedError(is_saved=is_saved)
+        self._end_records("stopped", f"ended by {number.name}")
+        return RunStoppedError(number)
+
+    def _begin(self, place: int, size: int) -> None:
+        """Begins to watch this host's ranks, which is at ``place`` of ``size``, once what others left is gone."""
+        first, num = place * self.asked.ranks, self.asked.num_records or self.asked.ranks
+        self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
+        notes.forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
+        if self.asked.watch is not None:
+            num = len(self.ranks)
+            hosts = {str(each): range(each * num, (each + 1) * num) for each in range(size)}
+            channel = self.met.side_channel() if size > 1 else None
+            watch = Watch(self.folder, hosts, self.asked.watch, host=str(place), channel=channel, named=host_name())
+            self._watched.callback(watch.stop)
+            watch.start()
+
+    def _end_records(self, status: EndStatus, message: str) -> None:
+        end_records(self.folder, self.ranks, status, message, since=self._started)
+
+    def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
+        """Runs the agent until all ranks have left; raises why they did, if they were not done."""
+        try:
+            with contextlib.ExitStack() as self._watched:  # no watch adds to records that have an end
+                self._watched.callback(logging.disable, logging.root.manager.disable)
+                logging.disable(logging.CRITICAL)  # the agent's many loggers: what matters is told in our words
+                elastic_launch(agent, sys.executable)(*arguments)
+        except RendezvousError:
+            # The launcher where hosts meet may have left first.
+            if notes.was_preempted(self.folder, since=self._started):
+                raise RunPreemptedError from None
+            raise
+        except ChildFailedError as error:
+            with signals_ignored():
+                end_groups([*(failure.pid for failure in error.failures.values()), *self.processes()])
+                codes = {int(failure.exitcode) for failure in error.failures.values()}
+                if PREEMPTED in codes:
+                    self._end_records("stopped", "preempted")
+                    # The agents of other hosts may have asked, as they do before ranks are started again.
+                    raise (HostsChangedError if self.has_others and self.met.is_told() else RunPreemptedError) from None
+                # Signals that ended ranks before they had saved: they ran out of time, or do not handle them.
+                unsaved = [each for each in self.signals[:1] if -each in codes]
+                unsaved += [each for each in PREEMPTING if BY_SIGNAL + each in codes]
+                if unsaved:
+                    _stop(unsaved[0])
+                everybody = range(self.met.size * self.asked.ranks) if self.has_others else self.ranks
+                notes.note_mismatch(self.folder, everybody)
+                failures = notes.locate_deaths(self.folder, self._failures(error, scratch))
+                if failures:
+                    self._end_records("failed", str(first_cause(failures)).splitlines()[0])
+                problem = notes.explain_failures(failures, self.folder)
+                if isinstance(problem, UsageError):
+                    notes.forget(self.folder, notes.FAILURES)  # refused: the folder of a resumed run stays as it was
+            raise problem from None
+
+    def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
+        """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
+        told = notes.read_failures(self.folder)
+        if verdicts := [failure for failure in told if failure.kind == "hang"]:
+            return verdicts  # whichever host found it, and whatever a rank still wrote
+        found = [failure for failure in told if failure.rank in self.ranks]
+        exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
+        unfinished = set(open_attempts(self.folder, self.ranks, since=self._started))
+        exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
+        for rank, code in exit_codes.items():
+            if any(failure.rank == rank for failure in found):
+                continue
+            # What it printed before it opened its log, where it is known by its number on this host.
+            names = [f"{rank - self.ranks.start}/{name}" for name in ("stdout.log", "stderr.log")]
+            early = sorted(path for name in names for path in scratch.rglob(name))
+            output = "".join(path.read_text(encoding="utf-8", errors="replace") for path in early)
+            log = self.folder / "logs" / f"rank-{rank}.log"
+            if output:
+                with contextlib.suppress(OSError), log.open("a") as file:
+                    file.write(output)
+            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
+        return found
+
+
+def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
+    nodes = asked.nodes
+    known = LaunchConfig.__dataclass_fields__
+    handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
+    newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
+    return LaunchConfig(
+        min_nodes=1 if nodes is None else nodes.least,
+        max_nodes=1 if nodes is None else nodes.count,
+        nproc_per_node=asked.ranks,
+        run_id=asked.run_id,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint="localhost" if nodes is None else nodes.endpoint,
+        rdzv_configs={"made": met},
+        # Without an address it looks this machine's name up, which laptops often cannot.
+        local_addr="localhost" if nodes is None else nodes.own_address(),
+        max_restarts=0,
+        monitor_interval=0.05,
+        # What a worker prints before it opens its own log.
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
+        **{name: value for name, value in newer.items() if name in known},  # not in torch 2.6
+    )
+
+
+def _settings(asked: LocalRanks) -> dict[str, str]:
+    nodes, share = asked.nodes, max(1, len(usable_cores()) // asked.ranks)
+    near = loopback_interface() if nodes is None else interface_of(nodes.own_address())
+    return {
+        "OMP_NUM_THREADS": str(asked.threads or share),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
+        **({"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={near}")} if nodes is None else {}),
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        "PYTHONUNBUFFERED": "1",
+        **allocator_variables(),
+        **asked.variables,
+    }
+
+
+def _end_of(log: Path) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+        return file.read().decode("utf-8", "replace")
+    return ""
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _stop(number: int) -> NoReturn:
+    raise SignalException(f"got signal {number}", signal.Signals(number))

@@ -8,24 +8,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import signal
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.detect import ask_ahead
+from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config, load_config_with_sources
-from paceline.errors import UsageError
-from paceline.run.console import say
-from paceline.run.location import RunLocation, claim_run, locate_run
-from paceline.run.result import RunOptions, RunResult, clearing_saves, explain_end, read_result
+from paceline.errors import LaunchError, PacelineError, RunFolderError, UsageError
+from paceline.run.folder import RunFolder, is_in_use
+from paceline.run.location import (
+    RunLocation,
+    RunOptions,
+    RunResult,
+    claim_run,
+    how_to_continue,
+    locate_run,
+    read_result,
+    run_folder,
+    runs_of,
+)
+from paceline.run.logs import run_log, say
+from paceline.run.notes import RunStoppedError, noted_processes
+from paceline.run.observe import observing, observing_host
+from paceline.run.processes import end_groups
+from paceline.run.signals import polling
 from paceline.run.warm import WarmRanks, warm_ranks_of
 from paceline.run.whereami import Surroundings, recognise
 
 if TYPE_CHECKING:
     from paceline.run.decide import Decision
-    from paceline.run.nodes import Nodes
+
+_SECRET = ".secret"  # in the run's folder, which all hosts see
+_LOOK_S = 1.0  # at whether the folder is still there
 
 
 def train(
@@ -62,9 +82,7 @@ def train(
         return run_under_launcher(asked, chosen)
     hosts = chosen.hosts or (_hosts_around(asked, around) if around.kind == "host" else None)
     if hosts is not None:
-        from paceline.run.hosts import train_on_hosts
-
-        return train_on_hosts(asked, chosen, hosts)
+        return _train_on_hosts(asked, chosen, hosts)
     location = locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
     if asked.model.kind == "gpt" and asked.parallel.device != "cpu":
         ask_ahead()  # for the prediction
@@ -74,60 +92,158 @@ def train(
         return run_decided(decide_run(asked, checks_memory=chosen.checks_memory), location, chosen, warm)
 
 
-def _hosts_around(asked: Config, around: Surroundings) -> Nodes:
+def _hosts_around(asked: Config, around: Surroundings) -> Surroundings:
     """Returns the hosts of a launcher that starts one process on each; their ranks are those of the config."""
-    nodes, ranks = around.nodes(), asked.parallel.ranks
-    own = nodes.ranks or asked.parallel.node_ranks
-    if isinstance(ranks, int) and (ranks % nodes.most or own not in (None, ranks // nodes.most)):
-        each = f"{nodes.most} hosts" + (f" with {own} ranks each" if own else "")
+    most, ranks = around.count, asked.parallel.ranks
+    own = around.host_ranks or asked.parallel.node_ranks
+    if isinstance(ranks, int) and (ranks % most or own not in (None, ranks // most)):
+        each = f"{most} hosts" + (f" with {own} ranks each" if own else "")
         raise UsageError(
             f"parallel.ranks = {ranks} on {each} ({around})\n  every host has as many ranks as the others\n"
-            f"  set parallel.ranks = auto, or {(own or max(1, ranks // nodes.most)) * nodes.most}"
+            f"  set parallel.ranks = auto, or {(own or max(1, ranks // most)) * most}"
         )
     if around.number == 0:
         say(str(around))
-    return replace(nodes, ranks=own or (ranks // nodes.most if isinstance(ranks, int) else None))
+    return replace(around, host_ranks=own or (ranks // most if isinstance(ranks, int) else None))
 
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
-    from paceline.run.decide import show_decisions
-    from paceline.run.local import LocalRanks, launching
-    from paceline.run.observe import observing
-    from paceline.run.prediction import BackgroundPrediction, predict_run
-    from paceline.run.rank_process import uses_nccl
-    from paceline.run.supervise import supervise
-    from paceline.run.variables import rank_variables
-    from paceline.run.watch import watch_policy
+    from paceline.run.decide import BackgroundPrediction, predict_run, show_decisions
+    from paceline.run.supervise import LocalRanks, launching, supervise
 
     config, plan = decision.config, decision.plan
-    variables = rank_variables(config, uses_nccl=uses_nccl(config))
-    is_shown = config.monitor.console and not options.is_quiet
-    if is_shown:
+    ranks = plan.layout.ranks
+    asked = LocalRanks.of(config, 1 if config.comm.backend == "virtual" else ranks, num_records=ranks, warm=warm)
+    if config.monitor.console and not options.is_quiet:
         show_decisions(config, decision.choice, decision.notes)
     expected = predict_run(config)
-    ranks = plan.layout.ranks
-    asked = LocalRanks(
-        ranks=1 if config.comm.backend == "virtual" else ranks,
-        num_records=ranks,
-        threads=config.parallel.threads,
-        variables=variables,
-        warm=warm,
-        watch=watch_policy(config),
-    )
-
     claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
     config, folder = location.settle(config), location.folder
     with claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
-        prediction = BackgroundPrediction(config, folder, expected, warm)
         with (
             explain_end(claimed),
-            observing(folder, config, options),
-            prediction,
+            observing(folder, config, is_quiet=options.is_quiet, is_verbose=options.is_verbose),
+            BackgroundPrediction(config, folder, expected, warm),
             clearing_saves(folder),
             launching(folder, asked) as launcher,
         ):
             supervise(launcher, config, location)
         return read_result(folder, config, decision.choice)
+
+
+def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> RunResult | None:
+    """Runs this host's ranks until the run is done, with other hosts; returns None on a host that joins.
+
+    The launcher of each host supervises its own ranks as the only launcher of a run does. What differs: launchers meet
+    before each attempt, and the folder is shared.
+    """
+    if options.resume not in (None, "auto"):
+        raise UsageError(
+            f"--resume {options.resume} with --nnodes\n"
+            "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
+        )
+    running = next((folder for folder in runs_of(asked) if is_in_use(folder)), None)
+    location = RunLocation(folder=running or run_folder(asked))
+    if running is None:
+        location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
+    folder, hosts = location.folder, range(nodes.least, nodes.count + 1)
+    is_quiet, is_verbose = options.is_quiet, options.is_verbose
+    with warm_ranks_of(asked, nodes.host_ranks) as warm:
+        from paceline.run.decide import decide_run
+
+        config = decide_run(asked, hosts=hosts, host_ranks=nodes.host_ranks, checks_memory=False).config
+        settled = location.settle(config)
+        if running is None:
+            try:  # the first host to claim the folder has it, and the others join: no other number
+                claimed, _ = claim_run(replace(location, takes_number=False), config, force=options.force)
+            except RunFolderError:
+                if not is_in_use(folder):
+                    raise  # else another host's launcher came first, in between
+            else:
+                with claimed:
+                    if not _given_secret():
+                        write_secret(folder / _SECRET)
+                    with explain_end(claimed), observing(folder, settled, is_quiet=is_quiet, is_verbose=is_verbose):
+                        _run_host(settled, folder, nodes, warm, asked)
+                    return read_result(folder, settled)
+        say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.count} ranks")
+        with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, settled):
+            _run_host(settled, folder, nodes, warm, asked)
+        return None
+
+
+def _run_host(config: Config, folder: Path, nodes: Surroundings, warm: WarmRanks | None, asked: Config) -> None:
+    from paceline.run.rendezvous import HostFacts
+    from paceline.run.supervise import LocalRanks, launching, supervise
+
+    ranks = config.parallel.decided_ranks // nodes.count
+    secret = {} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}
+    facts = HostFacts.here(asked, folder, ranks)
+    local = LocalRanks.of(config, ranks, secret, warm=warm, nodes=nodes, facts=facts, run_id=config.name)
+    with launching(folder, local) as launcher:
+        supervise(launcher, config, RunLocation(folder=folder))
+
+
+def _given_secret() -> bool:
+    """Says whether the environment has the job's secret; else the first launcher leaves one in the run's folder."""
+    return bool({SECRET, SECRET_FILE} & os.environ.keys())
+
+
+@contextlib.contextmanager
+def explain_end(claimed: RunFolder) -> Iterator[None]:
+    """Forgets a run that was refused, says how to continue one that failed, and ends one whose folder is removed."""
+    ranks: dict[int, int] = {}
+
+    def look() -> bool:
+        if not claimed.is_gone():
+            with contextlib.suppress(OSError, ValueError):  # a note that is being written
+                ranks.update(noted_processes(claimed.path, os.getpid()))
+            return False
+        end_groups(ranks.values(), patience_s=0.0)
+        if not ranks:  # their notes went with the folder before they were read: the agent ends what it has started
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    try:
+        with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
+            yield
+    except RunStoppedError as error:
+        error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
+        raise
+    except (PacelineError, OSError) as error:
+        if claimed.is_gone():
+            raise _gone(claimed.path) from error
+        if isinstance(error, UsageError):
+            claimed.discard()
+        elif isinstance(error, LaunchError):
+            error.args = ("\n  ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)
+        raise
+    if claimed.is_gone():
+        raise _gone(claimed.path)
+
+
+@contextlib.contextmanager
+def clearing_saves(folder: Path) -> Iterator[None]:
+    """Removes what ranks have left of a save where a run fails or is ended; they are ranks of this host alone."""
+    try:
+        yield
+    except LaunchError:
+        from paceline.checkpoint.find import clear_leftovers, places_of
+        from paceline.checkpoint.storage import is_remote
+
+        for place in places_of(folder):
+            if not is_remote(place):
+                with contextlib.suppress(OSError):  # the next start removes it
+                    clear_leftovers(place)
+        raise
+
+
+def _gone(path: Path) -> LaunchError:
+    return LaunchError(
+        f"the run's folder {path} was removed, or moved away, while the run was going on\n"
+        "  its records, checkpoints and logs are kept there as they are written\n"
+        "  start it again, and leave the folder alone until the run has ended"
+    )

@@ -24,28 +24,16 @@ from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankRunner, StartTimes
-from paceline.run.console import say
-from paceline.run.decide import Decision, Participants, decide_run, show_decisions
+from paceline.run import processes
+from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder
-from paceline.run.location import RunLocation, claim_run, locate_run
-from paceline.run.logs import log, rank_logs
-from paceline.run.prediction import BackgroundPrediction, predict_run
-from paceline.run.rank_process import (
-    end_with_parent,
-    keep_cores,
-    leave_process,
-    node_ranks,
-    restarted_by_launcher,
-    tell_agent,
-    uses_gpu,
-    uses_nccl,
-)
+from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, locate_run, read_result
+from paceline.run.logs import log, rank_logs, say
+from paceline.run.observe import sampling, tracking
 from paceline.run.records import end_records
-from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.signals import hear_requests
-from paceline.run.variables import set_variables
 from paceline.run.watch import watch_itself, watch_policy
+from paceline.run.worker import RankRunner, StartTimes
 
 _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
 
@@ -56,23 +44,22 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     times = StartTimes.since_start_of(os.getpid())
     times.lap("processes")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
-        end_with_parent(os.getppid())
+        processes.end_with_parent(os.getppid())
     # Ranks that an agent has started again are of the same run: no new number.
-    is_first = restarted_by_launcher() is None
+    is_first = processes.restarted_by_launcher() is None
     location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
-    set_variables(asked, uses_nccl=uses_nccl(asked))
+    os.environ.update(rank_variables(asked, uses_nccl=processes.uses_nccl(asked)))
     if asked.comm.backend == "virtual":
         raise UsageError(
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
             "  start it with paceline train alone, or set comm.backend = auto"
         )
-    machine = None if uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
+    machine = None if processes.uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
     cores = usable_cores()
-    keep_cores(asked)
+    processes.keep_cores(asked)
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
-    participants = Participants(comm=comm, machine=machine)
-    decision = decide_run(asked, participants, checks_memory=options.checks_memory)
+    decision = decide_run(asked, comm=comm, machine=machine, checks_memory=options.checks_memory)
     claimed, location, prediction = _claim_together(comm, location, decision, cores, force=options.force)
     decision = replace(decision, config=location.settle(decision.config))
     config, choice = decision.config, decision.choice
@@ -98,8 +85,8 @@ def _run_rank(
 ) -> None:
     """Trains this rank; where it fails, leaves the process."""
     folder, started, config = location.folder.absolute(), time.time(), decision.config
-    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher(), times=times)
-    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
+    attempt = RankRunner(folder, comm.rank, restart=processes.restarted_by_launcher(), times=times)
+    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:
         with (
@@ -115,26 +102,23 @@ def _run_rank(
         if isinstance(error, PreemptedError):
             if comm.rank == 0:
                 say(str(error))
-            leave_process(PREEMPTED)
+            processes.leave_process(PREEMPTED)
         _leave_launcher(attempt.describe(error), location.folder, claimed, started)
 
 
 @contextlib.contextmanager
 def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
-    from paceline.run.observe import sampling
-    from paceline.run.tracking import tracking
-
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), processes.node_ranks(config) or comm.size
     here = range(comm.rank, comm.rank + local_ranks)
 
-    def processes() -> dict[int, int]:
+    def find() -> dict[int, int]:
         readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
         return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
 
     with (
         tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
-        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, processes, log),
+        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, find, log),
     ):
         yield
 
@@ -142,10 +126,7 @@ def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[Non
 def _claim_together(
     comm: Communicator, location: RunLocation, decision: Decision, cores: Sequence[int], *, force: bool
 ) -> tuple[RunFolder | None, RunLocation, AbstractContextManager[None]]:
-    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where.
-
-    ``cores`` are those that the ranks of this host share.
-    """
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where."""
     claimed: RunFolder | None = None
     prediction: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -155,15 +136,13 @@ def _claim_together(
         prediction = _predict(decision.config, claimed, cores)
         return found
 
-    return claimed, ask_first_rank(comm, claim), prediction
+    settled = ask_first_rank(comm, claim)
+    return claimed, settled, prediction
 
 
 def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:
-    """Writes down what is expected of a run whose threads are its launcher's, where the config does not say.
-
-    Returns the dry run that goes on beside it, on one host: of several, this one does not know the network between.
-    """
-    threads, here = config.parallel.threads or torch.get_num_threads(), node_ranks(config)
+    """Writes down what is expected of a run; returns the dry run beside it, of one host: networks are not known."""
+    threads, here = config.parallel.threads or torch.get_num_threads(), processes.node_ranks(config)
     expected = predict_run(config, threads=threads, node_ranks=here, cores=cores)
     if expected is not None:
         claimed.write_prediction(expected.to_text())
@@ -183,5 +162,5 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
     if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
         say(text)
     # torchrun shows the earliest as the cause, to the second: a consequence comes a second later.
-    tell_agent(str(failure), text, failure.time + is_lost)
-    leave_process(REFUSED if failure.is_refusal else FAILED)
+    processes.tell_agent(str(failure), text, failure.time + is_lost)
+    processes.leave_process(REFUSED if failure.is_refusal else FAILED)

@@ -1,57 +1,65 @@
-"""Ranks from a process that has torch loaded: the launcher's side of ``warm_server.py``.
+"""A process with torch loaded that forks ranks: a rank is there in milliseconds, and a restart too.
 
 Loading torch takes seconds, and ranks that do it all at once share the cores. The server does it once, while the
-launcher is still busy with the config, and again only if it was killed: a restart forks.
+launcher is still busy with the config, and again only if it was killed. Some libraries start as many threads as
+OMP_NUM_THREADS says when they are loaded, whatever torch is told later, so the server is told before it loads anything.
 
-Some libraries of products start as many threads as OMP_NUM_THREADS says when they are loaded, whatever torch is told
-later: on cores that ranks have for themselves, threads too many take turns and cost several times what they compute.
-So the server is told before it loads anything.
+    python -m paceline.run.warm ADDRESS LISTENER MODULE [MODULE ...]      loads the modules, then forks ranks
+
+LISTENER is the descriptor of a socket that listens at ADDRESS: clients may come before the server is ready. A client
+(``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard output
+and error. The server forks, says so, and sends back how the rank ended. A byte from the client is a signal for the
+rank: SIGKILL ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input
+on standard input) the server ends all ranks and itself. It computes nothing and has no CUDA context: a process may be
+forked only as long as that is so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import importlib
 import os
+import select
+import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn
 
 from paceline.cluster import detect
-from paceline.run.console import say
-from paceline.run.rank_process import allocator_variables
-from paceline.run.scratch import scratch_folder
-
-if TYPE_CHECKING:
-    from paceline.config import Config
+from paceline.config import Config
+from paceline.run.logs import say
+from paceline.run.processes import allocator_variables
+from paceline.run.signals import scratch_folder
+from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
+from paceline.untrusted import parse_json_object
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
-# What a rank needs, loaded once before ranks are forked.
-_RANK_MODULES = (
-    "paceline.run.worker",
-    "paceline.train.assemble",
-    "paceline.train.survive.consensus",
-    "paceline.train.survive.saving",
-    "paceline.comm.torch_dist",
-    "paceline.run.watch",
-    "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
-)
+# What a rank needs, loaded once before ranks are forked; optimizers load the last, which takes as long as torch itself.
+_RANK_MODULES = ("paceline.run.worker", "torch._dynamo")
 _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
+PARENT = "PACELINE_PARENT"
+_EXITING = 0x4  # of the flags that Linux keeps of a process
+_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+_MOST_BYTES = 2**26  # of a request: an environment has a few MiB at most
+_REQUEST_S = 10.0  # a client sends its request as soon as it is connected
 
 
 class WarmRanks:
     """A server that forks ranks. One that was killed, and its ranks with it, is started again when ranks are."""
 
     def __init__(self, address: Path, modules: Sequence[str], threads: int | None) -> None:
-        self.address = address
-        self._modules = modules
-        self._threads = threads
+        self.address, self._modules, self._threads = address, modules, threads
         self._server = self._start()
 
     def arguments(self, command: Sequence[str]) -> list[str]:
@@ -63,7 +71,6 @@ class WarmRanks:
         return ["-I", "-S", str(client), str(self.address), *command]
 
     def close(self) -> None:
-        """Ends the server, and with it its ranks."""
         self._is_gone("its ranks went with it")
         self._end()
 
@@ -75,15 +82,7 @@ class WarmRanks:
             number, threads = listener.fileno(), self._threads
             told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
             return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-m",
-                    "paceline.run.warm_server",
-                    str(self.address),
-                    str(number),
-                    *self._modules,
-                ],
+                [sys.executable, "-u", "-m", "paceline.run.warm", str(self.address), str(number), *self._modules],
                 # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
                 env={**os.environ, **allocator_variables(), **told, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 stdin=subprocess.PIPE,
@@ -120,11 +119,7 @@ def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextMa
 def warm_ranks(
     modules: Sequence[str], *, is_wanted: bool = True, threads: int | None = None
 ) -> Iterator[WarmRanks | None]:
-    """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so.
-
-    ``threads`` are those that each rank will compute with; None: not known yet. macOS forbids what its frameworks do in
-    a forked process.
-    """
+    """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(scratch_folder()) / "ranks"
         if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
@@ -134,12 +129,197 @@ def warm_ranks(
 
 
 def rank_threads(config: Config, ranks: int | None = None) -> int | None:
-    """Returns how many threads a rank of this host will compute with, before torch is there to tell of GPUs.
-
-    ``ranks`` are those of this host, where they are given. None: the ranks will have GPUs.
-    """
+    """Returns how many threads a rank of this host will compute with; None: ranks will have GPUs."""
     parallel = config.parallel
     if parallel.threads is not None or parallel.device == "cuda":
         return parallel.threads
     count = ranks or (CPU_RANKS if parallel.ranks == "auto" else parallel.ranks)
     return max(1, len(detect.usable_cores()) // (1 if config.comm.backend == "virtual" else count))
+
+
+def parse_request(content: bytes) -> dict[str, Any]:
+    """Reads what a client asks for. Raises ValueError for anything but a command with its folder and environment."""
+    request = parse_json_object(content, _MOST_BYTES)
+    match request:
+        case {"command": [_, *_] as command, "folder": folder, "environment": dict(environment)}:
+            texts = [*command, folder, *environment.values()]
+            if all(isinstance(each, str) for each in texts):
+                return request
+    raise ValueError("a request has a command, a folder and an environment, all of them text")
+
+
+class WarmServer:
+    """Ranks by process number, each with the client that asked for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        self._ended: set[int] = set()  # by their clients
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_sender.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wakeup is written
+        signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        for each in (0, listener, self._wakeup):
+            self._selector.register(each, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Forks a rank for each client; returns its request in the rank, and None here when the launcher is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == 0:
+                    if not os.read(0, 1):
+                        self._end_all()
+                        return None
+                elif key.fileobj is self._listener:
+                    request = self._accept()
+                    if request is not None:
+                        return request
+                elif key.fileobj is self._wakeup:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+                    self._reap()
+                else:
+                    self._obey(key.data)
+
+    def _accept(self) -> dict[str, Any] | None:
+        client, _ = self._listener.accept()
+        output: list[int] = []
+        try:
+            client.settimeout(_REQUEST_S)
+            head, output, _, _ = socket.recv_fds(client, LENGTH.size, 2)
+            request = parse_request(receive(client, min(LENGTH.unpack(head)[0], _MOST_BYTES)))
+            client.settimeout(None)
+            pid = os.fork() if len(output) == 2 else -1
+        except (OSError, EOFError, struct.error, ValueError):
+            pid = -1  # ended before it had said what it wants, or it is no client of ours
+        if pid == 0:
+            self._become_rank(client, output)
+            return request
+        for descriptor in output:
+            os.close(descriptor)
+        if pid < 0:
+            client.close()
+            return None
+        with contextlib.suppress(OSError):  # it is gone: then its end is read next
+            client.sendall(FORKED)
+        self._clients[pid] = client
+        self._selector.register(client, selectors.EVENT_READ, data=pid)
+        return None
+
+    def _become_rank(self, client: socket.socket, output: list[int]) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        self._selector.close()
+        for each in (self._listener, self._wakeup, self._wakeup_sender, client, *self._clients.values()):
+            each.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, place in ((nothing, 0), (output[0], 1), (output[1], 2)):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+
+    def _obey(self, pid: int) -> None:
+        """Hands on a signal that a client sends; its end ends the rank."""
+        client = self._clients.get(pid)
+        if client is None:
+            return
+        try:
+            numbers = client.recv(64)
+        except OSError:
+            numbers = b""
+        if not numbers:
+            self._selector.unregister(client)
+            self._clients.pop(pid).close()
+        if not numbers or signal.SIGKILL in numbers:
+            self._reap()
+            if pid in self._clients and not _is_ending(pid):  # whoever is dead by now was not ended by this
+                self._ended.add(pid)
+        for number in numbers or bytes([signal.SIGKILL]):
+            with contextlib.suppress(OSError):  # it is gone, or that is no signal
+                (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            client = self._clients.pop(pid, None)
+            if client is not None:
+                self._selector.unregister(client)
+                with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
+                    asked = client.recv(64, socket.MSG_DONTWAIT)
+                    if not asked or signal.SIGKILL in asked:
+                        os.killpg(pid, signal.SIGKILL)  # what the rank had started
+                with contextlib.suppress(OSError), client:
+                    client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
+            self._ended.discard(pid)
+
+    def _end_all(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for pid in self._clients:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is about to end by itself, or was killed.
+
+    It can be waited for only when its last thread has ended. Others see it gone before: its files are closed, or its
+    first thread has ended, and on a busy machine they may fail of that and be gone sooner than it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _EXITING)
+
+
+def main() -> None:
+    address, descriptor, *modules = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        listener.set_inheritable(False)
+        # It dies with its launcher while it has no ranks, and is too busy to look for the launcher.
+        system = ctypes.CDLL(None)
+        system.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if select.select([0], [], [], 0)[0]:  # it went before that
+            os._exit(0)
+        for name in modules:
+            with contextlib.suppress(ImportError):  # a rank that needs it says so
+                importlib.import_module(name)
+        system.prctl(_PARENT_DEATH_SIGNAL, 0)
+        gc.collect()
+        gc.freeze()  # so that collections in ranks leave out what all of them share: faster, and no page is copied
+        server = os.getpid()
+        request = WarmServer(listener).serve()
+    if request is not None:
+        _run(request, server)
+    with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
+        Path(address).unlink()
+
+
+def _run(request: dict[str, Any], server: int) -> NoReturn:
+    os.environ.clear()
+    os.environ.update(request["environment"], **{PARENT: str(server)})
+    os.chdir(request["folder"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_DFL)
+    torch, number = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and number.isdecimal():  # libraries have read it when they were loaded in the server
+        torch.set_num_threads(int(number))
+    name, *arguments = request["command"]
+    sys.argv = [name, *arguments]
+    importlib.import_module(name).main()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
 A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
-the ranks are asked where they stand; the verdict is told (``told_verdicts.py``); then the ranks are killed. The
+the ranks are asked where they stand; the verdict is told (``notes.py``); then the ranks are killed. The
 operations themselves are read every two seconds, or when a rank stands still.
 
     in the launcher   of ranks that ``paceline train`` has started, on each host
@@ -9,7 +9,7 @@ operations themselves are read every two seconds, or when a rank stands still.
 
 Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
 lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
-of a host stand still; loops of one's own compare their steps there too (``pair_hosts.py``). The first verdict is
+of a host stand still; loops of one's own compare their steps there too (``other_hosts.py``). The first verdict is
 everybody's, and each host ends its own ranks.
 """
 
@@ -25,34 +25,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
+from paceline.comm.base import Communicator
+from paceline.comm.control.store import TIMEOUT_S, SideChannel
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.comm.traced import LedgerCommunicator, ledger_clock
+from paceline.config import Config
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
-from paceline.health.ledger_text import views_from_text, views_to_text
-from paceline.health.ledger_view import LedgerView
+from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
 from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
-from paceline.run.late_hosts import LateHosts
-from paceline.run.left_ranks import LeftRanks, left_key
-from paceline.run.nodes import host_name
-from paceline.run.pair_hosts import PairedHosts
-from paceline.run.rank_process import end_children, tell_agent
+from paceline.run.notes import end_ranks, tell_verdict
+from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
+from paceline.run.processes import end_children, tell_agent
 from paceline.run.records import append_event, note_clock
-from paceline.run.seen_ranks import STILL_S, SeenRanks
+from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
-from paceline.run.stacks import dump_stacks_into, stack_path
-from paceline.run.told_verdicts import end_ranks, tell_verdict
-
-if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
+from paceline.run.whereami import host_name
 
 _LOOK_AT_ALL_S = 2.0
 _PATIENT = 3.0  # times the longest standstill that ended by itself
@@ -68,10 +61,7 @@ _NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How long ranks may stand still; see ``HangLimits``. ``every_s`` is how often they are looked at.
-
-    ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
-    """
+    """How long ranks may stand still, how often they are looked at and compared, and when one is told to be late."""
 
     limits: HangLimits
     every_s: float = 0.2
@@ -80,7 +70,6 @@ class WatchPolicy:
 
 
 def watch_policy(config: Config) -> WatchPolicy | None:
-    """Returns how the ranks of a config are watched; None where it says not to."""
     if config.monitor.hang_s is None:
         return None
     return WatchPolicy(limits=HangLimits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
@@ -99,10 +88,7 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
 def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks keep a ledger and watch themselves, in a thread of each; all ranks call it.
-
-    Without a policy they only keep the ledger. ``host`` is this host's name.
-    """
+    """Lets ranks keep a ledger and, with a policy, watch themselves, in a thread of each; all ranks call it."""
     comm = keep_ledger(comm, folder)
     if policy is not None and comm.size > 1:
         start_watch(comm, folder, policy, host=host)
@@ -112,10 +98,7 @@ def watch_itself(
 def start_watch(
     comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
 ) -> Watch:
-    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
-
-    The verdict goes into the folder ``told``, if that is another one.
-    """
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it."""
     own = host or host_name()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
@@ -133,9 +116,9 @@ def start_watch(
 class Watch(SeenRanks):
     """Watches the ranks of this host, and exchanges verdicts with other hosts.
 
-    ``hosts`` are the ranks of every host by its name; ``host`` is this one's. ``ledger`` is that of the rank which
-    watches; None: a launcher does. ``named``: what this host is called, where ``hosts`` have numbers in place of names.
-    A verdict goes into the folder ``told``; None: into ``folder``.
+    ``hosts`` are the ranks of every host by its name, ``host`` this one's; ``named`` is what it is called, where they
+    have numbers. ``ledger`` is that of the rank which watches; None: a launcher does. Verdicts go into ``told``, or
+    ``folder``.
     """
 
     def __init__(
@@ -172,10 +155,7 @@ class Watch(SeenRanks):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
-    # Its life: a thread.
-
     def start(self) -> None:
-        """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
         atexit.register(self.stop)
 
@@ -195,7 +175,6 @@ class Watch(SeenRanks):
         self.stop()
 
     def end_thread(self) -> None:
-        """Stops to look at the ledgers."""
         self._is_over.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_STOPS_S)
@@ -215,8 +194,10 @@ class Watch(SeenRanks):
                 self._ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
-                if ahead_s is not None and self._has_noted_clock(ahead_s):
-                    ahead_s = None
+                if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
+                    if has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s):
+                        ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():
                     self._end(verdict)
@@ -224,15 +205,6 @@ class Watch(SeenRanks):
                 late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
                 if late is not None:
                     self._tell_late(late)
-
-    def _has_noted_clock(self, ahead_s: float) -> bool:
-        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
-        if self.told is not None:  # a loop of the user's own has no records
-            return True
-        has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
-
-    # What it sees.
 
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
@@ -256,7 +228,11 @@ class Watch(SeenRanks):
                 found = None if found is None else replace(found, states=tuple(self.states()))
             return self._with_others(self.channel, found, now)
         except CommunicationError:
-            return self._cut_off() if found is not None or is_told else None
+            if found is None and not is_told:
+                return None
+            first = next(iter(self.hosts))  # which has the store
+            hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+            return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _look_here(self, now: float) -> HangVerdict | None:
         """Judges the ranks of this host. A verdict needs two looks that agree: a record may have been half written."""
@@ -269,7 +245,7 @@ class Watch(SeenRanks):
         views = self.views(now)
         if is_due:
             self._compared_s = now
-            looks = self._looks(views) if self._late_hosts is None else []
+            looks = self.rank_looks(views) if self._late_hosts is None else []
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
@@ -289,7 +265,6 @@ class Watch(SeenRanks):
         return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
     def states(self) -> list[RankState]:
-        """Returns what the ranks of this host do, for the details of a verdict."""
         now = time.monotonic()
         self.observe(now)
         return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
@@ -302,8 +277,6 @@ class Watch(SeenRanks):
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
 
-    # What it tells, and how it ends ranks.
-
     def tell(self, verdict: HangVerdict) -> None:
         """Writes a verdict where it is looked for, a rank also to standard error; in an own loop, the first counts."""
         where = self.folder if self.told is None else self.told
@@ -311,14 +284,15 @@ class Watch(SeenRanks):
             return
         where.mkdir(parents=True, exist_ok=True)
         tell_verdict(where, verdict, () if self.told is not None else self.processes())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
-            sys.stderr.flush()
+        self._print(f"{verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}")
 
     def _tell_late(self, found: Straggler) -> None:
         append_event(self.folder, self.hosts[self.host][0], "straggler", found.to_json())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {found}\n")
+        self._print(str(found))
+
+    def _print(self, text: str) -> None:
+        if self._ledger is not None:  # else the launcher tells it
+            sys.stderr.write(f"paceline: {text}\n")
             sys.stderr.flush()
 
     def _end(self, verdict: HangVerdict) -> None:
@@ -332,8 +306,6 @@ class Watch(SeenRanks):
             tell_agent(verdict.sentence, verdict.to_text(), time.time())
             end_children()
             os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock
-
-    # What it has to do with other hosts.
 
     def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
         """Tells other hosts that this one makes no progress, and judges when none does."""
@@ -402,12 +374,6 @@ class Watch(SeenRanks):
             text = channel.read(f"lives/{host}") if host != self.host else ""
             before, since_s = self._heard.get(host, (text, now))
             self._heard[host] = (text, now if text != before else since_s)
-
-    def _cut_off(self) -> HangVerdict:
-        """Says that the store, which is on the first host, does not answer this one."""
-        first = next(iter(self.hosts))
-        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
-        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _name(self, hosts: list[str]) -> str:
         ranks = {self._names.get(host, f"host {host}"): ", ".join(map(str, self.hosts[host])) for host in hosts}

@@ -18,40 +18,53 @@ sets variables for its processes is asked in this order; the first that has is b
 
 What is missing or contradictory is refused, all of it at once: a process that trained alone instead would train an
 unrelated run on each host. ``PACELINE_LAUNCHER=none`` says that this process is alone whatever the variables say.
+
+[Note: hosts] ``paceline train CONFIG --nnodes 1:4 --rdzv HOST:PORT`` is the same on every host. The launcher on HOST
+listens at HOST:PORT, and at no other address (``rendezvous.py``); it must stay. All have one secret, which the first
+leaves in the run's folder, or the environment has. When a host goes or comes, all ranks are started again, as many as
+there are now, from the newest checkpoint, and the global batch is cut among them. A host that is gone is missed at once
+if its launcher has ended, and after three seconds if nothing is heard of it; the others then wait ``LAST_CALL_S``.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.errors import ConfigError, Problem
-from paceline.run.nodes import Nodes
+import psutil
+
+from paceline.errors import ConfigError, Problem, UsageError
 
 SWITCH = "PACELINE_LAUNCHER"
 SOURCE = "the launcher's environment"  # of the problems that are found here
 _PORT = 29500  # torchrun's own, where a launcher leaves it open
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that systems hand out
 _INTERACTIVE_STEP = "4294967290"  # the shell of salloc
+_ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
+LAST_CALL_S = 3
+HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """How this process was started: ``number`` of ``count`` ranks or hosts, which meet at ``address`` and ``port``.
 
-    ``least`` hosts are enough where the launcher may start fewer. ``host_ranks`` is how many ranks a host has; None:
-    one per GPU. ``because`` are the variables that were read, and ``named_by`` is the one with the address.
+    ``least`` hosts are enough where the launcher may start fewer; see [Note: hosts]. ``host_ranks`` is how many ranks
+    a host has; None: one per GPU. ``because`` are the variables that were read; the variable or option ``named_by``
+    has the address.
     """
 
     launcher: str
     kind: Literal["alone", "rank", "host"] = "alone"
     number: int = 0
     count: int = 1
-    least: int | None = None
+    least: int = 1
     local_rank: int | None = None
     host_ranks: int | None = None
     address: str = ""
@@ -63,31 +76,23 @@ class Surroundings:
         if self.kind == "alone":
             return f"{self.launcher}: this process starts the ranks of a run on this machine"
         read = f" ({', '.join(self.because)})" if self.because else ""
-        return (
-            f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {self.address}:{self.port}{read}"
-        )
+        return f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {self.endpoint}{read}"
 
     def rank_variables(self) -> dict[str, str]:
         """Returns what torch's own launcher would set for this process; a host's only process is its only rank."""
         if self.kind == "alone":
             return {}
-        here = 0 if self.kind == "host" else self.local_rank
-        shared = 1 if self.kind == "host" else self.host_ranks
+        local, here = (0, 1) if self.kind == "host" else (self.local_rank, self.host_ranks)
         found = {"RANK": self.number, "WORLD_SIZE": self.count, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
-        local = {"LOCAL_RANK": here, "LOCAL_WORLD_SIZE": shared}
-        return {name: str(value) for name, value in {**found, **local}.items() if value is not None}
+        found |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
+        return {name: str(value) for name, value in found.items() if value is not None}
 
-    def nodes(self) -> Nodes:
-        """Returns where the launchers of all hosts meet, and the ranks of this one."""
-        least = self.count if self.least is None else self.least
-        return Nodes(
-            least=least,
-            most=self.count,
-            host=self.address,
-            port=self.port,
-            ranks=self.host_ranks,
-            named_by=self.named_by,
-        )
+    @property
+    def endpoint(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def own_address(self) -> str:
+        return address_towards(self.address, self.port, self.named_by)
 
 
 def recognise(environment: Mapping[str, str]) -> Surroundings:
@@ -201,15 +206,11 @@ def _recognise(read: _VariableReader) -> Surroundings:
 def _rank(read: _VariableReader, launcher: str, names: Sequence[str]) -> Surroundings:
     """Reads a rank by the ``names`` of its number, of that of all, of its number on its host, and of that of these."""
     world = read.number(names[1], "the number of ranks", least=1)
-    return Surroundings(
-        launcher=launcher,
-        kind="rank",
-        number=read.number_of(names[0], "the number of this rank", names[1], world),
-        count=world,
-        local_rank=read.number_if_set(names[2], "the number of this rank on its host"),
-        host_ranks=read.number_if_set(names[3], "the ranks of this host", least=1),
-        because=(names[0], names[1]),
-    )
+    number = read.number_of(names[0], "the number of this rank", names[1], world)
+    local = read.number_if_set(names[2], "the number of this rank on its host")
+    here = read.number_if_set(names[3], "the ranks of this host", least=1)
+    found = Surroundings(launcher=launcher, kind="rank", number=number, count=world, because=tuple(names[:2]))
+    return replace(found, local_rank=local, host_ranks=here)
 
 
 def _rank_of_environment(read: _VariableReader, launcher: str) -> Surroundings:
@@ -238,10 +239,9 @@ def _host_of_kubeflow(read: _VariableReader) -> Surroundings:
         address, _, digits = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         port = int(digits) if digits.isdecimal() else _PORT
         named_by = "PET_RDZV_ENDPOINT"
-    elif most == 1:
-        address, port = read.environment.get("PET_MASTER_ADDR", "127.0.0.1"), read.port("PET_MASTER_PORT", _PORT)
     else:
-        address = read.text("PET_MASTER_ADDR", "the host at which the others meet")
+        is_lone = most == 1 and not read.has("PET_MASTER_ADDR")
+        address = "127.0.0.1" if is_lone else read.text("PET_MASTER_ADDR", "the host at which the others meet")
         port = read.port("PET_MASTER_PORT", _PORT)
     because = tuple(name for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE") if read.has(name))
     found = Surroundings(launcher="Kubeflow TrainJob", kind="host", number=number, count=most, because=because)
@@ -256,10 +256,8 @@ def _host_of_environment(read: _VariableReader, launcher: str, index: str) -> Su
         lone = 0 if most == 1 else None
         number = read.number_of(index, "the number of this host", counts, most, default=lone)
     else:
-        read.problem(
-            f"{index} = {read.environment.get(index, '')}, and neither NNODES nor WORLD_SIZE is set",
-            "one of them is the number of hosts",
-        )
+        what = f"{index} = {read.environment.get(index, '')}, and neither NNODES nor WORLD_SIZE is set"
+        read.problem(what, "one of them is the number of hosts")
         number = read.number(index, "the number of this host")
     ranks = read.number_if_set("LOCAL_WORLD_SIZE", "the ranks of a host", least=1)
     if not read.problems and most == 1:
@@ -312,16 +310,10 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
     address, named_by = read.environment.get("MASTER_ADDR", ""), "MASTER_ADDR"
     if not address:
         address, named_by = first_host(read.text("SLURM_STEP_NODELIST", "the nodes of the step")), "SLURM_STEP_NODELIST"
-    host = Surroundings(
-        launcher="Slurm",
-        kind="host",
-        number=task,
-        count=tasks,
-        address=address,
-        port=read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}")),
-        named_by=named_by,
-        because=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
-    )
+    port = read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}"))
+    because = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    host = Surroundings(launcher="Slurm", kind="host", number=task, count=tasks, least=tasks, because=because)
+    host = replace(host, address=address, port=port, named_by=named_by)
     if tasks == nodes:
         return host
     node = read.number("SLURM_NODEID", "the number of this node")
@@ -333,12 +325,16 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
 def _counts(read: _VariableReader, name: str) -> tuple[int, int]:
     """Reads a number of hosts: ``4``, or the fewest and the most, ``2:4``."""
     given = read.text(name, "the number of hosts")
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given)
-    least = int(found[1]) if found else 0
-    most = int(found[2] or least) if found else 0
-    if given and not 1 <= least <= most:
+    counts = _parse_counts(given)
+    if given and counts is None:
         read.problem(f"{name} = {given}", "it is a number of hosts, or the fewest and the most: 2:4", "set a number")
-    return max(least, 1), max(most, 1)
+    return counts or (1, 1)
+
+
+def _parse_counts(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    return (least, most) if 1 <= least <= most else None
 
 
 def _is_loopback(address: str) -> bool:
@@ -351,3 +347,44 @@ def _is_loopback(address: str) -> bool:
 def _port_for(job: str) -> int:
     """Returns a port that all processes of a job find by themselves, and others of the host mostly do not."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Surroundings:
+    """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
+    hosts = _parse_counts(counts)
+    if hosts is None:
+        raise UsageError(
+            f"--nnodes {counts}\n  it is a number of hosts, or the fewest and the most: 1:4\n  try --nnodes 1:2"
+        )
+    place = _ENDPOINT.fullmatch(endpoint)
+    if place is None or not 0 < int(place["port"]) < 2**16:
+        raise UsageError(
+            f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
+            "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
+        )
+    address, port = place["host"].strip("[]"), int(place["port"])
+    found = Surroundings(launcher="--nnodes", kind="host", least=hosts[0], count=hosts[1], host_ranks=ranks)
+    return replace(found, address=address, port=port, named_by="--rdzv")
+
+
+def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
+    """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})\n"
+            "  all launchers must reach that host\n  check its name"
+        ) from error
+
+
+def host_name() -> str:
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def interface_of(address: str) -> str | None:
+    found = psutil.net_if_addrs().items()
+    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)

@@ -1,17 +1,7 @@
 """Whether a schedule can run: all of the work, each piece once, on its rank, in an order that never gets stuck.
 
 Every message points at the cell: the rank (a row), the slot (a column) and the action there. The checks go from cells
-to the whole, so that the first thing wrong is the one that is named:
-
-    cells       the stage and microbatch exist, the stage is on this rank, nothing is there twice
-    complete    every stage runs every microbatch: F, and then B, or I and W
-    order       on one rank: nothing before what it needs
-    messages    where the schedule has its own: each between two ranks, once, after what it carries, and received in the
-                order in which it was sent
-    deadlock    the program is walked, and each use of a message waits for its send; ranks that wait in a circle are
-                named
-
-Cost: O(actions).
+to the whole, so that the first thing wrong is the one that is named. Cost: O(actions).
 """
 
 from __future__ import annotations
@@ -19,8 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action, Kind, Schedule, compute_needs, walk
-from paceline.schedule.lowering import messages_of, user_of
+from paceline.schedule.grid import Action, Kind, Schedule, compute_needs, messages_of, user_of, walk
 
 _Cells = dict[Action, tuple[int, int]]
 
@@ -111,16 +100,25 @@ def _check_order(schedule: Schedule, cells: _Cells) -> None:
 
 
 def _check_messages(schedule: Schedule, cells: _Cells) -> None:
-    wanted: dict[Action, Action] = {}
+    other_side: dict[Action, Action] = {}
     for action in [each for each in cells if each.is_compute]:
         if messages := messages_of(action, schedule.placement):
             _check_message(schedule, cells, action, *messages)
-            wanted[messages[0]], wanted[messages[1]] = messages[1], messages[0]
-    for action, cell in cells.items():
-        if not action.is_compute and action.kind != "R" and action not in wanted:
+            other_side[messages[0]], other_side[messages[1]] = messages[1], messages[0]
+    sent: dict[tuple[Kind, int], list[Action]] = {}
+    for action, cell in cells.items():  # row by row, in the order of the slots
+        if not action.is_compute and action.kind != "R" and action not in other_side:
             rule = "there is a message only between neighbouring stages on two ranks: remove it"
             _refuse(schedule, cell, action, "has no other side on another rank", rule)
-    _check_message_order(schedule, cells, wanted)
+        if action.kind in ("SF", "SB"):
+            sent.setdefault((action.kind, action.stage), []).append(action)
+    for sends in sent.values():
+        receives = sorted((other_side[send] for send in sends), key=lambda each: cells[each][1])
+        for send, receive in zip(sends, receives, strict=True):
+            if other_side[send] != receive:
+                what = f"comes before {other_side[send]}, and {send} is sent before {other_side[receive]}"
+                rule = "from one stage to another, messages are received in the order in which they are sent"
+                _refuse(schedule, cells[receive], receive, what, rule)
 
 
 def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Action, receive: Action) -> None:
@@ -139,26 +137,7 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
             _refuse_order(schedule, cells, then, first, f"move {first} to an earlier slot")
 
 
-def _check_message_order(schedule: Schedule, cells: _Cells, other_side: dict[Action, Action]) -> None:
-    """Checks that the messages of one way across one boundary are received in the order in which they are sent."""
-    sent: dict[tuple[Kind, int], list[Action]] = {}
-    for action in cells:  # row by row, in the order of the slots
-        if action.kind in ("SF", "SB"):
-            sent.setdefault((action.kind, action.stage), []).append(action)
-    for sends in sent.values():
-        receives = sorted((other_side[send] for send in sends), key=lambda each: cells[each][1])
-        for send, receive in zip(sends, receives, strict=True):
-            if other_side[send] != receive:
-                what = f"comes before {other_side[send]}, and {send} is sent before {other_side[receive]}"
-                rule = "from one stage to another, messages are received in the order in which they are sent"
-                _refuse(schedule, cells[receive], receive, what, rule)
-
-
 def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
-    """Checks that no ranks wait in a circle.
-
-    A program whose messages ``lower`` places gets stuck only where its compute actions do.
-    """
     orders = schedule.orders() if schedule.has_messages else schedule.compute_orders()
     compute = compute_needs(orders, schedule.stages)
 
@@ -170,12 +149,12 @@ def _check_deadlock(schedule: Schedule, cells: _Cells) -> None:
             found.append(messages[0] if messages and comes_here else each)
         return tuple(found)
 
-    done = walk(orders, needs)
-    if not done.stuck:
+    times, stuck = walk(orders, needs)
+    if not stuck:
         return
     lines = []
-    for action in done.stuck:
-        missing = next(each for each in needs(action) if each not in done.times)
+    for action in stuck:
+        missing = next(each for each in needs(action) if each not in times)
         lines.append(
             f"rank {cells[action][0]}, slot {cells[action][1]}: {action} waits for {missing} "
             f"(rank {cells[missing][0]}, slot {cells[missing][1]})"

@@ -2,15 +2,6 @@
 
 Work starts when its stream has finished what it was given before and all that the work waits for is done. So overlap,
 prefetch and bubbles come out of the order in which work is issued, as on a device's streams.
-
-    StreamClock when each stream is free                a schedule's ranks are streams (``grid.walk``)
-    Timeline    the same, and keeps what was done       formulas of overlap
-    RankClock   a host, a compute stream and lanes      the walk of an offloaded step, the replay of a recorded one
-
-    timeline = Timeline()
-    gathered = timeline.add("link", 2.0, "gather 0")
-    computed = timeline.add("compute", 3.0, "forward 0", after=(gathered,))
-    timeline.end                                            # 5.0
 """
 
 from __future__ import annotations
@@ -20,8 +11,6 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Work that was done: on which stream, from when to when."""
-
     stream: str
     name: str
     start: float
@@ -29,7 +18,7 @@ class Span(NamedTuple):
 
 
 class StreamClock:
-    """Streams, and the moment up to which each has work."""
+    """Streams, and the moment up to which each has work. The ranks of a schedule are streams (``grid.walk``)."""
 
     __slots__ = ("_free",)
 
@@ -47,8 +36,7 @@ class StreamClock:
         return self._free.get(stream, 0.0)
 
     def occupy(self, stream: Hashable, until: float) -> None:
-        """Keeps a stream busy up to a moment."""
-        self._free[stream] = max(self._free.get(stream, 0.0), until)
+        self._free[stream] = max(self.free(stream), until)
 
     @property
     def end(self) -> float:
@@ -56,7 +44,7 @@ class StreamClock:
 
 
 class Timeline(StreamClock):
-    """A clock that keeps what its streams did."""
+    """A clock that keeps what its streams did, for formulas of overlap."""
 
     __slots__ = ("spans",)
 
@@ -79,11 +67,7 @@ class Timeline(StreamClock):
 
 
 class RankClock(StreamClock):
-    """A rank: its host, which launches what its device computes, and lanes for all else; each up to some moment.
-
-    The host runs ahead of the device. ``host`` and ``compute`` are plain numbers: a replay asks for them at every
-    kernel.
-    """
+    """A rank: its host, which launches what its device computes, and lanes. Numbers, as a replay reads them often."""
 
     __slots__ = ("compute", "host")
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: for each rank a row of actions, and how a row is walked.
+"""A pipeline schedule as data: for each rank a row of actions, how rows are walked, and where messages go in them.
 
 An action is one thing that a rank does with one microbatch in one stage. Written down it is its kind, its stage and its
 microbatch: ``F2.5`` is the forward of microbatch 5 in stage 2.
@@ -14,13 +14,19 @@ microbatch: ``F2.5`` is the forward of microbatch 5 in stage 2.
 The order within a row is what a rank does; the slots of a row show about when, and an empty cell is idleness. Moving
 actions to other slots without changing their order changes how a schedule looks, not what it does.
 
-Pure functions over plain values: no torch, nothing to mock.
+``lower`` makes the program of each rank. A rank sends right after it has made something. It posts a receive before the
+compute action that precedes the use, so that the message travels while that action runs; the gradient of an output not
+before the output is there, which says how large the gradient will be. Only a use waits: a program gets stuck only where
+its compute actions alone would. The messages of one way across one boundary (forward from stage s to s + 1, or
+backward) are received in the order in which they are sent, so that they need no numbers; different ways and boundaries
+need channels of their own. Cost: O(actions), once a run; a receiver holds one or two messages that it does not use yet.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -89,7 +95,6 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts, I and W."""
         return any(action.kind in ("I", "W") for row in self.rows for action in row if action)
 
     @property
@@ -113,19 +118,15 @@ def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
     """Returns the function that says which compute actions an action of these waits for."""
     present = {action for order in orders for action in order}
 
-    def backward_of(stage: int, microbatch: int) -> Action:
-        """Returns the action that makes the gradient of a stage's input."""
-        part = Action("I", stage, microbatch)
-        return part if part in present else Action("B", stage, microbatch)
-
     def needs(action: Action) -> tuple[Action, ...]:
         stage, microbatch = action.stage, action.microbatch
         match action.kind:
             case "F":
                 return (Action("F", stage - 1, microbatch),) if stage else ()
             case "B" | "I":
-                own = (Action("F", stage, microbatch),)
-                return own if stage == stages - 1 else (*own, backward_of(stage + 1, microbatch))
+                own, part = Action("F", stage, microbatch), Action("I", stage + 1, microbatch)
+                after = part if part in present else Action("B", stage + 1, microbatch)
+                return (own,) if stage == stages - 1 else (own, after)
             case "W":
                 return (Action("I", stage, microbatch),)
             case _:
@@ -134,24 +135,16 @@ def compute_needs(orders: Iterable[Iterable[Action]], stages: int) -> Needs:
     return needs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """When each action of a program ran, and the next action of each rank that is stuck."""
-
-    times: Times
-    stuck: tuple[Action, ...]
-
-
 def walk(
     orders: Sequence[Sequence[Action]],
     needs: Needs,
     duration: Callable[[Action], float] = lambda _: 1.0,
     delay: Callable[[Action, Action], float] = lambda _before, _after: 0.0,
-) -> Walk:
+) -> tuple[Times, tuple[Action, ...]]:
     """Runs each rank's actions in order, each as soon as its rank is free and what it needs is there.
 
-    ``delay`` is what lies between the end of an action and the start of one that needs it. Time is O(actions): a rank
-    is looked at again only when an action that it waits for has run.
+    ``delay`` is what lies between the end of an action and the start of one that needs it. Returns when each action
+    ran, and the next action of each rank that is stuck. Time is O(actions).
     """
     times: Times = {}
     positions = [0] * len(orders)
@@ -171,15 +164,98 @@ def walk(
             positions[rank] += 1
             ready += waiting.pop(action, [])
     stuck = (order[position] for order, position in zip(orders, positions, strict=True) if position < len(order))
-    return Walk(times=times, stuck=tuple(stuck))
+    return times, tuple(stuck)
 
 
 def align(name: str, orders: Sequence[Sequence[Action]], placement: Sequence[int], microbatches: int) -> Schedule:
     """Makes a schedule of each rank's order: an action stands in the first slot after all that it needs."""
-    times = walk(orders, compute_needs(orders, len(placement))).times
+    times, _ = walk(orders, compute_needs(orders, len(placement)))
     slots = max((round(end) for _, end in times.values()), default=0)
     rows: list[list[Action | None]] = [[None] * slots for _ in orders]
     for row, order in zip(rows, orders, strict=True):
         for action in order:
             row[round(times[action][0])] = action
     return Schedule(name=name, rows=tuple(map(tuple, rows)), placement=tuple(placement), microbatches=microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """A rank's row of a schedule, with what follows from the rows of the others."""
+
+    actions: tuple[Action, ...]
+    reducing: Mapping[int, int]  # by stage, the microbatch whose backward comes last
+    released: Mapping[Action, tuple[Action, ...]]  # sends that have arrived, by the receive that tells so
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Returns each rank's program: its compute actions, with messages (SF, RF, SB, RB) and reduces (R) between them.
+
+    Between two stages on one rank there is no message. R of a stage follows its last backward (B or W), after the
+    message of that. Messages and reduces of the schedule's own stay as they are. ``check_schedule`` says whether it is
+    valid.
+    """
+    if schedule.has_messages:
+        return tuple(tuple(_with_reduces(order)) for order in schedule.orders())
+    orders = schedule.compute_orders()
+    received = _receives(schedule, orders)
+    programs = []
+    for rank, order in enumerate(orders):
+        program: list[Action] = []
+        for index, action in enumerate(order):
+            program += [*received.get((rank, index), []), action]
+            if messages := messages_of(action, schedule.placement):
+                program.append(messages[0])
+        programs.append(tuple(_with_reduces(program)))
+    return tuple(programs)
+
+
+def messages_of(action: Action, placement: Sequence[int]) -> tuple[Action, Action] | None:
+    """Returns the send and the receive of what a compute action makes, or None where no other rank needs it."""
+    stage, is_forward = action.stage, action.kind == "F"
+    peer = stage + (1 if is_forward else -1)
+    if action.kind not in ("F", "B", "I") or not 0 <= peer < len(placement) or placement[peer] == placement[stage]:
+        return None
+    kinds: tuple[Kind, Kind] = ("SF", "RF") if is_forward else ("SB", "RB")
+    return Action(kinds[0], stage, action.microbatch), Action(kinds[1], peer, action.microbatch)
+
+
+def user_of(receive: Action, cells: dict[Action, tuple[int, int]]) -> Action:
+    """Returns the compute action, of those given, that uses what is received."""
+    kinds: tuple[Kind, ...] = ("F",) if receive.kind == "RF" else ("B", "I")
+    users = (Action(kind, receive.stage, receive.microbatch) for kind in kinds)
+    return next(user for user in users if user in cells)
+
+
+def _receives(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], list[Action]]:
+    """Returns the receives by rank and index of the compute action before which they are posted: early, in order."""
+    places = {action: (rank, index) for rank, order in enumerate(orders) for index, action in enumerate(order)}
+    channels: dict[tuple[Kind, int], list[Action]] = {}  # receives, in the order in which their messages are sent
+    for action in itertools.chain.from_iterable(orders):
+        if messages := messages_of(action, schedule.placement):
+            channels.setdefault((messages[1].kind, messages[1].stage), []).append(messages[1])
+    posted: dict[tuple[int, int], list[Action]] = {}
+    for (kind, stage), receives in channels.items():
+        wanted = [max(0, places[user_of(each, places)][1] - 1) for each in receives]
+        outputs = [Action("F", stage, each.microbatch) for each in receives]
+        earliest = [places[output][1] + 1 if kind == "RB" else 0 for output in outputs]
+        no_later_than_the_next = list(itertools.accumulate(reversed(wanted), min))[::-1]
+        no_earlier_than_the_last = itertools.accumulate(earliest, max)
+        for receive, *bounds in zip(receives, no_later_than_the_next, no_earlier_than_the_last, strict=True):
+            posted.setdefault((schedule.placement[stage], max(bounds)), []).append(receive)
+    return posted
+
+
+def _with_reduces(order: Sequence[Action]) -> list[Action]:
+    """Adds R where a stage has none: after its last backward, once that backward's gradient is on its way."""
+    own = {action.stage for action in order if action.kind == "R"}
+    last = {action.stage: action for action in order if action.kind in ("B", "W") and action.stage not in own}
+    program: list[Action] = []
+    due: list[Action] = []
+    for action in order:
+        if action.kind != "SB":
+            program += due
+            due = []
+        program.append(action)
+        if last.get(action.stage) == action:
+            due.append(Action("R", action.stage))
+    return program + due

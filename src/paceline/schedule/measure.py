@@ -27,7 +27,6 @@ class StageCost:
     backward_weight: float
 
     def of(self, kind: Kind) -> float:
-        """Returns the duration of F, B, I or W."""
         both = self.backward_input + self.backward_weight
         return {"F": self.forward, "B": both, "I": self.backward_input}.get(kind, self.backward_weight)
 
@@ -52,8 +51,7 @@ class ScheduleMeasure:
     """What a schedule comes to, in the unit of its costs.
 
     ``in_flight`` is, by rank, the largest number of activations held at once: of one microbatch in one stage each, from
-    the start of F to the end of B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on
-    a rank, each is a v-th of what the rank would hold of a microbatch.
+    F to B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on a rank, each is a v-th.
     """
 
     makespan: float
@@ -76,33 +74,9 @@ class ScheduleMeasure:
 def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> ScheduleMeasure:
     """Runs a valid schedule against a clock; with no costs given, all stages are equal.
 
-    Messages that the schedule has of its own do not count as actions: a message is on its way right after what it
-    carries was made. Raises UsageError when the costs do not fit the schedule.
+    A message is on its way right after what it carries was made. Raises UsageError when the costs do not fit.
     """
     costs = equal_costs(schedule) if costs is None else costs
-    check_costs(schedule, costs)
-    orders = schedule.compute_orders()
-    placement = schedule.placement
-    times = walk(
-        orders,
-        compute_needs(orders, schedule.stages),
-        lambda action: costs.stages[action.stage].of(action.kind),
-        lambda before, after: 0.0 if placement[before.stage] == placement[after.stage] else costs.communication,
-    ).times
-    held = {"F": 1, "B": -1, "W": -1}
-    peaks = [max(itertools.accumulate(held.get(each.kind, 0) for each in order), default=0) for order in orders]
-    chunks = [max(1, placement.count(rank)) for rank in range(schedule.ranks)]
-    return ScheduleMeasure(
-        makespan=max(end for _, end in times.values()),
-        busy=tuple(sum(times[action][1] - times[action][0] for action in order) for order in orders),
-        in_flight=tuple(peaks),
-        in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
-        times=times,
-    )
-
-
-def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
-    """Raises UsageError unless there is a cost for each stage, and none is negative."""
     if len(costs.stages) != schedule.stages:
         raise UsageError(
             f"there are costs for {len(costs.stages)} stages, and schedule {schedule.name!r} has {schedule.stages}\n"
@@ -116,3 +90,20 @@ def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
                 f"parts of backward, {costs.communication} for a message\n"
                 "  a forward takes some time, and nothing takes less than none, or for ever"
             )
+    orders, placement = schedule.compute_orders(), schedule.placement
+    times, _ = walk(
+        orders,
+        compute_needs(orders, schedule.stages),
+        lambda action: costs.stages[action.stage].of(action.kind),
+        lambda before, after: 0.0 if placement[before.stage] == placement[after.stage] else costs.communication,
+    )
+    held = {"F": 1, "B": -1, "W": -1}
+    peaks = [max(itertools.accumulate(held.get(each.kind, 0) for each in order), default=0) for order in orders]
+    chunks = [max(1, placement.count(rank)) for rank in range(schedule.ranks)]
+    return ScheduleMeasure(
+        makespan=max(end for _, end in times.values()),
+        busy=tuple(sum(times[action][1] - times[action][0] for action in order) for order in orders),
+        in_flight=tuple(peaks),
+        in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
+        times=times,
+    )

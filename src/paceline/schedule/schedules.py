@@ -10,8 +10,8 @@ p ranks hold the stages of a model, m microbatches pass through them; with equal
     zb-h1         p        (p-1) / (3 m)          p
     zb-v          2 p      (p-1) / (6 m)          p
 
-gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer. A
-schedule is a pure function of these numbers; ``measure.py`` says what it comes to with the costs of real stages.
+gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer.
+``measure.py`` says what a schedule comes to with the costs of real stages.
 
 The zero-bubble schedules run backward in two parts, and the part that no rank waits for fills the gaps. Of a backward,
 the next rank waits only for the gradient of the stage's input (I). The gradient of the weights (W) can be made whenever
@@ -37,31 +37,33 @@ from paceline.schedule.grid import Action, Kind, Schedule, align
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Makes a schedule of all forwards, then all backwards: the simplest, and every microbatch is in flight at once."""
-    orders = [
-        [Action("F", rank, m) for m in range(microbatches)] + [Action("B", rank, m) for m in range(microbatches)]
-        for rank in range(ranks)
-    ]
+    orders = [_all("F", rank, microbatches) + _all("B", rank, microbatches) for rank in range(ranks)]
     return align("gpipe", orders, range(ranks), microbatches)
+
+
+def _all(kind: Kind, stage: int, microbatches: int) -> list[Action]:
+    return [Action(kind, stage, microbatch) for microbatch in range(microbatches)]
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Makes a schedule that runs a backward as soon as it can, so that few microbatches are in flight."""
-    orders = []
-    for rank in range(ranks):
-        forwards = [Action("F", rank, m) for m in range(microbatches)]
-        backwards = [Action("B", rank, m) for m in range(microbatches)]
-        orders.append(_alternate(forwards, backwards, warm_up=ranks - 1 - rank))
+    orders = [
+        _alternate(_all("F", rank, microbatches), _all("B", rank, microbatches), warm_up=ranks - 1 - rank)
+        for rank in range(ranks)
+    ]
     return align("1f1b", orders, range(ranks), microbatches)
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Makes a 1f1b schedule in which each rank holds several chunks of the model, so that the pipeline fills faster.
 
-    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through
-    one chunk of all ranks just when the first rank is ready to take it through the next. Fewer microbatches than ranks,
-    and numbers that p does not divide, make groups of about equal size.
+    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through one
+    chunk of all ranks just when the first rank is ready to take it through the next.
     """
-    groups = _groups(microbatches, max(1, microbatches // ranks))
+    num_groups = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, num_groups)
+    starts = [index * size + min(index, larger) for index in range(num_groups + 1)]
+    groups = [range(start, end) for start, end in itertools.pairwise(starts)]
     orders = []
     for rank in range(ranks):
         here = [chunk * ranks + rank for chunk in range(chunks)]
@@ -70,13 +72,6 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         warm_up = (chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank)
         orders.append(_alternate(forwards, backwards, warm_up))
     return align("interleaved", orders, [stage % ranks for stage in range(ranks * chunks)], microbatches)
-
-
-def _groups(microbatches: int, num_groups: int) -> list[range]:
-    """Cuts the microbatches into groups of equal size, the first ones larger by one where that does not go."""
-    size, larger = divmod(microbatches, num_groups)
-    starts = [index * size + min(index, larger) for index in range(num_groups + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
@@ -90,22 +85,18 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Makes a schedule with the memory of 1f1b and a third of its idle time."""
-    orders = [list(_h1_order(rank, ranks, microbatches)) for rank in range(ranks)]
+    orders = []
+    for rank in range(ranks):
+        forwards, weights = _all("F", rank, microbatches), _all("W", rank, microbatches)
+        warm_up = min(ranks - 1 - rank, microbatches)
+        order = forwards[:warm_up]
+        for microbatch in range(microbatches):
+            order += forwards[warm_up + microbatch : warm_up + microbatch + 1]
+            order.append(Action("I", rank, microbatch))
+            if microbatch >= rank:
+                order.append(weights[microbatch - rank])
+        orders.append(order + weights[max(microbatches - rank, 0) :])
     return align("zb-h1", orders, range(ranks), microbatches)
-
-
-def _h1_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    warm_up = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(warm_up):
-        yield Action("F", rank, microbatch)
-    for microbatch in range(microbatches):
-        if warm_up + microbatch < microbatches:
-            yield Action("F", rank, warm_up + microbatch)
-        yield Action("I", rank, microbatch)
-        if microbatch >= rank:
-            yield Action("W", rank, microbatch - rank)
-    for microbatch in range(max(microbatches - rank, 0), microbatches):
-        yield Action("W", rank, microbatch)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -118,29 +109,19 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         order = {"F": -action.stage, "I": action.stage, "W": -action.stage}
         return "FIW".index(action.kind), order[action.kind]
 
-    orders = list_schedule(placement, microbatches, limit=2 * ranks, urgency=urgency)
-    return align("zb-v", orders, placement, microbatches)
-
-
-def list_schedule(
-    placement: Sequence[int], microbatches: int, *, limit: int, urgency: Callable[[Action], tuple[int, int]]
-) -> list[list[Action]]:
-    """Fills slot after slot: each rank takes, of what can run, the action with the lowest urgency value.
-
-    Each of F, I and W takes one slot. A rank has at most ``limit`` forwards in flight, until their W is done. With two
-    chunks on a V, 2 x ranks never get stuck: a microbatch that is on its way finds room on every rank.
-    """
-    orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    # Slot after slot, each rank takes the most urgent action; each of F, I and W takes one slot. A rank has at most
+    # 2 x ranks forwards in flight, until their W is done: a microbatch on its way finds room on every rank.
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
     done: _Progress = {(kind, stage): 0 for kind in ("F", "I", "W") for stage in range(len(placement))}
     while taken := [
         min(ready, key=urgency)
-        for rank in range(len(orders))
-        if (ready := list(_ready(rank, placement, microbatches, done, limit)))
+        for rank in range(ranks)
+        if (ready := list(_ready(rank, placement, microbatches, done, limit=2 * ranks)))
     ]:
         for action in taken:  # only now: what is made in a slot can be used in the next
             orders[placement[action.stage]].append(action)
             done[action.kind, action.stage] += 1
-    return orders
+    return align("zb-v", orders, placement, microbatches)
 
 
 _Progress = dict[tuple[Kind, int], int]  # how many microbatches a stage is through with; each kind takes them in order
@@ -161,30 +142,24 @@ def _ready(rank: int, placement: Sequence[int], microbatches: int, done: _Progre
             yield Action("W", stage, weights)
 
 
-_SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+_MAKERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda p, m, _: gpipe(p, m),
     "1f1b": lambda p, m, _: one_f_one_b(p, m),
     "interleaved": interleaved,
     "zb-h1": lambda p, m, _: zb_h1(p, m),
     "zb-v": lambda p, m, _: zb_v(p, m),
 }
-SCHEDULE_NAMES = tuple(_SCHEDULES)
+SCHEDULE_NAMES = tuple(_MAKERS)
 # The fewest and the most stages of a rank, by schedule; None: as many as one likes.
-CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_SCHEDULES, (1, 1)) | {
-    "interleaved": (2, None),
-    "zb-v": (2, 2),
-}
+CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_MAKERS, (1, 1)) | {"interleaved": (2, None), "zb-v": (2, 2)}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Returns the schedule of that name; each rank holds ``chunks`` stages (None: 2 where it takes several, or 1).
-
-    Raises UsageError for a name that is not known, or numbers that the schedule cannot do.
-    """
-    if name not in _SCHEDULES:
-        near = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.4)
+    """Returns the schedule of that name, of ``chunks`` stages a rank (None: the fewest). Raises UsageError."""
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, _MAKERS, n=1, cutoff=0.4)
         hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_SCHEDULES)}{hint}")
+        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_MAKERS)}{hint}")
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if number < 1:
             raise UsageError(f"schedule {name!r} with {what} = {number}\n  there must be at least one")
@@ -196,4 +171,4 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
             f"schedule {name!r} with chunks = {chunks}\n  it takes {rule} a rank\n"
             "  for several chunks take interleaved (2 or more) or zb-v (2), for one any other"
         )
-    return _SCHEDULES[name](ranks, microbatches, chunks)
+    return _MAKERS[name](ranks, microbatches, chunks)

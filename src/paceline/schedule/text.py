@@ -55,10 +55,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 def read_csv(path: Path) -> Schedule:
-    """Reads a schedule from a file; raises UsageError, which names the cell, for what is no schedule.
-
-    Whether the schedule can run is for ``check_schedule`` to say.
-    """
+    """Reads a schedule from a file, for ``check_schedule`` to check. Raises UsageError, which names the cell."""
     try:
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,10 +75,16 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     # Blank lines at the end are no ranks; one in between is a rank that does nothing, and is found as such.
     body = "\n".join(line for line in lines if not line.startswith("#")).rstrip().splitlines()
     if not body:
-        raise UsageError(
-            f"{source} has no rows\n  a schedule has one line a rank, with cells such as F0.3, and commas between"
-        )
-    rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
+        raise UsageError(f"{source} has no rows\n  a schedule has one line a rank, of cells such as F0.3 and commas")
+    rows: list[list[Action | None]] = []
+    for rank, line in enumerate(body):
+        row: list[Action | None] = []
+        for slot, cell in enumerate(line.rstrip(", \t").split(",")):
+            try:
+                row.append(parse_action(cell) if cell.strip() else None)
+            except UsageError as error:
+                raise UsageError(f"{source}, rank {rank}, slot {slot}: {error}") from error
+        rows.append(row)
     slots = max(map(len, rows))
     if len(rows) * slots > _MOST_CELLS:
         raise UsageError(
@@ -105,18 +108,6 @@ def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
         raise UsageError(f"{source}: {what}={text} is not made of whole numbers\n  write {what}=0,1,2, say") from error
 
 
-def _read_row(line: str, rank: int, source: str) -> list[Action | None]:
-    row: list[Action | None] = []
-    for slot, cell in enumerate(line.split(",")):
-        try:
-            row.append(parse_action(cell) if cell.strip() else None)
-        except UsageError as error:
-            raise UsageError(f"{source}, rank {rank}, slot {slot}: {error}") from error
-    while row and row[-1] is None:
-        row.pop()
-    return row
-
-
 def _placement(rows: Sequence[Sequence[Action | None]], source: str) -> tuple[int, ...]:
     """Places each stage where most of its actions are, so that a single one elsewhere is on the wrong rank."""
     votes: dict[int, Counter[int]] = {}
@@ -138,13 +129,12 @@ _Spans = dict[Action, tuple[int, int]]
 def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, width: int = 120) -> str:
     """Returns a grid of who does what when, and a line a rank with its idle time and what it holds.
 
-    A column is a unit of time where all durations are multiples of the shortest, and else a slot. Grids wider than
-    ``width`` are cut into several, one below another.
+    A column is a unit of time where all durations are multiples of the shortest, and else a slot.
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
-    label = "F3 is the forward of microbatch 3"
-    labels = label if _is_plain(schedule) else f"F1.{label[1:]} in stage 1"
+    labels = "F3 is the forward of microbatch 3"
+    labels = labels if _is_plain(schedule) else f"F1.{labels[1:]} in stage 1"
     parts = "I and W are the two parts of a backward" if schedule.splits_backward else "B is a backward"
     table = ["         stages      idle     in flight at most"]
     for rank in range(schedule.ranks):
@@ -177,10 +167,8 @@ def _grid(schedule: Schedule, spans: _Spans, width: int) -> list[str]:
     lines = [["."] * num_columns for _ in range(schedule.ranks)]
     for action, (start, end) in spans.items():
         line = lines[schedule.placement[action.stage]]
-        line[start:end] = [
-            labels[action].ljust(cell - 1, "-" if end - start > 1 else " "),
-            *["-" * (cell - 1)] * (end - start - 1),
-        ]
+        more = ["-" * (cell - 1)] * (end - start - 1)
+        line[start:end] = [labels[action].ljust(cell - 1, "-" if more else " "), *more]
     # An action over several columns is one bar: the gap after a column is filled unless the action ends there.
     ends = {(schedule.placement[action.stage], end) for action, (_, end) in spans.items()}
     per_block = max(1, (width - 9) // cell)
@@ -216,9 +204,8 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
 
     measure = measure or measure_schedule(schedule)
     shortest = min(end - start for start, end in measure.times.values() if end > start)
-    figure = Figure(
-        figsize=(min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks), dpi=110
-    )
+    size = (min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks)
+    figure = Figure(figsize=size, dpi=110)
     axes = figure.subplots()
     _draw_bars(axes, schedule, measure)
     axes.set_xlim(0, measure.makespan)
@@ -258,24 +245,20 @@ def _draw_bars(axes: Axes, schedule: Schedule, measure: ScheduleMeasure) -> None
     is_plain, has_labels = _is_plain(schedule), len(measure.times) <= _MOST_LABELS
     for rank, order in enumerate(schedule.compute_orders()):
         spans = [measure.times[action] for action in order]
+        here = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+        colours = []
+        for action in order:  # mixed of the first chunk's and the last one's, by how far along the stage is
+            share = here.index(action.stage) / max(1, len(here) - 1)
+            colours.append(tuple(a + (b - a) * share for a, b in zip(*_COLOURS[action.kind], strict=True)))
         axes.barh(
             y=[rank] * len(order),
             width=[end - start for start, end in spans],
             left=[start for start, _ in spans],
             height=0.86,
-            color=[_colour(action, schedule) for action in order],
+            color=colours,
             edgecolor="white",
             linewidth=0.6,
         )
         for action, (start, end) in zip(order, spans, strict=True) if has_labels else ():
             text = str(action.microbatch) if is_plain else f"{action.stage}.{action.microbatch}"
             axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7 if is_plain else 6)
-
-
-def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
-    """Mixes the colours of the first and the last chunk, by how far along its rank's chunks the stage is."""
-    here = [stage for stage, home in enumerate(schedule.placement) if home == schedule.placement[action.stage]]
-    share = here.index(action.stage) / max(1, len(here) - 1)
-    light, dark = _COLOURS[action.kind]
-    red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
-    return red, green, blue

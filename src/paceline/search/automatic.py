@@ -1,40 +1,96 @@
 """The one chooser: ``auto`` by memory, and by predicted time where this machine can be priced.
 
-The candidates are those of ``search/ladder.py``, judged by memory. Of those that fit, in their order from simple to
-costly, one is taken over those before it where a step of it is predicted to take at most 98 % as long: what differs by
-less is not told apart, and the simpler one stays. Where nothing can be priced, the order alone decides, and the choice
-says so.
+Candidates are judged by memory, in the order of what they cost. Whole models are cheapest. Their strategies,
+checkpointing and offload, the cheapest first:
 
-With an open microbatch, a candidate is timed with the largest that the estimate finds room for.
+    strategy       ddp, zero1, zero2     2 P (N-1)/N bytes a step each; more is shared, a little less overlaps
+                   hybrid                3 P inside a host, and little between hosts; only where there are several
+                   fsdp                  3 P (N-1)/N
+    checkpointing  none, matmuls, full   computes again: nothing, all but the matrix products, the whole forward (+ 1/3)
+    offload        none, optimizer, + gradients and parameters    the host's memory and its bus, in every step
+
+Every strategy is tried before more is computed again, and that before offload: whole models, then split ones by their
+overhead, both without full checkpointing; then both with it; then whole models with offload.
+
+The overhead of a split model is the time of a step beside computing, in parts of computing. For p stages, m
+microbatches, T tensor ranks and D data ranks, a part of P bytes, L blocks in it, and a stream of B bytes:
+
+    bubble        (p - 1) / m                   equally, (p-1)/(m+p-1) of the step
+    recompute     0, 0.1, 1/3                   none, matmuls, full
+    tensor        8 B L m (T-1)/T bytes         inside a host always
+    pipeline      2 B m bytes
+    data          2 P (D-1)/D bytes for ddp and zero1; (m + 1) P for zero2 and 3 m P for fsdp, each microbatch anew
+
+A byte that is sent inside a host counts as long as 128 operations, one between hosts as eight times that. This is a
+rule of thumb for an order, not a prediction: nothing overlaps, and no link is measured.
+
+Of the candidates that fit, one is taken over those before it where a step of it is predicted to take at most 98 % as
+long; an open microbatch is timed as the largest that has room. Where nothing can be priced, the order alone decides,
+and the choice says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
-from paceline.config import Config, config_batch, layout_of, with_precision
+from paceline.config import Config, config_batch, layout_of, run_checks, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.mesh import divisors
-from paceline.plan.layout import Layout
-from paceline.plan.plan import MARGIN, RunMachine
-from paceline.plan.workload import RECOMPUTES
+from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.plan import MARGIN, MemoryEstimate, RunMachine
+from paceline.plan.workload import RECOMPUTES, layout_label
 from paceline.predict.formulas.engine_costs import price
-from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts, largest_microbatch
+from paceline.predict.memory.facts import ModelFacts, stage_bounds
+from paceline.predict.memory.memory import StateFacts, estimate_memory, largest_microbatch
 from paceline.search.candidates import TrainingTask
 from paceline.search.expect import present_cluster, unpriced
-from paceline.search.ladder import Judged, ladder_for, with_degrees
 from paceline.search.request import task_of
 from paceline.units import format_bytes, format_count, format_seconds
 
 KEY = "parallel.strategy"  # what is auto
 ENOUGH = 0.98  # of the time of a simpler candidate
+_OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))
+_CHECKPOINTS = ("none", "matmuls", "full")
+# What all split candidates are judged with, whatever the config says of it.
+_PLAIN: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "sequence_parallel": False}
+_PLAIN |= {"stages": "estimated", "stage_layers": None}
+_INSIDE = 128.0  # operations in the time in which a byte is sent inside a host
+_BETWEEN = 8 * _INSIDE
+_RECOMPUTED = {"none": 0.0, "matmuls": 0.1, "full": 1 / 3}
+_STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A layout, what it would need, and why it was not taken; empty where it was, or was not looked at."""
+
+    layout: Layout
+    memory: MemoryEstimate
+    overhead: float = 0.0  # of a split model: time beside computing, in parts of it, by a rule of thumb
+    rejected: str = ""
+    seconds: float | None = None  # that a step is predicted to take, where that was asked
+
+    @property
+    def label(self) -> str:
+        return layout_label(self.layout)
+
+    def to_json(self) -> dict[str, Any]:
+        layout = self.layout
+        return {
+            **{name: getattr(layout, name) for name in ("strategy", "microbatch", "pipeline", "tensor", "data")},
+            **{name: getattr(self, name) for name in ("overhead", "rejected", "seconds", "label")},
+            "group": layout.shards,
+            "checkpoint": layout.checkpoint_activations,
+            "offload": layout.offload.parts,
+            "memory": self.memory.to_json(),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +105,16 @@ class Choice:
     machine: str = ""  # that seconds were predicted for
     untimed: str = ""  # why none were
 
-    @property
-    def tried(self) -> tuple[Judged, ...]:
-        """The candidates up to the one that was taken."""
-        return self.ladder[: self.ladder.index(self.chosen) + 1]
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.where.budget_bytes
-
     def reason(self) -> str:
-        """Says in one paragraph what was chosen and why."""
         chosen, where = self.chosen, self.where
         ranks = "1 rank" if where.ranks == 1 else f"{where.ranks} ranks"
         told = (
             f"{KEY} = auto: {chosen.label}, about {format_bytes(chosen.memory.device_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} a rank (all but {MARGIN:.0%} of {format_bytes(where.device_bytes)}) "
+            f"{format_bytes(where.budget_bytes)} a rank (all but {MARGIN:.0%} of {format_bytes(where.device_bytes)}) "
             f"for {format_count(self.parameters)} parameters on {ranks}, microbatch {chosen.layout.microbatch}"
         )
-        if rejected := [f"{each.label} {each.rejected}" for each in self.tried if each.rejected]:
+        tried = self.ladder[: self.ladder.index(chosen) + 1]
+        if rejected := [f"{each.label} {each.rejected}" for each in tried if each.rejected]:
             more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
             told += f"; not {'; '.join(rejected[:4])}{more}"
         else:
@@ -86,10 +133,10 @@ class Choice:
         return told + (f" ({listed})" if listed else "")
 
     def to_json(self) -> dict[str, Any]:
-        plain = ("budget_bytes", "parameters", "machine", "untimed")
         return {
             "key": KEY,
-            **{name: getattr(self, name) for name in plain},
+            "budget_bytes": self.where.budget_bytes,
+            **{name: getattr(self, name) for name in ("parameters", "machine", "untimed")},
             "chosen": self.chosen.label,
             "microbatch": self.chosen.layout.microbatch,
             "ladder": [each.to_json() for each in self.ladder],
@@ -98,14 +145,10 @@ class Choice:
 
 
 def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided.
-
-    Of what fits into the memory of ``where``, the fastest by prediction on ``machine`` is taken; the first in order
-    where that is None or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number
-    of data ranks.
-    """
+    """Decides ``strategy: auto``, by time where ``machine`` can be priced. Raises ConfigError where nothing fits."""
     config = with_precision(config, where.device)
-    ladder, left_out = ladder_for(config, model, where)
+    left_out: list[str] = []
+    ladder = _ladder_for(config, model, where, left_out)
     if not ladder:
         config_batch(with_degrees(config, where.ranks), where.ranks)  # says what is wrong with the batch
     choice = replace(take_first(ladder, model, where), left_out=tuple(left_out))
@@ -115,12 +158,8 @@ def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machin
 def take_first(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine) -> Choice:
     """Takes the first candidate that fits, of at least one. Raises ConfigError where none does."""
     chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
-    if chosen is None:
-        raise ConfigError([_nothing_fits(ladder, model, where)], source="config")
-    return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters)
-
-
-def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine) -> Problem:
+    if chosen is not None:
+        return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters)
     least = min(ladder, key=lambda candidate: candidate.memory.device_bytes)
     need, layout = least.memory, least.layout
     parts = ", ".join(
@@ -134,12 +173,13 @@ def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine
     host = "; the host's memory is too small for more offload" if is_host_full else ""
     set_keys = {"strategy": layout.strategy, "pipeline": layout.pipeline, "tensor": layout.tensor}
     keys = ", ".join(f"parallel.{name} = {value}" for name, value in set_keys.items() if value != 1)
-    return Problem(
+    problem = Problem(
         what=f"{KEY} = auto: nothing fits into {format_bytes(where.budget_bytes)} of memory a rank; {least.label} "
         f"comes nearest with {format_bytes(need.device_bytes)} ({parts}){host}",
         rule=f"{format_count(model.parameters)} parameters, {where.ranks} ranks, and {MARGIN:.0%} of memory kept free",
         fix=f"try more ranks, or {smaller}; to try anyway, set {keys}",
     )
+    raise ConfigError([problem], source="config")
 
 
 def apply_choice(config: Config, choice: Choice) -> Config:
@@ -182,10 +222,7 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
 def first_microbatch(
     config: Config, model: ModelFacts, machine: Machine, sizes: Sequence[int], *, ranks: int, node_ranks: int
 ) -> int | None:
-    """Returns the size of ``sizes`` that is predicted to be fastest: where trials begin. None where none is priced.
-
-    All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
-    """
+    """Returns where trials begin: the largest of ``sizes`` predicted within 2 % of the fastest; None: unpriced."""
     layout = layout_of(config, ranks, node_ranks)
     if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
         return None
@@ -212,7 +249,6 @@ def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachi
 def _seconds(
     each: Judged, where: RunMachine, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
 ) -> float | None:
-    """Predicts a step of a candidate; None where that cannot be priced."""
     layout, size = each.layout, each.layout.microbatch
     if layout.checkpoint_activations not in RECOMPUTES:
         return None
@@ -237,3 +273,131 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
         accumulate=max(1, round(task.global_batch / (microbatch * layout.data))),
     )
     return price(task.workload(layout), cluster).seconds
+
+
+def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Judged]:
+    """Returns all candidates in order; ``left_out`` learns what cannot be done here. What ``memory`` says is kept."""
+    keep = frozenset(config.memory.model_fields_set)
+    try:
+        asked = layout_of(with_degrees(config, machine.ranks), machine.ranks, machine.local_ranks)
+        asked = replace(_smallest(asked, config), shard_ranks=config.parallel.shard_ranks or 0)
+        whole = whole_ladder(model, asked, machine, StateFacts.of(config, machine.device), keep)
+    except ConfigError as error:
+        left_out.append(f"data {machine.ranks}: {error.headline}")
+        whole = []
+
+    def place(judged: Judged) -> tuple[int, float]:
+        layout = judged.layout
+        is_full = layout.checkpoint_activations == "full"
+        return 4 if layout.offload.is_any else 2 * is_full + layout.is_split, judged.overhead
+
+    split = _split_ladder(config, model, machine, keep, left_out)
+    return sorted([*whole, *split], key=place)  # stable: the simpler strategy first, where all is equal
+
+
+def _judge(model: ModelFacts, layout: Layout, machine: RunMachine, states: StateFacts, overhead: float = 0.0) -> Judged:
+    """Estimates what a layout needs; it is rejected, with the reason, if that is more than there is."""
+    memory, rejected = estimate_memory(model, layout, states), ""
+    on_host = memory.host * machine.local_ranks
+    if memory.device_bytes > machine.budget_bytes:
+        rejected = f"needs {format_bytes(memory.device_bytes)}"
+    elif on_host > machine.host_bytes * (1 - MARGIN):
+        rejected = f"needs {format_bytes(on_host)} of the host's {format_bytes(machine.host_bytes)}"
+    return Judged(layout=layout, memory=memory, overhead=overhead, rejected=rejected)
+
+
+def whole_ladder(
+    model: ModelFacts, asked: Layout, machine: RunMachine, states: StateFacts, keep: frozenset[str] = frozenset()
+) -> list[Judged]:
+    """Returns the candidates of a whole model: ``asked`` in other strategies; ``keep`` names what stays as asked."""
+    ranks = machine.ranks
+    strategies: list[tuple[Strategy, int]] = [("ddp", 1), ("zero1", ranks)]
+    if ranks > 1:
+        group = asked.shard_ranks if asked.shard_ranks > 1 else machine.local_ranks
+        strategies.append(("zero2", ranks))
+        if 1 < group < ranks and ranks % group == 0:
+            strategies.append(("hybrid", group))
+    strategies.append(("fsdp", ranks))
+    offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if machine.device == "cuda" else _OFFLOADS[:1]
+    found = []
+    for offload, checkpoint in itertools.product(offloads, _checkpoints_for(model, asked, keep)):
+        for strategy, shards in strategies:
+            can_offload = strategy in ("fsdp", "hybrid") or (offload.optimizer and not offload.parameters)
+            if offload.is_any and (strategy == "ddp" or not can_offload):
+                continue
+            if ranks == 1 and strategy != "ddp" and not offload.is_any:  # with nobody to share, nothing is saved
+                continue
+            layout = replace(asked, strategy=strategy, shard_ranks=shards, data=ranks, node_ranks=machine.local_ranks)
+            layout = replace(layout, checkpoint_activations=checkpoint, offload=offload, chunks=1)
+            found.append(_judge(model, layout, machine, states))
+    return found
+
+
+def _checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> tuple[str, ...]:
+    checkpoints = (asked.checkpoint_activations,) if "checkpoint_activations" in keep else _CHECKPOINTS
+    return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
+
+
+def _smallest(layout: Layout, config: Config) -> Layout:
+    if config.train.microbatch != "auto":
+        return layout
+    return replace(layout, microbatch=1, accumulate=layout.microbatch * layout.accumulate)
+
+
+def _split_ladder(
+    config: Config, model: ModelFacts, machine: RunMachine, keep: frozenset[str], left_out: list[str]
+) -> Iterator[Judged]:
+    """Iterates over meshes, strategies and checkpointing of split models; says of a mesh that cannot be why."""
+    if machine.ranks == 1:
+        return
+    if not model.layers:
+        left_out.append("pipeline and tensor parallelism: only the model's own code knows its layers")
+        return
+    can_share = any(layer.split_parameters for layer in model.layers)
+    if not can_share:
+        left_out.append(f"tensor parallelism: there is no plan of what to split for model.kind = {config.model.kind}")
+    tensors = [size for size in divisors(machine.local_ranks) if machine.ranks % size == 0] if can_share else [1]
+    states = StateFacts.of(config, machine.device)
+    for tensor, pipeline in ((each, size) for each in tensors for size in divisors(machine.ranks // each)):
+        if pipeline * tensor == 1:
+            continue
+        asked = with_degrees(config, machine.ranks, pipeline, tensor)
+        try:
+            if problems := run_checks(asked):
+                raise ConfigError(problems, source="config")
+            layout = layout_of(asked, machine.ranks, machine.local_ranks)
+            if pipeline > 1:
+                stage_bounds(model, pipeline)  # refuses more stages than layers
+        except (ConfigError, UsageError) as error:
+            left_out.append(f"pipeline {pipeline} x tensor {tensor}: {error.headline}")
+            continue
+        base = replace(_smallest(layout, config), **_PLAIN)
+        strategies = _STRATEGIES if layout.data > 1 else _STRATEGIES[:1]
+        for checkpoint, strategy in itertools.product(_checkpoints_for(model, base, keep), strategies):
+            shards = 1 if strategy == "ddp" else layout.data
+            each = replace(base, strategy=strategy, shard_ranks=shards, checkpoint_activations=checkpoint)
+            yield _judge(model, each, machine, states, overhead_of(model, each, machine, states.itemsize))
+
+
+def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize: int = 4) -> float:
+    """Returns the time of a step beside computing, in parts of computing, by the rule of thumb above."""
+    pipeline, tensor, count = layout.pipeline, layout.tensor, layout.accumulate
+    data = machine.ranks // (pipeline * tensor)
+    operations = 3 * sum(layer.operations for layer in model.layers)
+    computing = operations * layout.microbatch * count / (pipeline * tensor)
+    stream = layout.microbatch * max(layer.input_bytes for layer in model.layers)
+    part = model.parameters * itemsize / (pipeline * tensor)
+    inside = 8 * stream * count * len(model.blocks) / pipeline * (tensor - 1) / tensor
+    averaged = layout.sharing.copies_sent(count) * part * (data - 1) / data
+    sent = 2 * stream * count if pipeline > 1 else 0.0
+    time = _INSIDE * inside
+    time += (_INSIDE if data * tensor <= machine.local_ranks else _BETWEEN) * averaged
+    time += (_INSIDE if machine.ranks <= machine.local_ranks else _BETWEEN) * sent
+    recomputed = _RECOMPUTED.get(layout.checkpoint_activations, 1 / 3)
+    return (pipeline - 1) / count + recomputed + time / max(computing, 1.0)
+
+
+def with_degrees(config: Config, ranks: int, pipeline: int = 1, tensor: int = 1) -> Config:
+    """Returns the config as it would be with these degrees, and a strategy that goes with all of them."""
+    degrees = {"ranks": ranks, "pipeline": pipeline, "tensor": tensor}
+    return config.with_values("parallel", strategy="ddp", shard_ranks=None, **degrees)

@@ -8,8 +8,7 @@
     schedule    1f1b; interleaved with 2 to 4 chunks a rank, where they divide the blocks and stages the microbatches;
                 zb-h1, and zb-v with twice as many microbatches as stages, where nothing is fully sharded or compiled
 
-A model that is known by what a sample of it costs is not split: its meshes are data alone. Buckets, offload
-and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
+Buckets, offload and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 class TrainingTask:
     """What is to be trained: a model, its batch in samples, their tokens, and how a rank computes.
 
-    ``base`` has what is the same in all layouts: precision, and what is gathered ahead. ``names_precision``: the
-    precision is searched for. ``checkpoints``: what ``checkpoint_activations`` may be. ``need``: bytes of a rank by
-    the estimate that the engines are checked against; None where that does not know the model.
+    ``base`` has what is the same in all layouts. ``names_precision``: the precision is searched for. ``need``: bytes of
+    a rank by the estimate that the engines are checked against; None where that does not know the model.
     """
 
     model: ModelShape
@@ -50,7 +48,6 @@ class TrainingTask:
     need: EngineMemory | None = None
 
     def workload(self, layout: Layout) -> Workload:
-        """Returns a step of it in a layout, as the engines here run it."""
         run = Running(
             seq_len=self.seq_len,
             compute=self.compute,

@@ -86,7 +86,6 @@ class Compared:
     memory_ratio: float | None
 
     def lines(self) -> list[str]:
-        """Returns what there is to say: a line for time, and one for memory."""
         told, found = [], self.predicted
         when = " while it ran" if found.is_later else ""
         if self.step_ratio is not None and found.step_s is not None and self.measured_step_s is not None:

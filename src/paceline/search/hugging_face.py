@@ -10,14 +10,12 @@ a dense MLP of width d:  attention and ends  +  L' (3 h (E f + s) + h E)  +  (L 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.entries import near_names
-from paceline.config import Config
-from paceline.config.data_sections import known_shape
 from paceline.errors import UsageError
 from paceline.plan.model_shape import ModelShape
 from paceline.untrusted import parse_json, read_regular
@@ -26,72 +24,37 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _KINDS = (*_LLAMA_LIKE, "gpt2", "bert", *_MIXTURES)
 # What each family calls them.
-_NAMES = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "vocab": "vocab_size",
-    "context": "max_position_embeddings",
-}
-_GPT2_NAMES = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "width": "n_embd",
-    "vocab": "vocab_size",
-    "context": "n_positions",
-}
+_NAMES = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
+_NAMES |= {"mlp_width": "intermediate_size", "vocab": "vocab_size", "context": "max_position_embeddings"}
+_GPT2_NAMES = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "vocab": "vocab_size"}
+_GPT2_NAMES |= {"context": "n_positions"}
 _QWEN_NAMES = {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"}
-_MIXTURE_NAMES = {
-    "mixtral": {"experts": "num_local_experts", "active": "num_experts_per_tok"},
-    "qwen2_moe": _QWEN_NAMES,
-    "qwen3_moe": _QWEN_NAMES,
-}
+_MIXTURE_NAMES = {"mixtral": {"experts": "num_local_experts", "active": "num_experts_per_tok"}}
+_MIXTURE_NAMES |= {"qwen2_moe": _QWEN_NAMES, "qwen3_moe": _QWEN_NAMES}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
-_IN_A_CONFIG = (
-    *("layers", "heads", "kv_heads", "width", "mlp_width", "vocab_size"),
-    *("norm", "mlp", "positions", "tied"),
-)
+_IN_A_CONFIG = ["layers", "heads", "kv_heads", "width", "mlp_width", "vocab_size", "norm", "mlp", "positions", "tied"]
 _TOKENS_OF_A_BATCH = 2**22
 _SAMPLES = 2**16
 _LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceModel:
-    """What a file says: the shape, the values of a config for it, and why it has no YAML.
-
-    ``window``: tokens that attention looks back; 0: all.
-    """
-
-    shape: ModelShape
-    values: dict[str, Any]
-    window: int = 0
-    no_config: str = ""
-
-    def assumed(self, config: Config, said: Iterable[str]) -> tuple[str, ...]:
-        """Returns in words what a config of it has that neither the file nor ``said``, keys of the user's, tells."""
-        train, context = config.train, known_shape(config.data).context or 0
-        texts = {
-            "train.global_batch": f"a step of {train.global_batch} sequences (train.global_batch)",
-            "data.context": f"sequences of {context} tokens (data.context)",
-            "train.precision": f"{train.precision} (train.precision)",
-        }
-        found = [text for key, text in texts.items() if key not in said]
-        told = [", ".join(found)] if found else []
-        if 0 < self.window < context:
-            told.append(f"attention looks back {context} tokens, where the model's looks back {self.window}")
-        return tuple(told)
-
-
-def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
-    """Reads a model from a file, or from what is in one.
-
-    Raises UsageError for what is no JSON or no transformer known here, and with all fields that are missing or odd.
-    """
+def read_hugging_face(source: Path | Mapping[str, Any]) -> tuple[ModelShape, dict[str, Any]]:
+    """Reads a model: its shape, and the values of a config. Raises UsageError with all that is missing or odd."""
     name = "the config" if isinstance(source, Mapping) else str(source)
-    values = dict(source) if isinstance(source, Mapping) else _read(source)
+    values: Any = source
+    if isinstance(source, Path):
+        fix = "  name the config.json of a Hugging Face model"
+        try:
+            values = parse_json(read_regular(source))
+        except (OSError, UnicodeDecodeError) as error:
+            told = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UsageError(f"{source} cannot be read: {told}\n{fix}") from error
+        except ValueError as error:
+            raise UsageError(f"{source} is no JSON: {error}\n{fix}") from error
+        if not isinstance(values, dict):
+            raise UsageError(f"{source} holds a {type(values).__name__}\n  a config.json is an object with fields")
+    values = dict(values)
     if isinstance(values.get("text_config"), dict):  # models of text and images keep the transformer in a part
         values |= values["text_config"]
     kind = values.get("model_type")
@@ -115,20 +78,7 @@ def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
     return _of_kind(name, kind, values)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = parse_json(read_regular(path))
-    except (OSError, UnicodeDecodeError) as error:
-        told = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"{path} cannot be read: {told}\n  name the config.json of a Hugging Face model") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}\n  name the config.json of a Hugging Face model") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} holds a {type(values).__name__}\n  a config.json is an object with fields")
-    return values
-
-
-def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel:
+def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape, dict[str, Any]]:
     fields = _Fields(source, values)
     sizes = fields.sizes((_GPT2_NAMES if kind == "gpt2" else _NAMES) | _MIXTURE_NAMES.get(kind, {}))
     kv_heads = fields.optional("num_key_value_heads") or sizes["heads"]
@@ -143,6 +93,7 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
         fields.problems.append(f"{kv_heads} heads of keys and values do not divide {heads} heads")
     fields.check()
     is_classic = kind in ("gpt2", "bert")
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else 0
     shape = ModelShape(
         layers=sizes["layers"],
         width=width,
@@ -154,34 +105,30 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
         tied=bool(values.get("tie_word_embeddings", is_classic)),
         causal=kind != "bert",
         head_dim=head_dim if head_dim != width // heads else 0,
+        window=window if isinstance(window, int) else 0,
     )
     if kind in _MIXTURES:
         shape = _mixture(shape, sizes, fields)
         fields.check()
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else 0
-    no_config = "its attention looks in both directions" if kind == "bert" else ""
-    if shape.head_dim:
-        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
-    if shape.experts:
-        no_config = f"it is a mixture of {shape.experts} experts"
-    return HuggingFaceModel(
-        shape=shape,
-        values=_config_values(kind, shape, min(sizes["context"], _LONGEST)),
-        window=window if isinstance(window, int) else 0,
-        no_config=no_config,
-    )
-
-
-def _config_values(kind: str, shape: ModelShape, context: int) -> dict[str, Any]:
+    context = min(sizes["context"], _LONGEST)
     batch = max(1, _TOKENS_OF_A_BATCH // context)
     samples = max(_SAMPLES, 4 * batch)  # of which as many are evaluated as a step has
     data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
-    return {
+    return shape, {
         "name": kind,
         "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG},
         "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
+
+
+def why_no_config(shape: ModelShape) -> str:
+    """Returns why a config of this package cannot say a shape; empty where it can."""
+    if shape.experts:
+        return f"it is a mixture of {shape.experts} experts"
+    if shape.head_dim:
+        return f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
+    return "" if shape.causal else "its attention looks in both directions"
 
 
 def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
@@ -213,7 +160,6 @@ class _Fields:
         self.problems: list[str] = []
 
     def sizes(self, names: dict[str, str]) -> dict[str, int]:
-        """Returns those that must be there, by our names."""
         lacking = [name for name in names.values() if self.values.get(name) is None]
         if lacking:
             self.problems.append(f"lacks {', '.join(lacking)}")

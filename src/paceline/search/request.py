@@ -18,15 +18,14 @@ from paceline.config.checks import check_ranks
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import RECOMPUTES, Compute, Workload
+from paceline.plan.workload import RECOMPUTES, Compute, Workload, config_values
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
-from paceline.search.hugging_face import read_hugging_face
+from paceline.search.hugging_face import read_hugging_face, why_no_config
 
 COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
 COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
@@ -44,18 +43,14 @@ _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for, in each precision that may be, and what was assumed.
-
-    ``no_config`` says why there can be no config of it. ``host_memory``: bytes of a node's host that its
-    ranks may take together.
-    """
+    """What is planned for, in each precision that may be, what was assumed, and why there can be no config of it."""
 
     config: Config
     cluster: Cluster
     tasks: tuple[TrainingTask, ...]
     assumed: tuple[str, ...] = ()
     no_config: str = ""
-    host_memory: float = float("inf")
+    host_memory: float = float("inf")  # bytes that the ranks of a node may take
 
 
 def request_for(
@@ -67,10 +62,7 @@ def request_for(
     facts: ModelFacts | None = None,
     no_config: str = "",
 ) -> PlanRequest:
-    """Makes a request of a config. ``shape`` or ``facts`` stand for a model that the config cannot describe.
-
-    ``precision``: another one than the config's, or ``auto`` for any. Raises UsageError for what cannot be planned.
-    """
+    """Makes a request; ``shape``, ``facts``: of a model that the config cannot describe. Raises UsageError."""
     if precision is not None and precision not in ("auto", *PRECISIONS):
         near = near_names(precision, [*PRECISIONS, "auto"])
         raise UsageError(
@@ -104,23 +96,29 @@ def request_for_hugging_face(
     source: Path | Mapping[str, Any], cluster: Cluster, overrides: Sequence[str] = (), precision: str | None = None
 ) -> PlanRequest:
     """Makes a request of a Hugging Face model, whose batch and tokens are assumed where ``overrides`` do not say."""
-    model = read_hugging_face(source)
+    shape, values = read_hugging_face(source)
     own = ["train.precision=fp32"] if cluster.device.is_cpu else []  # processors have no faster one
-    config = config_from_dict(model.values, overrides=[*own, *overrides])
-    shape = model.shape if model.no_config else None
+    config = config_from_dict(values, overrides=[*own, *overrides])
+    no_config, context = why_no_config(shape), known_shape(config.data).context or 0
+    texts = {
+        "train.global_batch": f"a step of {config.train.global_batch} sequences (train.global_batch)",
+        "data.context": f"sequences of {context} tokens (data.context)",
+        "train.precision": f"{config.train.precision} (train.precision)",
+    }
     said = {word.partition("=")[0] for word in overrides} | ({"train.precision"} if precision else set())
-    made = request_for(config, cluster, precision=precision, shape=shape, no_config=model.no_config)
-    return replace(made, assumed=model.assumed(config, said))
+    found = [text for key, text in texts.items() if key not in said]
+    assumed = [", ".join(found)] if found else []
+    if 0 < shape.window < context:
+        assumed.append(f"attention looks back {context} tokens, where the model's looks back {shape.window}")
+    own_shape = shape if no_config else None
+    made = request_for(config, cluster, precision=precision, shape=own_shape, no_config=no_config)
+    return replace(made, assumed=tuple(assumed))
 
 
 def task_of(
     config: Config, devices: int, shape: ModelShape | None = None, facts: ModelFacts | None = None
 ) -> TrainingTask:
-    """Reads what is to be trained. ``shape`` stands for the config's own; ``facts`` are those of a model's own code.
-
-    Raises UsageError for a model whose shape is not known. One that is known by what a sample of it costs has
-    data-parallel meshes alone.
-    """
+    """Reads what is to be trained; ``shape``, ``facts``: of a model that the config cannot tell. Raises UsageError."""
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     precision = train.precision_on(config.parallel.device)
     seq_len, checkpoints = 1, CHECKPOINTS
@@ -218,7 +216,6 @@ def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict
     values |= {name: section for name, section in sections.items() if section}
     if "comm" in values and not sections["comm"]:
         del values["comm"]
-    planned = config_from_dict(values, "plan")
-    if problems := check_ranks(planned, cluster.devices, cluster.node.devices):
+    if problems := check_ranks(config_from_dict(values, "plan"), cluster.devices, cluster.node.devices):
         raise ConfigError(problems, source="plan")
     return values

@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Workload
+from paceline.predict.formulas.step import Prediction
 from paceline.search.candidates import TrainingTask
 from paceline.search.request import PlanRequest, planned_values, why_not_written, workload_as_written
 from paceline.search.scaling import ScalingRow, scaling_rows
@@ -28,53 +29,41 @@ from paceline.search.search import (
     ORDERS,
     Change,
     Order,
-    Ranked,
     Search,
     explain_against,
     explain_winner,
+    host_bytes,
     node_bytes,
     rank_one,
     search,
     smallest_changes,
     what_would_fit,
-    workload_text,
 )
 from paceline.units import format_bytes, format_count, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCost:
-    """Device-hours and, where a device-hour has a price, dollars: of a step, and of a billion tokens (or samples)."""
-
-    hours_per_step: float
-    hours_per_billion: float
-    per_step: float | None = None
-    per_billion: float | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanResult(Shown):
-    """The best layouts that were found for a model on a cluster, and what there is to say about them.
+    """The best layouts for a model on a cluster, and what there is to say about them.
 
-    ``as_written``: what the config itself asks for, and ``changes`` what would make that fit.
-    ``not_judged``: why the config itself is not judged, where ``as_written`` is None.
-    ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``; empty where none were named.
+    ``as_written``: what the config itself asks for (None: ``not_judged`` says why), and ``changes`` what would make
+    that fit. ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``.
     """
 
     request: PlanRequest
     found: Search
-    as_written: Ranked | None = None
+    as_written: Prediction | None = None
     not_judged: str = ""
     changes: tuple[Change, ...] = ()
     scaling: dict[str, tuple[ScalingRow, ...]] = field(default_factory=dict)
     price: float | None = None
 
     @property
-    def plans(self) -> tuple[Ranked, ...]:
+    def plans(self) -> tuple[Prediction, ...]:
         return self.found.ranked
 
     @property
-    def winner(self) -> Ranked | None:
+    def winner(self) -> Prediction | None:
         return self.plans[0] if self.plans else None
 
     @property
@@ -110,25 +99,19 @@ class PlanResult(Shown):
 
     def explanations(self, top: int = 5) -> list[str]:
         """Returns a sentence on the first plan, and one on what each of the next loses against it."""
-        if not self.plans:
-            return []
-        first = self.plans[0]
-        return [explain_winner(self.found), *(explain_against(first, each) for each in self.plans[1:top])]
+        others = [explain_against(self.plans[0], each) for each in self.plans[1:top]]
+        return [explain_winner(self.found), *others] if self.plans else []
 
     @property
     def config(self) -> Config:
         """The config that trains the first plan. Raises UsageError where there is none."""
-        winner = self._to_train()
-        values = planned_values(self.request.config, winner.workload, self.request.cluster)
-        return config_from_dict(values, "plan")
+        workload = self._to_train().workload
+        return config_from_dict(planned_values(self.request.config, workload, self.request.cluster), "plan")
 
     def to_yaml(self) -> str:
-        """Returns the config that ``paceline train`` takes for the first plan, with what is predicted for it on top.
-
-        Raises UsageError if there is none.
-        """
+        """Returns the config of the first plan, with what is predicted for it on top. Raises UsageError for none."""
         winner, cluster = self._to_train(), self.request.cluster
-        low, high = winner.prediction.band
+        low, high = winner.band
         values = planned_values(self.request.config, winner.workload, cluster)
         return (
             f"# Planned for {cluster.name}: {winner}.\n"
@@ -138,7 +121,6 @@ class PlanResult(Shown):
         ) + dump_values(values)
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
-        """Returns all of it as plain data, of the plans the first few."""
         request, found, task = self.request, self.found, self.request.tasks[0]
         nearest, written = found.nearest, self.as_written
         return {
@@ -175,29 +157,28 @@ class PlanResult(Shown):
     def shows_cost(self) -> bool:
         return self.price is not None or self.found.order == "cost"
 
-    def cost_of(self, ranked: Ranked) -> PlanCost:
+    def cost_of(self, ranked: Prediction) -> dict[str, Any]:
+        """Returns device-hours and, where these have a price, dollars: of a step, and of a billion tokens (samples)."""
         hours = ranked.seconds * ranked.layout.ranks / 3600
         billions = ranked.tokens_per_s * ranked.seconds / 1e9
-        price = self.price
-        return PlanCost(
-            hours_per_step=hours,
-            hours_per_billion=hours / billions,
-            per_step=None if price is None else hours * price,
-            per_billion=None if price is None else hours * price / billions,
-        )
+        dollars = None if self.price is None else hours * self.price
+        return {
+            "hours_per_step": hours,
+            "hours_per_billion": hours / billions,
+            "per_step": dollars,
+            "per_billion": None if dollars is None else dollars / billions,
+        }
 
     def cheapest_row(self) -> ScalingRow | None:
-        """Returns the number of devices of the table of strong scaling that a token costs least on."""
-        rows = [row for row in self.scaling.get("strong", ()) if row.best is not None]
-        return min(
-            rows, key=lambda row: self.cost_of(row.best).hours_per_billion if row.best else math.inf, default=None
-        )
+        rows = self.scaling.get("strong", ())
+        hours = [(self.cost_of(row.best)["hours_per_billion"], row) for row in rows if row.best]
+        return min(hours, key=lambda each: each[0], default=(0.0, None))[1]
 
-    def task_for(self, ranked: Ranked) -> TrainingTask:
+    def task_for(self, ranked: Prediction) -> TrainingTask:
         precision, tasks = ranked.layout.precision, self.request.tasks
         return next((task for task in tasks if task.base.precision == precision), tasks[0])
 
-    def _to_train(self) -> Ranked:
+    def _to_train(self) -> Prediction:
         if self.request.no_config:
             raise UsageError(f"there is no config: {self.request.no_config}\n  a config's model cannot say that")
         if not self.plans:
@@ -208,10 +189,7 @@ class PlanResult(Shown):
 def plan_for(
     request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
 ) -> PlanResult:
-    """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
-
-    Raises UsageError for an order, a price or a number of devices that cannot be.
-    """
+    """Searches, and judges the config as it is written; ``gpus``: for tables of scaling. Raises UsageError."""
     order = next((each for each in ORDERS if by == each), None)
     if order is None:
         raise UsageError(f"by = {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try by = time")
@@ -233,8 +211,6 @@ def plan_for(
 
 
 def _search(request: PlanRequest, order: Order) -> Search:
-    """Searches in all precisions that are asked for, as one."""
-
     def keep(layout: Layout) -> bool:
         """Gradients that are compressed are those that replicas of a whole model average (plan/rules.py)."""
         is_plain = request.config.comm.compression.policy == "none"
@@ -282,9 +258,6 @@ def _judged(result: PlanResult) -> PlanResult:
     return replace(result, changes=tuple(smallest_changes(workload, found, named=named)))
 
 
-# As plain data.
-
-
 def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
     start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
     if row.best is None:
@@ -292,22 +265,20 @@ def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
     return {**start, **_ranked(result, row.best), "efficiency": row.efficiency}
 
 
-def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
-    step, (low, high) = ranked.prediction.step, ranked.prediction.band
-    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
-    formula = {name: getattr(ranked.prediction.memory, name) for name in names}
+def _ranked(result: PlanResult, ranked: Prediction) -> dict[str, Any]:
+    step, (low, high) = ranked.step, ranked.band
+    formula = asdict(ranked.memory)
+    formula = {name: formula[name] for name in formula if name not in ("buffers", "host", "compression")}
     need = result.task_for(ranked).need
     found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
-    estimate = None
-    if found is not None:
-        estimate = {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
+    estimate = found and {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
     return {
         **_decided(ranked.workload),
         "step_s": ranked.seconds,
         "step_s_low": low,
         "step_s_high": high,
-        "fitted": ranked.prediction.fitted,
-        "outside": list(ranked.prediction.outside),
+        "fitted": ranked.fitted,
+        "outside": list(ranked.outside),
         "samples_per_s": ranked.samples_per_s,
         f"{ranked.unit}_per_s": ranked.tokens_per_s,
         "mfu": ranked.mfu,
@@ -317,30 +288,24 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "bubble_s": step.bubble,
         "parts_s": asdict(step),
         "memory_bytes": ranked.memory_bytes,
-        "host_bytes": ranked.host_bytes,
+        "host_bytes": host_bytes(ranked.workload),
         "memory_by_category": estimate or {**formula, "buffers": 0.0},
         "memory_by_formula": formula,
         "memory_by_estimate": estimate,
-        "cost": asdict(result.cost_of(ranked)),
+        "cost": result.cost_of(ranked),
     }
 
 
 def _decided(workload: Workload) -> dict[str, Any]:
     layout = workload.layout
     return {
-        "plan": workload_text(workload),
+        "plan": str(workload),
         "strategy": layout.strategy,
-        "mesh": {
-            "pipeline": layout.pipeline,
-            "replicate": layout.data // layout.shards,
-            "shard": layout.shards,
-            "tensor": layout.tensor,
-        },
+        "mesh": {"pipeline": layout.pipeline, "replicate": layout.data // layout.shards}
+        | {"shard": layout.shards, "tensor": layout.tensor},
         "expert": layout.expert,
         "schedule": layout.schedule_name if layout.pipeline > 1 else None,
-        "chunks": layout.chunks,
-        "microbatch": layout.microbatch,
-        "accumulate": layout.accumulate,
+        **{name: getattr(layout, name) for name in ("chunks", "microbatch", "accumulate")},
         "recompute": workload.recompute,
         "offload": list(layout.offload.parts),
         "bucket_mb": None if layout.bucket_mb == Layout().bucket_mb else layout.bucket_mb,
@@ -349,22 +314,14 @@ def _decided(workload: Workload) -> dict[str, Any]:
     }
 
 
-# As text: a table of the first ways, sentences that tell them apart, a verdict on the config, scaling.
-
-
 def _lines(result: PlanResult, top: int) -> Iterator[str]:
-    """Iterates over what a person wants to know of a result, with so many of its plans."""
     request = result.request
     task, cluster = request.tasks[0], request.cluster
-    samples = (
-        f"{task.global_batch} samples"
-        if task.model.is_sampled
-        else f"{task.global_batch} sequences of {task.seq_len} tokens"
-    )
+    samples = "samples" if task.model.is_sampled else f"sequences of {task.seq_len} tokens"
     compute = "any precision" if len(request.tasks) > 1 else task.compute
     yield (
-        f"{request.config.name}: {format_count(round(task.model.params))} parameters, {samples} a step, {compute}, "
-        f"{task.framework}"
+        f"{request.config.name}: {format_count(round(task.model.params))} parameters, {task.global_batch} {samples} "
+        f"a step, {compute}, {task.framework}"
     )
     yield f"{cluster.name}: {cluster.devices} x {cluster.device.name}, {_gib(cluster.device.memory_bytes)} each"
     yield from (f"assumed: {line}" for line in result.assumed)
@@ -375,7 +332,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
         yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
         if found.nearest is not None:
             workload, need = found.nearest
-            yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
         yield from (f"would fit with {change}" for change in result.changes)
     else:
         yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{left_out}\n"
@@ -384,28 +341,28 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     yield from _scaling(result)
 
 
-def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
+def _plans(result: PlanResult, winner: Prediction, top: int) -> Iterator[str]:
     yield f"{'':>3} {_heading(result)}  plan"
     for number, each in enumerate(result.plans[:top], 1):
         yield f"{number:>3} {_figures(result, each)}  {each}"
     yield ""
     for number, sentence in enumerate(result.explanations(top), 1):
         yield f"{number}: {sentence}."
-    low, high = map(format_seconds, winner.prediction.band)
+    low, high = map(format_seconds, winner.band)
     source = "constants were fitted on published runs of this generation, kind of framework and size"
-    if not winner.prediction.fitted:
+    if not winner.fitted:
         source = "OUTSIDE the calibrated domain: "
-        source += "; ".join(winner.prediction.outside) or "nothing like it was fitted"
+        source += "; ".join(winner.outside) or "nothing like it was fitted"
     yield f"\nstep of the first between {low} and {high}; {source} (docs/prediction.md)"
     if result.task_for(winner).need is None:
         yield "memory is by formula: this package does not build the model"
     else:
         yield "memory is an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
-    if winner.host_bytes:
-        yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
+    if on_host := host_bytes(winner.workload):
+        yield f"the first has {_gib(on_host)} of each rank in its host's memory, which is not in the catalog"
 
 
-def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
+def _verdict(result: PlanResult, winner: Prediction) -> Iterator[str]:
     ranked, found = result.as_written, result.found
     if ranked is None:
         yield f"as written: not judged, as {result.not_judged}"
@@ -440,9 +397,9 @@ def _heading(result: PlanResult, *, has_cost: bool = True) -> str:
     return f"{'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{shown}"
 
 
-def _figures(result: PlanResult, ranked: Ranked) -> str:
+def _figures(result: PlanResult, ranked: Prediction) -> str:
     cost = result.cost_of(ranked)
-    billion = cost.hours_per_billion if cost.per_billion is None else cost.per_billion
+    billion = cost["hours_per_billion"] if result.price is None else cost["per_billion"]
     return (
         f"{format_seconds(ranked.seconds):>10} {ranked.tokens_per_s:>12,.0f} {ranked.mfu:>6.1%} "
         f"{ranked.communication:>6.1%} {_gib(ranked.memory_bytes):>10}"

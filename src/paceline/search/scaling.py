@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
+from paceline.predict.formulas.step import Prediction
 from paceline.schedule.text import save_picture
 from paceline.search.candidates import TrainingTask
-from paceline.search.search import Order, Ranked, search
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from paceline.search.search import Order, search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +23,7 @@ class ScalingRow:
 
     devices: int
     global_batch: int
-    best: Ranked | None
+    best: Prediction | None
     efficiency: float = 0.0
     why: str = ""
 
@@ -40,10 +37,7 @@ def scaling_rows(
     order: Order = "time",
     host_memory: float = float("inf"),
 ) -> list[ScalingRow]:
-    """Plans for each number of devices. Raises UsageError for a number that no equal nodes of this cluster have.
-
-    Weak scaling keeps the samples of a device: the batch is the task's on the whole cluster, and in proportion else.
-    """
+    """Plans for each number of devices; weak: with the same samples a device. Raises UsageError."""
     rows: list[ScalingRow] = []
     first: float | None = None  # throughput a device
     for each in [resized(cluster, count) for count in sorted(set(counts))]:
@@ -88,16 +82,28 @@ _STYLES = {"strong": ("tab:blue", "o", "same batch"), "weak": ("tab:orange", "s"
 def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: str) -> None:
     """Draws throughput and efficiency into a file; its ending (.png, .svg, .pdf) is its format.
 
-    ``tables``: rows of strong and weak scaling by these names, with a plan in one row at least; rows without one have
-    no point. The dashed line is the first point's throughput, device by device. Raises UsageError for other endings.
+    One row has a plan at least. The dashed line is the first point's throughput, device by device. Raises UsageError
+    for other endings.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.0), dpi=110)
     throughput, efficiency = figure.subplots(1, 2)
     planned = {name: found for name, rows in tables.items() if (found := [row for row in rows if row.best])}
-    _draw_throughput(throughput, planned)
-    _draw_efficiency(efficiency, planned)
+    for name, rows in planned.items():
+        colour, marker, words = _STYLES[name]
+        devices, rates = [row.devices for row in rows], [row.best.tokens_per_s for row in rows if row.best]
+        throughput.plot(devices, rates, color=colour, marker=marker, label=f"{name}: {words}")
+        ends = (devices[0], devices[-1])
+        throughput.plot(ends, [rates[0] / ends[0] * end for end in ends], color=colour, linestyle="--", linewidth=0.8)
+        efficiency.plot(devices, [100 * row.efficiency for row in rows], color=colour, marker=marker, label=name)
+    throughput.set_yscale("log", base=2)
+    throughput.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value / 1000:,.0f} k")
+    throughput.set_ylabel("predicted tokens/s")
+    throughput.legend(fontsize=8, frameon=False)
+    efficiency.axhline(100, color="grey", linestyle="--", linewidth=0.8)
+    efficiency.set_ylim(0, 105 * max(1.0, *(row.efficiency for rows in planned.values() for row in rows)))
+    efficiency.set_ylabel("predicted efficiency, %")
     counts = sorted({row.devices for rows in planned.values() for row in rows})
     for axes in (throughput, efficiency):
         axes.set_xscale("log", base=2)
@@ -107,27 +113,3 @@ def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: 
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{title}: predicted, not measured", fontsize=10)
     save_picture(figure, path)
-
-
-def _draw_throughput(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> None:
-    for name, rows in tables.items():
-        colour, marker, words = _STYLES[name]
-        counts, rates = [row.devices for row in rows], [row.best.tokens_per_s for row in rows if row.best]
-        axes.plot(counts, rates, color=colour, marker=marker, label=f"{name}: {words}")
-        ends = (counts[0], counts[-1])
-        axes.plot(ends, [rates[0] / counts[0] * end for end in ends], color=colour, linestyle="--", linewidth=0.8)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value / 1000:,.0f} k")
-    axes.set_ylabel("predicted tokens/s")
-    axes.legend(fontsize=8, frameon=False)
-
-
-def _draw_efficiency(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> None:
-    for name, rows in tables.items():
-        colour, marker, _ = _STYLES[name]
-        shares = [100 * row.efficiency for row in rows]
-        axes.plot([row.devices for row in rows], shares, color=colour, marker=marker, label=name)
-    axes.axhline(100, color="grey", linestyle="--", linewidth=0.8)
-    most = max(row.efficiency for rows in tables.values() for row in rows)
-    axes.set_ylim(0, 105 * max(1.0, most))
-    axes.set_ylabel("predicted efficiency, %")

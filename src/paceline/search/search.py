@@ -2,12 +2,11 @@
 
 Memory comes before time: a footprint is a few additions, a prediction about a millisecond. Computing again never makes
 a step faster, and neither does the host's memory, so that of a candidate only the least recomputation that fits is
-timed, without offload and with each kind of it that lets less be computed again; on one rank alone, with all kinds.
-Buckets and what stays gathered are other than usual where they gain half a per cent at least.
+timed, without offload and with each kind of it that lets less be computed again. Buckets and what stays gathered are
+other than usual where they gain half a per cent at least.
 
-A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against
-(``predict/memory``), or by the formulas of ``footprint.py`` for a model that this package does not build. What the host
-must hold counts where its memory is known.
+A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against,
+or by ``footprint`` for a model that this package does not build. The host's memory counts where it is known.
 """
 
 from __future__ import annotations
@@ -19,12 +18,18 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
-from paceline.plan.describe import Value, config_values, count_differences, layout_text
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN
-from paceline.plan.workload import Workload
-from paceline.predict.formulas.engine_costs import BUCKETS_MB, engine_footprint, part_params, price_untuned, with_tuning
-from paceline.predict.formulas.step import Prediction, model_flops
+from paceline.plan.workload import Value, Workload, config_values, count_differences
+from paceline.predict.formulas.engine_costs import (
+    BUCKETS_MB,
+    engine_footprint,
+    part_params,
+    price,
+    price_untuned,
+    with_tuning,
+)
+from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.units import format_bytes, format_seconds
@@ -51,73 +56,13 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """A layout, what a step of it takes, and what a rank needs."""
-
-    prediction: Prediction
-    memory_bytes: float
-    peak_flops: float
-
-    def __str__(self) -> str:
-        return workload_text(self.workload)
-
-    @property
-    def workload(self) -> Workload:
-        return self.prediction.workload
-
-    @property
-    def layout(self) -> Layout:
-        return self.prediction.workload.layout
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.seconds
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.prediction.samples_per_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
-        return self.samples_per_s * self.workload.run.seq_len
-
-    @property
-    def host_bytes(self) -> float:
-        return host_bytes(self.workload)
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs, attention in full, as a share of the devices' dense peak."""
-        return self.prediction.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
-
-    @property
-    def communication(self) -> float:
-        """The share of a step that waits for other ranks: tensor-parallel waits, and what nothing hides."""
-        step = self.prediction.step
-        return (step.tensor_wait + step.exposed + step.contention) / step.total
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts: tokens, or samples of a model that has none."""
-        return "samples" if self.workload.model.is_sampled else "tokens"
-
-
-def workload_text(workload: Workload) -> str:
-    return layout_text(workload.layout, names_precision=workload.run.names_precision)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
-
-    ``nearest``: where nothing fits, the workload that needs least, and how much.
-    """
+    """What was found, and how many fit; ``nearest``: where nothing does, what needs least, and how much."""
 
     task: TrainingTask
     cluster: Cluster
     order: Order
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[Prediction, ...]
     num_fit: int
     left_out: dict[str, int]
     nearest: Sized | None = None
@@ -131,14 +76,13 @@ class Search:
     def budget(self) -> float:
         return budget_of(self.cluster)
 
-    def fits(self, ranked: Ranked) -> bool:
+    def fits(self, ranked: Prediction) -> bool:
         """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
         return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
-    """Returns the bytes that a rank may take: a tenth is left to the allocator, and to the error of estimates."""
     return cluster.device.memory_bytes * (1 - MARGIN)
 
 
@@ -152,8 +96,8 @@ def search(
 ) -> Search:
     """Ranks all layouts that fit: by ``task.need``, else by the formulas.
 
-    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
-    cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
+    ``host_memory``: bytes that all ranks of a node may take. ``keep``: which layouts are looked at. Raises UsageError
+    where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
     fitting: list[Sized] = []
@@ -164,18 +108,18 @@ def search(
         if not keep(layout):
             left_out[NOT_ALLOWED] += 1
             continue
-        forms = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
-        if not forms.fitting:
-            left_out[HOST_TOO_SMALL if forms.lacks_host else TOO_LARGE] += 1
-            if nearest is None or forms.smallest[1] < nearest[1]:
-                nearest = forms.smallest
-        fitting += forms.fitting
+        forms, smallest, lacks_host = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
+        if not forms:
+            left_out[HOST_TOO_SMALL if lacks_host else TOO_LARGE] += 1
+            if nearest is None or smallest.num_bytes < nearest.num_bytes:
+                nearest = smallest
+        fitting += forms
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
     if order == "memory":
         fitting = sorted(fitting, key=lambda each: each.num_bytes)[:_TIMED_BY_MEMORY]
-        ranked = [_rank(*each, cluster) for each in fitting]
+        ranked = [replace(price(each.workload, cluster), memory_bytes=each.num_bytes) for each in fitting]
         ranked.sort(key=lambda each: (each.memory_bytes, each.seconds))
     else:
         ranked = [_tuned(*each, cluster, task.need) for each in fitting]
@@ -192,15 +136,8 @@ def search(
     )
 
 
-def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Ranked:
-    """Prices one workload, whether it fits or not."""
-    return _rank(workload, _bytes_of(workload, need), cluster)
-
-
-def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Prediction | None = None) -> Ranked:
-    untuned = untuned or price_untuned(workload, cluster)
-    peak = cluster.device.peak(workload.run.compute)
-    return Ranked(prediction=with_tuning(untuned, workload, cluster), memory_bytes=num_bytes, peak_flops=peak)
+def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Prediction:
+    return replace(price(workload, cluster), memory_bytes=_bytes_of(workload, need))
 
 
 def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
@@ -209,12 +146,10 @@ def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
 
 
 def host_bytes(workload: Workload) -> float:
-    """Returns what a rank has in its host's memory."""
     return workload.layout.offload.host_bytes * part_params(workload) / workload.layout.shards
 
 
 def node_bytes(workload: Workload, cluster: Cluster) -> float:
-    """Returns what all ranks of a node have in its host's memory."""
     return host_bytes(workload) * cluster.node.devices
 
 
@@ -223,21 +158,13 @@ class Sized(NamedTuple):
     num_bytes: float
 
 
-class Forms(NamedTuple):
-    """The forms of a layout that fit; the one that needs least; whether hosts are too small for some."""
-
-    fitting: list[Sized]
-    smallest: Sized
-    lacks_host: bool
-
-
 def fitting_forms(
     layout: Layout, task: TrainingTask, cluster: Cluster, host_memory: float, *, every: bool = False
-) -> Forms:
-    """Finds the forms of a layout that fit. Offload is looked at as long as it lets less be computed again.
+) -> tuple[list[Sized], Sized, bool]:
+    """Returns the forms of a layout that fit, the one that needs least, and whether hosts are too small for some.
 
-    On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
-    ``every``: all forms, not only those that may be fastest.
+    Offload is looked at as long as it lets less be computed again; on one rank alone all kinds are: parameters that
+    come from the host come ahead there, and may be faster. ``every``: all forms, not only those that may be fastest.
     """
     found, lacks_host, budget = list[Sized](), False, budget_of(cluster)
     smallest = Sized(task.workload(layout), float("inf"))
@@ -254,10 +181,10 @@ def fitting_forms(
             if each.num_bytes <= budget:
                 found.append(each)
                 if checkpoint == "none" and not every and not (offload.is_any and layout.shards == 1):
-                    return Forms(found, smallest, lacks_host)
+                    return found, smallest, lacks_host
                 if not every:
                     break
-    return Forms(found, smallest, lacks_host)
+    return found, smallest, lacks_host
 
 
 def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
@@ -272,10 +199,10 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
         yield Offload(optimizer=True, parameters=True)
 
 
-def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Ranked:
+def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Prediction:
     """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
     layout, untuned = workload.layout, price_untuned(workload, cluster)
-    usual = best = _rank(workload, num_bytes, cluster, untuned)
+    usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=num_bytes)
     tunings: list[Layout] = []
     if layout.is_fully_sharded:
         if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
@@ -283,7 +210,7 @@ def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineM
     elif layout.data > 1:
         tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
     for each in tunings:
-        other = _rank(replace(workload, layout=each), num_bytes, cluster, untuned)
+        other = with_tuning(untuned, replace(workload, layout=each), cluster)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
             other = replace(other, memory_bytes=_bytes_of(other.workload, need))
             best = other if other.memory_bytes <= budget_of(cluster) else best
@@ -295,7 +222,6 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     each, devices, batch = cluster.node.devices, cluster.devices, task.global_batch
 
     def has_mesh(count: int) -> bool:
-        """Whether a mesh fits so many devices: a part of a node, or whole nodes."""
         node = replace(cluster.node, devices=min(count, each))
         other = replace(cluster, nodes=max(1, count // each), node=node)
         return next(candidates_for(task, other, Counter()), None) is not None
@@ -313,31 +239,25 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     )
 
 
-# Reasons.
-
-
 def explain_winner(found: Search) -> str:
-    """Returns a sentence on what the first one's step is made of."""
     winner = found.ranked[0]
-    step = winner.prediction.step
+    step = winner.step
     parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
     return f"{winner} is the {first} of {found.num_fit} that fit: {told}"
 
 
-def _parts_of(*ranked: Ranked) -> dict[str, str]:
-    """Parts in words: with offload the host works."""
+def _parts_of(*ranked: Prediction) -> dict[str, str]:
     words = dict(_PARTS)
     if any(each.layout.offload.optimizer for each in ranked):
         words["optimizer"] = "the optimizer and sums of gradients on the host"
     return words
 
 
-def explain_against(winner: Ranked, other: Ranked) -> str:
-    """Returns a sentence on what another one loses, and gains, against the winner."""
+def explain_against(winner: Prediction, other: Prediction) -> str:
     slower = other.seconds / winner.seconds - 1
-    ours, theirs = winner.prediction.step, other.prediction.step
+    ours, theirs = winner.step, other.step
     names = _parts_of(winner, other)
     gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
@@ -352,35 +272,32 @@ def explain_against(winner: Ranked, other: Ranked) -> str:
     return f"{other} {told}"
 
 
-# What makes it fit.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """Keys to change, and what a step takes then; None where only memory was looked at."""
 
     keys: dict[str, Value]
-    ranked: Ranked | None = None
+    ranked: Prediction | None = None
 
     def __str__(self) -> str:
-        told = " ".join(f"{key}={_written(value)}" for key, value in self.keys.items())
-        if self.ranked is None:
+        values = {
+            key: f"[{','.join(of)}]" if isinstance(of, list) else str(of).lower() for key, of in self.keys.items()
+        }
+        told, found = " ".join(f"{key}={value}" for key, value in values.items()), self.ranked
+        if found is None:
             return told
-        return (
-            f"{told}: {format_seconds(self.ranked.seconds)} a step, {format_bytes(self.ranked.memory_bytes)} of a rank"
-        )
+        return f"{told}: {format_seconds(found.seconds)} a step, {format_bytes(found.memory_bytes)} of a rank"
 
-
-def _written(value: Value) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
+    @property
+    def seconds(self) -> float:
+        return self.ranked.seconds if self.ranked else float("inf")
 
 
 def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
     """Returns the fewest decisions that make a workload fit, the fastest first.
 
-    For each number of decisions that is the fastest way; more of them are named only where they are faster.
-    ``named``: keys that a change names whether it decides them or not: those that the config derives from others and
-    would derive anew, and those that it gives although they follow (``train.accumulate``, ``parallel.data``).
+    More decisions are named only where they are faster. ``named``: keys that a change names whether it decides them or
+    not: those that the config would derive anew, and those that it gives although they follow (``parallel.data``).
     """
     best: dict[int, Change] = {}
     written = config_values(asked.layout)
@@ -395,13 +312,9 @@ def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Co
             best[number] = Change(keys=keys, ranked=ranked)
     changes = [best[number] for number in sorted(best)]
     worth_it = [
-        each for place, each in enumerate(changes) if all(_time(each) < _time(before) for before in changes[:place])
+        each for place, each in enumerate(changes) if all(each.seconds < before.seconds for before in changes[:place])
     ]
-    return sorted(worth_it[:most], key=_time)
-
-
-def _time(change: Change) -> float:
-    return change.ranked.seconds if change.ranked else float("inf")
+    return sorted(worth_it[:most], key=lambda each: each.seconds)
 
 
 def what_would_fit(found: Search) -> Iterator[Change]:
@@ -425,4 +338,4 @@ def what_would_fit(found: Search) -> Iterator[Change]:
 
 def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster) -> bool:
     layouts = (each for each in candidates_for(task, cluster, Counter()) if each.microbatch == 1)
-    return any(fitting_forms(each, task, cluster, found.host_memory).fitting for each in layouts)
+    return any(fitting_forms(each, task, cluster, found.host_memory)[0] for each in layouts)

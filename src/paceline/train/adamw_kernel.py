@@ -45,10 +45,7 @@ def update_tensors(
     IS_HALF: tl.constexpr, HAS_COPY: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block. ``owners``: the column of each program; ``firsts``: the first program of each column.
-
-    Alignment is promised, and checked by the caller: 16 bytes of fp32 tensors, 8 of bf16.
-    """
+    """Updates one block. The caller has checked the alignment that is promised: 16 bytes of fp32 tensors, 8 of bf16."""
     program = tl.program_id(0)
     column = tl.load(owners + program)
     start = (program - tl.load(firsts + column)).to(tl.int64) * BLOCK

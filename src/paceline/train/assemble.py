@@ -10,16 +10,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from paceline.checkpoint.pretrained import Pretrained, open_pretrained
+from paceline.checkpoint.tools.incoming import Pretrained, open_pretrained
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLevelCommunicator, join_hosts
 from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config, layout_of, peak_learning_rate, with_precision
+from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
+from paceline.config import Config, layout_of, with_precision
 from paceline.config.data_sections import may_ignore
+from paceline.config.layout import peak_learning_rate
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -44,27 +44,22 @@ from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import make_plan, with_length
-from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.evaluate import load_metrics
-from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
-from paceline.train.resolve import has_own_code, resolve_together
+from paceline.train.resolve import cost_of_sample, has_own_code, resolve_together
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
-from paceline.train.survive.retry import Retry
-from paceline.train.trainer import CompileHook, Hook, NoteHook, Trainer, bucket_choice
+from paceline.train.survive.memory import Retry, TrialLimits, find_microbatch, optimizer_bytes
+from paceline.train.trainer import Hook, NoteHook, Trainer, bucket_choice, note_compiled
 from paceline.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAndModel:
-    """The data and the model of a config, before any rank is involved.
-
-    ``weights`` are a pretrained model's, which has none itself: an engine of it is filled with them.
-    """
+    """The data and the model of a config, before any rank is involved; ``weights`` fill a pretrained one's engine."""
 
     data: DataSplits
     model: nn.Module
@@ -83,10 +78,9 @@ def build_workload(
 
     With ``reads_later`` a pretrained model comes without values, and with what fills an engine; else with random ones.
     """
-    seed = config.train.seed
     data = data_of(config)
     on_part("data")
-    seed_everything(seed)
+    seed_everything(config.train.seed)
     layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
     is_late = layout.is_fully_sharded and config.model.kind not in ("factory", "hf")
@@ -97,12 +91,10 @@ def build_workload(
         model = build_model(config.model, data.shape, is_unfilled=folder is not None)
         model.to(getattr(torch, config.train.dtype))
     freeze_parameters(model, config.optim.groups)
-    if folder is not None:
-        weights = open_pretrained(folder, model, getattr(config.model, "fresh", ()))
-        return DataAndModel(data=data, model=model, weights=weights)
-    if channels_last:
+    weights = None if folder is None else open_pretrained(folder, model, getattr(config.model, "fresh", ()))
+    if channels_last and weights is None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return DataAndModel(data=data, model=model)
+    return DataAndModel(data=data, model=model, weights=weights)
 
 
 def build_trainer(
@@ -115,10 +107,9 @@ def build_trainer(
     node_ranks: int | None = None,
     on_part: Callable[[str], None] = ignore_phase,
 ) -> Trainer:
-    """Makes a trainer for this rank. All ranks call it with the same config and plan.
+    """Makes a trainer for this rank. All ranks call it with the same config and plan; ``on_part`` hears of each part.
 
-    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all). ``on_part``
-    hears when data and model are made.
+    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all).
     """
     if config.train.deterministic:
         make_deterministic()
@@ -129,18 +120,20 @@ def build_trainer(
         load_compiler()
     channels_last = keeps_channels_last(config, layout, comm.device)
     work = build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-    data = work.data
-    num_eval = 0 if data.eval is None else len(data.eval)
+    data, num_eval = work.data, 0 if work.data.eval is None else len(work.data.eval)
     plan = with_length(plan, config, train_samples=len(data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, plan.layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
-    policy = build_policy(config)
-    compressor = build_compressor(layout)
+    policy, compressor = build_policy(config), build_compressor(layout)
     # The engine takes the model over: what reads the plain model comes before it.
     sample = cost_of_sample(config, data, work.model)
     files = kept_files(work.model, data, model_folder(config.model))
     loss = _build_loss(config, layout, work, comm.device)
-    engine = _build_engine(config, _build_comm(config, comm, trace, node_ranks), layout, work, compressor)
+    seed_everything(config.train.seed)  # a model without values draws them now
+    engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
+    if work.weights is not None:
+        work.weights.fill(engine)
+    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, data, node_ranks)
@@ -148,14 +141,14 @@ def build_trainer(
     elif layout.is_compiled:
         _fix_sizes(config, plan, engine, loss, num_eval)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
-    options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
+    loader, eval_loader, choice = _build_loaders(config, plan, data, comm, engine.batch_comm, node_ranks)
     parts = TrainerParts(
         plan=plan,
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
-        loader=_train_loader(config, plan, data, engine.batch_comm, options),
-        eval_loader=None if data.eval is None else _eval_loader(plan, data.eval, engine.batch_comm, options),
+        loader=loader,
+        eval_loader=eval_loader,
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
@@ -193,11 +186,11 @@ def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval:
 
 def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
     """Returns the hooks that record what was chosen for this run, and what its first steps compile and tune."""
-    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice._asdict())]
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
     if layout.is_compiled:
-        notes.append(CompileHook())
+        notes.append(note_compiled)
     return [*notes, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else notes
 
 
@@ -221,17 +214,6 @@ def normalises_inside(config: Config, layout: Layout) -> bool:
     return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
 
 
-def _build_engine(
-    config: Config, comm: Communicator, layout: Layout, work: DataAndModel, compressor: Compressor | None
-) -> Engine:
-    seed_everything(config.train.seed)  # a model without values draws them now
-    engine = parallelize(work.model, comm, layout=layout, compressor=compressor)
-    if work.weights is not None:
-        work.weights.fill(engine)
-    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
-    return engine
-
-
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:
     """Returns what runs steps from a CUDA graph, where that is possible and asked for."""
     asked = config.train.cuda_graphs
@@ -252,10 +234,7 @@ def keeps_channels_last(config: Config, layout: Layout, device: torch.device) ->
 def loader_options(
     config: Config, comm: Communicator, dataset: MapDataset, microbatch: int, node_ranks: int | None
 ) -> tuple[LoaderOptions, WorkerChoice | None]:
-    """Decides how batches are read and brought to the device; returns the choice of workers too, if one was made.
-
-    A rank on a CPU reads when it needs a batch, and so does one that takes turns with others in one process.
-    """
+    """Decides how batches are read; a rank on a CPU, or one that takes turns with others, reads when it needs one."""
     data, feeds = config.data, comm.device.type == "cuda" and comm.takes_real_time
     choice = None
     if data.workers == "auto" and feeds:
@@ -289,8 +268,7 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
     if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
         local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
         if local is not None:
-            ledger = comm.ledger
-            kept = local if ledger is None else LedgerCommunicator(local, ledger)
+            kept = local if comm.ledger is None else LedgerCommunicator(local, comm.ledger)
             made = TwoLevelCommunicator(traced, topology, TracedCommunicator(kept, trace))
     return TracedCommunicator(made, trace, counts=False)
 
@@ -311,10 +289,7 @@ def build_policy(config: Config) -> StepPolicy:
 
 
 def build_schedule(config: Config, plan: Plan, tell: Callable[[str], None] = ignore_phase) -> RateSchedule:
-    """Makes the learning-rate schedule; without a length of its own it spans the run.
-
-    A warmup that is longer than the run is shortened where only the data says how long an epoch is; ``tell`` hears it.
-    """
+    """Makes the schedule of rates. ``tell`` hears of a warmup that is cut to a run whose length the data alone tell."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
     warmup, note = asked.warmup, ""
@@ -341,8 +316,7 @@ def _fit_microbatch(
         sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
         settled = config.with_values("parallel", device=device.type)
         machine = detect_machine(with_gpus=device.type == "cuda")
-        ranks = plan.batch.ranks
-        first = first_microbatch(settled, known, machine, sizes, ranks=ranks, node_ranks=hosts) or most
+        first = first_microbatch(settled, known, machine, sizes, ranks=plan.batch.ranks, node_ranks=hosts) or most
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
         reserve_bytes=optimizer_bytes(engine, slots),
@@ -358,13 +332,15 @@ def _fit_microbatch(
     )
     whole = plan.batch.samples_per_rank
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
-    text = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
-    return plan.with_microbatch(found.samples), text
+    return plan.with_microbatch(
+        found.samples
+    ), f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
 
 
-def _train_loader(
-    config: Config, plan: Plan, data: DataSplits, comm: Communicator, options: LoaderOptions
-) -> TrainLoader:
+def _build_loaders(
+    config: Config, plan: Plan, data: DataSplits, comm: Communicator, batch_comm: Communicator, node_ranks: int | None
+) -> tuple[TrainLoader, EvalLoader | None, WorkerChoice | None]:
+    options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     order = DataOrder(
         length=plan.train_samples,
         global_batch=plan.batch.global_batch,
@@ -372,12 +348,10 @@ def _train_loader(
         shuffle=config.data.shuffle,
         drop_last=config.data.last_batch == "drop",
     )
-    return TrainLoader(
-        data.train, order, rank=comm.rank, ranks=comm.size, accumulate=plan.batch.accumulate, options=options
-    )
-
-
-def _eval_loader(plan: Plan, data: MapDataset, comm: Communicator, options: LoaderOptions) -> EvalLoader:
+    rank, ranks, batch = batch_comm.rank, batch_comm.size, plan.batch
+    loader = TrainLoader(data.train, order, rank=rank, ranks=ranks, accumulate=batch.accumulate, options=options)
+    if data.eval is None:
+        return loader, None, choice
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
-    at_once = plan.batch.microbatch * comm.size
-    return EvalLoader(data, at_once, rank=comm.rank, ranks=comm.size, options=options)
+    at_once = batch.microbatch * ranks
+    return loader, EvalLoader(data.eval, at_once, rank=rank, ranks=ranks, options=options), choice

@@ -1,22 +1,30 @@
-"""Exact evaluation: every sample once, sums and counts added over ranks, divided once at the end.
+"""What is measured exactly, over all ranks and under every strategy: evaluations, and how parameters are distributed.
+
+An evaluation takes every sample once; sums and counts are added over ranks, and divided once at the end.
 
 One model is evaluated: where rank 0's buffers are everyone's, the others take them over first, because each rank has
 moved its own (batch-norm statistics, say) since the last step began.
 
 A metric is a function ``metric(model, batch) -> (sum, count)``, as a loss is. The loss and all metrics of a batch share
 one forward pass, where they call the model with the same arguments.
+
+Histograms of weights and gradients have the same bins for all tensors, steps and ranks, so counts add up: their edges
+are 0 and plus and minus 2^(k/2), from 2^-40 to 2^16, two in each octave. A rank counts the elements of which it holds a
+copy that nobody else counts; one sum and one minimum over all ranks make the counts of the whole tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_flatten
 
-from paceline.checkpoint.retention import best_mode
+from paceline.checkpoint.find import best_mode
 from paceline.clock import on_device
 from paceline.config.schema import EarlyStopConfig
 from paceline.data.loader import EvalLoader
@@ -27,6 +35,12 @@ from paceline.train.loss import Loss, LossValue, OnNormalised
 from paceline.train.step import place
 
 Metric: TypeAlias = Callable[[Callable[..., Any], Any], Any]
+_EXPONENTS = range(-80, 33)  # halves
+_SIZES = [2.0 ** (exponent / 2) for exponent in _EXPONENTS]
+EDGES = [*(-size for size in reversed(_SIZES)), 0.0, *_SIZES]  # each bin ends with its edge; one more is behind them
+_AT_ONCE = 2**22  # elements: each takes about 40 bytes while it is counted
+_NOT_FINITE, _SUM, _SQUARES, _COUNTS = 0, 1, 2, 3  # where they are in a row
+_KINDS = ("weights", "gradients")
 
 
 def load_metrics(paths: Mapping[str, str]) -> dict[str, Metric]:
@@ -43,15 +57,15 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
     """Returns what scores a batch: the loss, and sum and count of each metric, in one forward pass."""
 
     def score(model: Callable[..., Any], batch: Any) -> tuple[LossValue, list[Any]]:
-        last: tuple[Any, Any] | None = None
+        last: tuple[list[Any], Any, Any] | None = None
 
         def once(*args: Any, **kwargs: Any) -> Any:
             """Gives the same output again when it is called with the same arguments as before."""
             nonlocal last
-            called = (*args, *sorted(kwargs.items()))
-            if last is None or not _are_same(last[0], called):
-                last = called, model(*args, **kwargs)
-            return last[1]
+            called, kind = tree_flatten((args, kwargs))
+            if last is None or last[1] != kind or any(a is not b for a, b in zip(last[0], called, strict=True)):
+                last = called, kind, model(*args, **kwargs)
+            return last[2]
 
         value = loss.score(once, batch)
         seen = loss.prepare(batch) if isinstance(loss, OnNormalised) else batch
@@ -60,19 +74,10 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
     return score
 
 
-def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and _are_same(a, b)) for a, b in pairs
-    )
-
-
 def _checked(name: str, value: Any) -> list[Any]:
     """Returns sum and count of a metric. Raises UsageError where it returned something else."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    if not is_pair or not all(
-        isinstance(each, int | float) or (isinstance(each, torch.Tensor) and each.numel() == 1) for each in value
-    ):
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (None,)
+    if not all(isinstance(x, int | float) or (isinstance(x, torch.Tensor) and x.numel() == 1) for x in pair):
         raise UsageError(
             f"train.metrics.{name} returned {type(value).__name__}\n"
             "  a metric returns (sum over its elements, their number): a mean would weigh ragged batches wrongly\n"
@@ -96,10 +101,8 @@ class EarlyStop:
 
     @property
     def reason(self) -> str:
-        if self.best is None:
-            return f"stopped early: {self._config.metric} was never a number"
-        since = f"has not become better than {self.best:g} in {self.num_bad} evaluations"
-        return f"stopped early: {self._config.metric} {since}"
+        best = "" if self.best is None else f"has not become better than {self.best:g} in {self.num_bad} evaluations"
+        return f"stopped early: {self._config.metric} {best or 'was never a number'}"
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of an evaluation. Raises UsageError where the one that is asked for is not among them."""
@@ -170,3 +173,79 @@ def evaluate(
         samples=int(num_samples),
         metrics={name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else math.nan for i, name in enumerate(names)},
     )
+
+
+@torch.no_grad()
+def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> list[dict[str, Any]]:
+    """Returns the histograms of all parameters, in JSON values, the same on all ranks. Waits for the device."""
+    engine.gradients()  # brings them to the parameters that are updated
+    rows = {name: row for row, name in enumerate(sorted(engine.state_names()))}
+    device = engine.device
+    sums = torch.zeros(len(rows), len(_KINDS), _COUNTS + len(EDGES) + 1, dtype=torch.float64, device=device)
+    limits = torch.full((len(rows), len(_KINDS), 2), math.inf, dtype=torch.float64, device=device)
+    for shard in engine.shards():
+        row, parameter = rows[shard.name], shard.tensor if shard.parameter is None else shard.parameter
+        is_counted = shard.copy == row % shard.copies  # copies share the work
+        if not is_counted or not isinstance(parameter, torch.nn.Parameter):
+            continue
+        _count(shard.tensor.detach(), None, sums[row, 0], limits[row, 0])
+        if parameter.grad is not None:
+            _count(parameter.grad, weight, sums[row, 1], limits[row, 1])
+    engine.world.all_reduce(sums).wait()
+    engine.world.all_reduce(limits, "min").wait()
+    found, ends = sums.cpu(), limits.cpu()  # sync point
+    made = [
+        {"parameter": name, **{kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}}
+        for name, row in rows.items()
+    ]
+    return [each for each in made if each["weights"] is not None]  # else a buffer
+
+
+def _count(values: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor, limits: torch.Tensor) -> None:
+    """Adds what a rank holds of a tensor to its row."""
+    for part in torch.split(values.reshape(-1), _AT_ONCE):
+        each = part if part.dtype == torch.float64 else part.float()
+        if weight is not None:
+            each = each * weight.to(each)
+        finite = each[each.isfinite()]
+        places = torch.bucketize(finite, _edges(finite.device, finite.dtype), out_int32=True)
+        exact = finite.double()
+        head = torch.stack([exact.new_tensor(float(each.numel() - finite.numel())), exact.sum(), exact.square().sum()])
+        sums += torch.cat([head, torch.bincount(places, minlength=len(EDGES) + 1).double()]).to(sums.device)
+        if finite.numel():
+            limits.copy_(torch.minimum(limits, torch.stack([exact.min(), -exact.max()]).to(limits.device)))
+
+
+@functools.cache
+def _edges(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(EDGES, dtype=dtype, device=device)
+
+
+def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
+    """Returns a row as JSON values, from the first to the last bin that is not empty; None of no elements."""
+    counts = [int(value) for value in row[_COUNTS:].tolist()]
+    number, not_finite = sum(counts), int(row[_NOT_FINITE].item())
+    if not number + not_finite:
+        return None
+    low, high = (limits[0].item(), -limits[1].item()) if number else (0.0, 0.0)
+    starts, ends = [low, *EDGES], [*EDGES, high]  # what is behind the outermost edges goes as far as the values do
+    kept: list[int] = []
+    edges: list[float] = []
+    for count, start, end in zip(counts, starts, ends, strict=True):
+        if not count:
+            continue
+        if edges and edges[-1] != start:
+            kept.append(0)
+            edges.append(start)
+        edges += [end] if edges else [start, end]
+        kept.append(count)
+    return {
+        "count": number,
+        "not_finite": not_finite,
+        "norm": math.sqrt(row[_SQUARES].item()),
+        "min": low,
+        "max": high,
+        "mean": row[_SUM].item() / max(number, 1),
+        "edges": edges,
+        "counts": kept,
+    }

@@ -2,13 +2,11 @@
 
 A mean over a microbatch hides how much it stands for: averaged over ranks and microbatches of different sizes, it
 gives other gradients than one process would compute. A loss here returns the *sum* over its elements (samples or
-tokens) and how many there were; the step divides by the count over all ranks and microbatches. Of a function of outputs
-and targets, as a plain training script has it, the ``reduction`` says whether its number is a mean or a sum.
+tokens) and how many there were; the step divides by the count over all ranks and microbatches.
 
-Images of bytes are normalised here: a byte is a quarter of what a float is to read, to pin and to copy. On the device,
-one pass over the images makes (x - mean) / std of them, in the dtype of the run; so training, evaluation, verification
-and the dry run give the model the same inputs. A model that is compiled whole does it itself (``leave_to``): the pass
-is then part of the first kernel that reads the images.
+Images of bytes are normalised here, since a byte is a quarter of what a float is to read, to pin and to copy: one pass
+on the device makes (x - mean) / std of them, in the dtype of the run. A model that is compiled whole does it itself
+(``leave_to``): the pass is then part of the first kernel that reads the images.
 """
 
 from __future__ import annotations
@@ -25,14 +23,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
 from paceline.engines.compiled import Compiled
-from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
-from paceline.models.causal import is_causal, with_head_loss
+from paceline.models.hugging_face import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
 
+IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
+Criterion: TypeAlias = Callable[[Any, Any], Any]
 _IMAGE_DIMS = 4  # samples, channels, height, width
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Normalise:
@@ -74,10 +75,6 @@ class Normalise:
         return self._known[key]
 
 
-IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
-_HALF = (torch.bfloat16, torch.float16)
-
-
 @dataclass(frozen=True, slots=True)
 class LossValue:
     """A summed loss and how many elements it sums; ``correct`` counts right answers where that means something."""
@@ -88,17 +85,15 @@ class LossValue:
 
 
 class Loss(Protocol):
-    """Computes the loss of a batch. ``elements_per_sample`` is known where every sample counts alike."""
+    """Runs a model on a batch and returns the summed loss; ``score`` is for evaluation, with ``correct``."""
 
     @property
     def elements_per_sample(self) -> float | None:
         """Elements that each sample contributes; None: it depends on the sample, so ranks must exchange counts."""
 
-    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Runs the model on a batch and returns the summed loss."""
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue: ...
 
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """The same for evaluation, with ``correct``."""
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue: ...
 
 
 class CrossEntropy:
@@ -121,7 +116,6 @@ class CrossEntropy:
         return LossValue(self._total(logits_of(model(inputs)), targets), self._count(targets))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Returns the summed cross entropy and the number of right answers."""
         inputs, targets = batch
         if self.is_fused:
             total, correct = model(inputs, targets=targets, counts=True)
@@ -186,27 +180,16 @@ class OnNormalised:
     """A loss whose batches have their images of bytes normalised first, or by the model that trains on them."""
 
     def __init__(self, loss: Loss, normalise: Normalise, dtype: torch.dtype) -> None:
+        self.elements_per_sample = loss.elements_per_sample
+        self.sum = getattr(loss, "sum", None)  # what sums the loss of rows, where that is compiled apart
         self._loss = loss
         self._normalise = normalise
         self._dtype = dtype
         self._is_inside = False  # the model
         self._last: tuple[Any, Any] | None = None
 
-    @property
-    def elements_per_sample(self) -> float | None:
-        """Elements that each sample contributes."""
-        return self._loss.elements_per_sample
-
-    @property
-    def sum(self) -> Any:
-        """What sums the loss of rows, where that is compiled apart."""
-        return getattr(self._loss, "sum", None)
-
     def leave_to(self, model: nn.Module, device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it.
-
-        ``param_dtype`` is what engines cast other inputs to, None where they do not.
-        """
+        """Has a model that will be compiled whole normalise images; ``param_dtype``: what engines cast inputs to."""
         forward, normalise = model.forward, self._normalise
         (scale, shift), dtype = normalise.factors(device, self._dtype), param_dtype or self._dtype
 
@@ -228,7 +211,6 @@ class OnNormalised:
         return self._loss(model, batch if self._is_inside else self._normalise(batch, self._dtype))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """The same for evaluation, with ``correct``."""
         return self._loss.score(model, self.prepare(batch))
 
 
@@ -270,24 +252,17 @@ def build_loss(
 ) -> Loss:
     """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled, or fused.
 
-    ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
-    ``dtype`` is what images of bytes are made into, where the shape asks for it.
+    ``may_ignore``: targets may be ``IGNORED``, and what counts is counted each step. ``dtype``: of normalised images.
     """
     if kind != "auto":
         loss: Loss = CustomLoss(import_from_path(kind, "train.loss"), kind)
     else:
-        elements = None
-        if not may_ignore and shape.kind == "classes":
-            elements = 1.0
-        elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
-            elements = float(shape.context)
-        loss = CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused)
+        elements: dict[str, float | None] = {"classes": 1.0, "tokens": shape.context and float(shape.context)}
+        known = None if may_ignore else elements.get(shape.kind)
+        loss = CrossEntropy(known, compiles=compiles and not is_fused, is_fused=is_fused)
     if shape.mean is None or shape.std is None:
         return loss
     return OnNormalised(loss, Normalise(shape.mean, shape.std), dtype)
-
-
-Criterion: TypeAlias = Callable[[Any, Any], Any]
 
 
 def count_samples(batch: Any) -> int:
@@ -305,10 +280,9 @@ def count_samples(batch: Any) -> int:
 
 
 class OutputLoss:
-    """``function(outputs, targets)`` as a loss of ``train/loss.py``: a mean over samples, or their sum.
+    """``function(outputs, targets)`` as a loss: a mean over samples, or their sum. ``mean``: of the last batch.
 
-    ``mean`` is the mean of the last batch, detached. With ``in_full`` the function gets fp32 in the place of halves.
-    With ``may_count`` it may return (sum, count), where elements weigh otherwise.
+    With ``in_full`` the function gets fp32 in the place of halves; with ``may_count`` it may return (sum, count).
     """
 
     elements_per_sample = None
@@ -317,10 +291,8 @@ class OutputLoss:
         self, function: Criterion, name: str = "criterion", *, in_full: bool = False, may_count: bool = False
     ) -> None:
         self.mean: torch.Tensor | None = None
-        self._function = function
-        self._name = name
-        self._in_full = in_full
-        self._may_count = may_count
+        self._function, self._name = function, name
+        self._in_full, self._may_count = in_full, may_count
         self._is_sum = _reduction_of(function) == "sum"
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
@@ -355,5 +327,4 @@ def _reduction_of(criterion: Any) -> str:
 
 
 def _full(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value

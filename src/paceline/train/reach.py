@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
-from paceline.config.data_checks import no_file
+from paceline.config.checks import no_file
 from paceline.config.data_sections import known_shape, sources_of
 from paceline.errors import PacelineError, Problem
 from paceline.imports import import_from_path

@@ -1,24 +1,36 @@
-"""``parallel.strategy: auto`` with what only torch can tell: a model of the user's own code, and free memory.
+"""What only a run of the model without values tells: its memory, for ``parallel.strategy: auto``, and its FLOPs.
 
-Of what such a model raises where it is run without values, its own error and the line of it are told.
+Of what a model of the user's own code raises there, its own error and the line of it are told.
+
+FLOPs of one sample, forward and backward. GPTs, by the formula of predictions, for N weights that a token is multiplied
+with, L layers of width W, T tokens:
+
+    T (6 N + 12 L W T)        attention in full, although half of it is masked: as papers count model FLOPs
+
+Residual networks and MLPs of ours: three times the forward pass. Any other model is counted once: a copy of it on the
+meta device runs forward and backward on two samples, in milliseconds and without memory. Activations that are computed
+again in backward do not count: they are work of the run, and not of the model.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
@@ -32,13 +44,17 @@ from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
+from paceline.models.gpt import GPT
+from paceline.models.known_values import KnownValues, answering
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.plan.plan import RunMachine
+from paceline.predict.formulas.step import transformer_flops
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.search.automatic import Choice, apply_choice, choose
-from paceline.train.loss import build_loss
+from paceline.train.loss import Loss, build_loss
+from paceline.train.randomness import capture_random_states, restore_random_states
 
 RULE = "the model is run once, on tensors that have shapes and no values"
 _OURS = Path(__file__).parent.parent
@@ -51,6 +67,8 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedOperatorException,
 )
 _SPEAKS_OF_THEM = ("meta device", "meta tensor", ".numpy()")  # torch has no type for what these say
+_SAMPLES = 2  # batch norms refuse a single one
+_CPU = torch.device("cpu")
 
 
 def needs_values(error: BaseException) -> bool:
@@ -69,24 +87,20 @@ def is_users(config: Config) -> bool:
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
-    """Returns the line of the user's code, and the module of the model, that raised an error.
-
-    Such as ``at my_net.py:7 in forward, where head is Linear(...)``. None where it comes from Paceline itself.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    files = [frame.f_code.co_filename for frame in frames]
-    ours = max((place for place, file in enumerate(files) if _is_ours(Path(file))), default=-1)
-    own = [place for place in range(ours + 1, len(files)) if kind_of_file(files[place]) in (USER, LIBRARY)]
-    module = next((each for frame in reversed(frames[ours + 1 :]) if (each := _module(frame)) is not None), None)
-    is_loss = ours >= 0 and Path(files[ours]) == _OURS / "train" / "loss.py"
+    """Returns such as ``at my_net.py:7 in forward, where head is Linear(...)``; None where Paceline raised it."""
+    calls = [(frame, line, Path(frame.f_code.co_filename)) for frame, line in traceback.walk_tb(error.__traceback__)]
+    inside = [file.is_relative_to(_OURS) and not any(map(file.is_relative_to, _RECORDERS)) for _, _, file in calls]
+    ours = [place for place, is_ours in enumerate(inside) if is_ours]
+    behind = calls[ours[-1] + 1 :] if ours else calls
+    own = [call for call in behind if kind_of_file(str(call[2])) in (USER, LIBRARY)]
+    module = next((each for frame, _, _ in reversed(behind) if (each := _module(frame)) is not None), None)
+    is_loss = bool(ours) and calls[ours[-1]][2] == _OURS / "train" / "loss.py"
     if not own and module is None and not is_loss:
         return None
     name = "" if module is None or model is None else _name(module, model)
     if own:
-        code = frames[own[-1]].f_code
-        place = f"{Path(code.co_filename).name}:{lines[own[-1]]} in {code.co_name}"
-        return f"at {place}" + (f", where {name}" if name else "")
+        frame, line, file = own[-1]
+        return f"at {file.name}:{line} in {frame.f_code.co_name}" + (f", where {name}" if name else "")
     if name:
         return f"in its forward, where {name}"
     return "in its forward" if module is not None else "in the loss of what it returns"
@@ -119,10 +133,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".")
 
 
-def _is_ours(file: Path) -> bool:
-    return file.is_relative_to(_OURS) and not any(file.is_relative_to(each) for each in _RECORDERS)
-
-
 def _module(frame: FrameType) -> nn.Module | None:
     found = frame.f_locals.get("self")
     return found if isinstance(found, nn.Module) and frame.f_code.co_name == "forward" else None
@@ -142,10 +152,9 @@ def _inputs(data: DataSplits) -> str:
 
 
 def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto``; returns the config, and why.
+    """Decides ``parallel.strategy: auto``: the fastest by prediction that fits, or the first where nobody knows prices.
 
-    Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
-    present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
+    Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
     config = with_precision(config, where.device)
     model = describe_model(config, where.device) or measure_config(config, where.device)
@@ -156,18 +165,12 @@ def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None 
 def resolve_together(
     config: Config, comm: Communicator, node_ranks: int | None = None, machine: Machine | None = None
 ) -> tuple[Config, Choice]:
-    """Decides on rank 0, by the memory that it finds, and tells the others. All ranks call it.
-
-    ``machine`` is for ranks that keep to some of its cores, and see only those.
-    """
+    """Decides on rank 0, and tells the others. ``machine``: for ranks that keep to some cores, and see only those."""
 
     def decide() -> tuple[Config, Choice]:
         return resolve_strategy(config, measure_machine(comm.device.type, comm.size, node_ranks or comm.size), machine)
 
     return ask_first_rank(comm, decide)
-
-
-_BY_HAND = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"
 
 
 def measure_config(
@@ -176,19 +179,21 @@ def measure_config(
     *,
     make_model: Callable[[], nn.Module] | None = None,
     asked: str = "parallel.strategy = auto",
-    fix: str = _BY_HAND,
+    fix: str = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp",
 ) -> ModelFacts:
     """Measures the model of a config on samples of its data, with fake tensors: nothing is allocated or computed.
 
-    ``make_model`` stands for the config's own. Raises UsageError for a model that looks at values in its forward pass,
-    which fake tensors do not have; ``asked`` and ``fix`` are what that says. And for one that its data do not fit.
+    ``make_model`` stands for the config's own. Raises UsageError, with ``asked`` and ``fix``, for a model that looks at
+    values in its forward pass, and for one that its data do not fit.
     """
     data = data_of(config)
     precision = precision_named(config.train.precision_on(config.parallel.device))
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
     loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data), dtype=dtype)
     model: nn.Module | None = None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():
+    log = logging.getLogger(fake_tensor.__name__)
+    was_off = log.disabled
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def make_batch(samples: int) -> Any:
             return _fake_batch(data, samples, mode, torch.device(device), dtype)
@@ -198,6 +203,7 @@ def measure_config(
                 return loss(model, batch).total
 
         try:
+            log.disabled = True  # torch would print where in itself a fake tensor failed: the error says it
             with torch.device(device):
                 model = build_model(config.model, data.shape) if make_model is None else make_model()
             _cast(model, dtype)
@@ -210,24 +216,14 @@ def measure_config(
                 raise misfit(error, what, data, place, made=made_at(config, make_model)) from error
             cause = f"{type(error).__name__}: {first_line(error)}" + ("" if place is None else f", {place}")
             raise UsageError(f"{what}: {cause}\n  {RULE}\n  {fix}") from error
-
-
-@contextlib.contextmanager
-def _without_its_log() -> Iterator[None]:
-    """Keeps torch from printing where in itself a fake tensor failed: the error says it."""
-    log = logging.getLogger(fake_tensor.__name__)
-    was_off, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_off
+        finally:
+            log.disabled = was_off
 
 
 def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype) -> Any:
     """Returns the first samples of the data as fake tensors on the device; an item that is there once is repeated."""
     with torch.utils._python_dispatch._disable_current_modes():
-        length = len(data.train)
-        real = fetch_batch(data.train, torch.arange(samples).remainder(length).numpy())
+        real = fetch_batch(data.train, torch.arange(samples).remainder(len(data.train)).numpy())
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -245,7 +241,67 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                cast = seen.setdefault(
-                    id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                )
-                module._parameters[name] = cast
+                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = seen.setdefault(id(parameter), cast)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """What one sample of a run counts as, and the model FLOPs that it takes; None: nobody knows."""
+
+    unit: Literal["tokens", "images", "samples"] = "samples"
+    units: float = 1.0
+    flops: float | None = None
+
+
+def cost_of_sample(config: Config, data: DataSplits, model: nn.Module) -> SampleCost:
+    flops, shape = sample_flops(config, data, model), data.shape
+    if shape.kind == "tokens" and shape.context is not None:
+        return SampleCost(unit="tokens", units=float(shape.context), flops=flops)
+    return SampleCost(unit="samples" if shape.channels is None else "images", flops=flops)
+
+
+def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | None:
+    """Returns what one sample takes; None for a model that cannot run without values. Model and random states stay."""
+    if isinstance(model, GPT):
+        return transformer_flops(model.config, data.shape.context or model.config.context)
+    known = describe_model(config, "cpu")
+    if known is not None and known.work is not None:
+        return 3 * known.work.flops
+    states = capture_random_states(_CPU)
+    loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data))
+    try:
+        batch = fetch_batch(data.train, np.arange(_SAMPLES, dtype=np.int64) % len(data.train))
+        return count_flops(model, loss, batch) / _SAMPLES
+    except Exception:  # whatever code of the user's raises on tensors without values: then nobody knows
+        return None
+    finally:
+        restore_random_states(states, _CPU)
+
+
+def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
+    """Counts the FLOPs of forward and backward over a batch, without values. Raises what the model's code raises."""
+    shadow, values = on_meta(model), KnownValues()
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        placed = value.to("meta")
+        if not value.is_floating_point():  # token ids, which a model may look for padding in
+            values.tell(placed, lambda: value)
+        return placed
+
+    with FlopCounterMode(display=False) as counter, answering(values):
+        total = loss(shadow, tree_map(place, batch)).total
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+    return float(counter.get_total_flops())
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose parameters and buffers have no values; shared ones stay shared."""
+    memo: dict[int, Any] = {
+        id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()
+    }
+    memo |= {id(each): each.to("meta") for each in model.buffers()}
+    return copy.deepcopy(model, memo)

@@ -1,15 +1,13 @@
 """A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
 
 tensors       parameters, buffers, optimizer state, residuals of compression, the average of parameters
-values        loss scale, bad steps, roll-backs, rates, metrics, early stopping, hooks, consumed samples: the same on
-              every rank
+values        the same on every rank: loss scale, bad steps, roll-backs, rates, metrics, hooks, consumed samples
 each rank's   random states
 files         of the model and its tokenizer, so that a checkpoint alone is enough to write text, or to export
 
 The average of the parameters, for evaluation, is exponential: decay * average + (1 - decay) * parameter after every
-step. Each rank averages what it updates: its shards, under every strategy, in their dtype (masters, where there are
-some). Nothing is sent. It takes one more copy of the shards (4 P / N bytes under full sharding), and a pass over them.
-A step that was left out for its gradients counts too: the parameters are then those of the step before.
+step, left out or not. Each rank averages its shards, in their dtype (masters, where there are some): one more copy of
+them (4 P / N bytes under full sharding), and a pass over them. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, file_shards
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, MODEL, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import Checkpoint, fill_model
+from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards, fill_model
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
-from paceline.data.consumed import ConsumedIds
 from paceline.data.datasets import DataShape
 from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.order import ConsumedIds
 from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, MisfitError
@@ -45,14 +42,14 @@ from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.shards import Shard
 from paceline.train.evaluate import EarlyStop, Metric
-from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.resolve import SampleCost
 from paceline.train.step import StepPolicy, make_scaler
+from paceline.train.survive.memory import Retry
 from paceline.train.survive.recovery import BadSteps
-from paceline.train.survive.retry import Retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ class RunState:
                 f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
                 "  resume with the config that the run was started with"
             ) from error
-        self.step, self.position = checkpoint.step, checkpoint.position
+        self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
         if self.scaler is not None and "scaler" in values:
@@ -185,20 +182,9 @@ class RunState:
 
 
 # What folders of Hugging Face have for tokens, images and generation, apart from the weights.
-_BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "generation_config.json",
-    PREPROCESSOR,
-)
+_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
+_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
+_BESIDE += ["generation_config.json", PREPROCESSOR]
 
 
 def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -> dict[str, bytes]:
@@ -217,8 +203,8 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
         files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
         beside = [] if folder is None else [folder / name for name in _BESIDE]
         files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
-        if data.shape.mean is not None and HUGGING_FACE + PREPROCESSOR not in files:
-            files[HUGGING_FACE + PREPROCESSOR] = _preprocessor(data.shape)
+        if data.shape.mean is not None:
+            files.setdefault(HUGGING_FACE + PREPROCESSOR, _preprocessor(data.shape))
     if found := adapters(model):
         files[LORA] = json.dumps(found).encode()
     return files
@@ -246,10 +232,8 @@ class WeightAverage:
     def __init__(self, engine: Engine, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        held = engine.shards()
-        self._held = [
-            each for each in held if (each.tensor if each.parameter is None else each.parameter).requires_grad
-        ]
+        pairs = [(each, each.tensor if each.parameter is None else each.parameter) for each in engine.shards()]
+        self._held = [shard for shard, parameter in pairs if parameter.requires_grad]
         self._parameters = [shard.tensor.detach() for shard in self._held]
         self._averages = [each.clone() for each in self._parameters]
 
@@ -279,15 +263,14 @@ class WeightAverage:
     def load(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint; from the parameters just loaded, if that was saved without an average."""
         if not checkpoint.shapes(AVERAGE):
-            for average, parameter in zip(self._averages, self._parameters, strict=True):
-                average.copy_(parameter)
+            torch._foreach_copy_(self._averages, self._parameters)
             return
         for shard in self.shards():
             checkpoint.fill(shard, shard.name)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for average, parameter in zip(self._averages, self._parameters, strict=True):
+        for parameter, average in self.pairs():
             kept = parameter.clone()  # one tensor at a time
             parameter.copy_(average)
             average.copy_(kept)

@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MODEL
-from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, TOKENIZER, Checkpoint, open_checkpoint, read_files, write_files
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape
@@ -30,8 +29,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.models.gpt import GPT, KeyValues
+from paceline.models.hugging_face import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.models.registry import build_model
-from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region
 from paceline.train.loss import logits_of
 from paceline.untrusted import is_count
@@ -80,10 +79,7 @@ def write_together(comm: Communicator, path: Path, prompt: str, options: SampleO
 def open_language_model(
     checkpoint: Checkpoint, device: torch.device, comm: Communicator | None = None, spread: Spread = "fsdp"
 ) -> LanguageModel:
-    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text.
-
-    With a ``comm`` of several ranks each of them reads and holds its part: shards of all parameters, or of each layer.
-    """
+    """Builds a checkpoint's model, each rank its part (``spread``). Raises UsageError where it writes no text."""
     is_spread = comm is not None and comm.size > 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,16 +102,14 @@ def open_language_model(
     lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
     if lacking:
         raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
-    engine = _spread(model, comm, spread) if comm is not None and is_spread else None
-    shards = (
-        (
-            Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value)
-            for each, value in _named(model).items()
-        )
-        if engine is None
-        else engine.shards()
-    )
-    for shard in shards:
+    engine: Engine | None = None
+    if comm is not None and is_spread:
+        mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
+        how: dict[str, Any] = {"tensor": comm.size, "gathers_logits": True}
+        engine = parallelize(model, comm, "fsdp") if spread == "fsdp" else parallelize(model, comm, **how)
+    pairs = _named(model).items()
+    whole = [Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value) for each, value in pairs]
+    for shard in whole if engine is None else engine.shards():
         checkpoint.fill(shard, MODEL + shard.name)
     settings = getattr(model, "config", None)
     context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
@@ -124,17 +118,8 @@ def open_language_model(
         model.to(device)
     else:
         engine.mark_loaded()
-    return LanguageModel(
-        model=model.eval(), tokenizer=tokenizer, context=int(context or 1024), device=device, engine=engine
-    )
-
-
-def _spread(model: nn.Module, comm: Communicator, spread: Spread) -> Engine:
-    """Spreads a model whose values come later. Raises UsageError where it cannot be split so."""
-    mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
-    if spread == "fsdp":
-        return parallelize(model, comm, "fsdp")
-    return parallelize(model, comm, tensor=comm.size, gathers_logits=True)
+    context = int(context or 1024)
+    return LanguageModel(model=model.eval(), tokenizer=tokenizer, context=context, device=device, engine=engine)
 
 
 @torch.no_grad()
@@ -200,12 +185,11 @@ def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generat
 
 
 def _tokenizer(checkpoint: Checkpoint, folder: Path) -> Tokenizer | None:
-    for place in (TOKENIZER, HUGGING_FACE):
-        inside = folder / place
-        inside.mkdir()
-        write_files(read_files(checkpoint, place), inside)
-    found = [folder / place for place in (TOKENIZER, HUGGING_FACE) if has_tokenizer(folder / place)]
-    return open_tokenizer(found[0]) if found else None
+    places = [folder / TOKENIZER, folder / HUGGING_FACE]
+    for place in places:
+        place.mkdir()
+        write_files(read_files(checkpoint, f"{place.name}/"), place)
+    return next((open_tokenizer(place) for place in places if has_tokenizer(place)), None)
 
 
 def _config(checkpoint: Checkpoint, folder: Path) -> Config:

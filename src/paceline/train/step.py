@@ -6,14 +6,12 @@
     clip by the global norm; update            unless that norm is not finite
 
 So the gradient is that of the mean over the global batch, however it was cut. Every rank goes through the same number
-of microbatches, and sits out those for which it has no samples.
-
-The update is left out where the global gradient norm is not finite: the same number on all ranks, and not finite as
-soon as any gradient of any rank is not. So all ranks update, or none does.
+of microbatches, and sits out those for which it has no samples. The norm is the same on all ranks, and not finite as
+soon as any gradient of any rank is not: all ranks update, or none does.
 
 [Note: skipping] On a CPU the norm is there, and the host decides. On CUDA the host would have to wait for the device in
-every step; instead the fused optimizers are handed a flag on the device and leave parameters and state as they are if
-it is set. Where that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
+every step; instead the fused optimizers are handed a flag on the device and leave all as it is if it is set. Where
+that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
 
 [Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
 CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
@@ -25,11 +23,9 @@ The optimizer of masters (master_adamw.py) is handed the norm itself.
     a gradient overflows:         the step is left out, scale *= backoff
     2,000 good steps since:       scale *= growth
 
-Powers of two scale exactly. The decision follows the global gradient norm, so it is the same on every rank. Scale and
-counts live on the device and are updated there: the host never waits for them. What is scaled is a microbatch's share
-of the mean over the global batch, not the mean of a rank: so the numbers that may overflow, and the steps that are left
-out, do not depend on how many ranks there are. Where the count of elements is exchanged after backward, that of the
-step before stands for it until then.
+Powers of two scale exactly. Scale and counts live on the device: the host never waits for them. What is scaled is a
+microbatch's share of the mean over the global batch, so the steps that are left out do not depend on how many ranks
+there are. Where the count of elements is exchanged after backward, that of the step before stands for it until then.
 """
 
 from __future__ import annotations
@@ -60,13 +56,11 @@ class ScalerPolicy:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.growth_interval >= 1:
-            return
-        raise UsageError(
-            f"a loss scale of {self.initial} that grows by {self.growth} every {self.growth_interval} steps and backs "
-            f"off by {self.backoff}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
-            "  leave them at their defaults: 65536, 2, 2000, 0.5"
-        )
+        if self.initial <= 0 or self.growth < 1 or not 0 < self.backoff < 1 or self.growth_interval < 1:
+            raise UsageError(
+                f"{self}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
+                "  leave them at their defaults: 65536, 2, 2000, 0.5"
+            )
 
 
 class LossScaler:
@@ -76,7 +70,7 @@ class LossScaler:
         self.policy = policy or ScalerPolicy()
         self.scale = torch.full((), self.policy.initial, dtype=torch.float32, device=device)
         self._num_good = torch.zeros((), dtype=torch.int32, device=device)
-        self._elements: torch.Tensor | None = None
+        self.elements: torch.Tensor | None = None
 
     def factors(self, ranks: int, count: float | None, guess: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what a summed loss is multiplied by before backward, and the averaged gradients after it.
@@ -86,16 +80,12 @@ class LossScaler:
         """
         if count is not None:
             return self.scale / count, ranks / self.scale
-        elements = torch.full_like(self.scale, guess) if self._elements is None else self._elements
+        elements = torch.full_like(self.scale, guess) if self.elements is None else self.elements
         return self.scale / elements, elements / self.scale
-
-    @property
-    def knows_elements(self) -> bool:
-        return self._elements is not None
 
     def note_elements(self, elements: torch.Tensor) -> None:
         """Takes how many elements the step had over all ranks: the next one will have about as many."""
-        self._elements = elements.to(self.scale).clamp(min=1.0)
+        self.elements = elements.to(self.scale).clamp(min=1.0)
 
     @torch.no_grad()
     def update(self, norm: torch.Tensor) -> None:
@@ -103,21 +93,19 @@ class LossScaler:
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
-        policy = self.policy
-        torch._amp_update_scale_(
-            self.scale, self._num_good, is_bad, policy.growth, policy.backoff, policy.growth_interval
-        )
+        rule = self.policy
+        torch._amp_update_scale_(self.scale, self._num_good, is_bad, rule.growth, rule.backoff, rule.growth_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale and counts as plain numbers. Waits for the device."""
-        elements = None if self._elements is None else float(self._elements)
+        elements = None if self.elements is None else float(self.elements)
         return {"scale": float(self.scale), "num_good": int(self._num_good), "elements": elements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = torch.full_like(self.scale, float(state["scale"]))
         self._num_good.fill_(int(state["num_good"]))
         elements = state["elements"]
-        self._elements = None if elements is None else torch.full_like(self.scale, elements)
+        self.elements = None if elements is None else torch.full_like(self.scale, elements)
 
 
 def make_scaler(precision: Precision, device: torch.device, initial: float = 65536.0) -> LossScaler | None:
@@ -127,10 +115,7 @@ def make_scaler(precision: Precision, device: torch.device, initial: float = 655
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward and backward passes of a step: summed losses times ``scale`` are differentiated.
-
-    ``dtype`` is that of floating point samples; None: as they come. ``on_phase`` hears of the end of each phase.
-    """
+    """The passes of a step, which differentiate summed losses times ``scale``; ``dtype``: of floating point samples."""
 
     engine: Engine
     microbatches: Sequence[Any]
@@ -150,9 +135,8 @@ OnGradients = Callable[[torch.Tensor | None], None]
 class StepOutcome:
     """What a step computed on this rank; tensors stay on the device until somebody asks.
 
-    ``grad_norm`` is that before clipping. Where it is not finite the update was left out. ``loss_scale`` is the one
-    that the step used, None where losses are not scaled; ``factor`` is what summed losses were multiplied by.
-    ``is_updated`` is None where only the device knows.
+    ``grad_norm`` is that before clipping; where it is not finite the update was left out. ``factor`` is what summed
+    losses were multiplied by. ``is_updated`` is None where only the device knows.
     """
 
     loss_sum: torch.Tensor
@@ -195,10 +179,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
-    """What may be chosen about a step, and about steps that go wrong.
-
-    Without a ``clip_norm`` the norm is measured all the same: it is what tells a step that must be left out.
-    """
+    """What may be chosen about a step. The norm is measured without ``clip_norm``, too: it tells what to leave out."""
 
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float32
@@ -227,10 +208,7 @@ def train_step(
     scaler: LossScaler | None = None,
     passes: RunPasses | None = None,
 ) -> StepOutcome:
-    """Trains on one global batch and updates the parameters, unless a gradient is not finite.
-
-    ``passes`` runs forward and backward in the place of ``accumulate``.
-    """
+    """Trains on one global batch, unless a gradient is not finite. ``passes`` takes the place of ``accumulate``."""
     on_phase, on_gradients = callbacks
     loss_scale = None if scaler is None else scaler.scale
     per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
@@ -279,10 +257,7 @@ def accumulate(passes: Passes) -> Sequence[LossSum]:
 
 
 def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor:
-    """Turns gradients of summed losses, averaged over ranks, into those of the global mean; returns the factor.
-
-    Where nothing counts on any rank (every target is ignored) the sums are zero, and so is the gradient.
-    """
+    """Turns averaged gradients of sums into those of the global mean, 0 where nothing counts; returns the factor."""
     factor = engine.loss_scale(count)
     scale_gradients(engine, finite_or_zero(factor))
     return factor
@@ -321,11 +296,10 @@ def update_if_finite(
     max_norm: float | None = None,
     weight: torch.Tensor | None = None,
 ) -> bool | None:
-    """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are.
+    """Makes one optimizer step, clipped to ``max_norm``, unless the norm is not finite: then all stays as it is.
 
-    With ``max_norm`` the gradients are scaled first, so that their norm is at most that. Says whether there was an
-    update; None where only the device knows. ``weight`` is a factor that the gradients still lack, and the norm has: of
-    a MasterAdamW alone.
+    Says whether there was an update; None where only the device knows. ``weight`` is a factor that the gradients of a
+    MasterAdamW still lack, and the norm has.
     """
     if isinstance(optimizer, MasterAdamW):
         optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
@@ -364,10 +338,7 @@ def _scale(optimizer: torch.optim.Optimizer, coefficient: torch.Tensor) -> None:
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Says whether the optimizer's kernels can leave a step out by themselves.
-
-    SGD makes its momentum in the first step, and would keep uninitialised memory of one that is left out.
-    """
+    """Says whether the optimizer's kernels can leave a step out: not SGD's first, which makes its momentum."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups

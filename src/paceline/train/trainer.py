@@ -29,8 +29,7 @@ from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
-from paceline.train.evaluate import Evaluation, evaluate
-from paceline.train.histograms import measure_histograms
+from paceline.train.evaluate import Evaluation, evaluate, measure_histograms
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
@@ -43,11 +42,10 @@ Hook: TypeAlias = "Callable[[Trainer, StepResult], None]"
 
 
 class GoBackError(TrainingError):
-    """A run that must go back to its last checkpoint: what was decided, about which step, and where its data ends."""
+    """A run that must go back to its last checkpoint: what was decided, and where the data of the step ends."""
 
     def __init__(self, decision: GoBack, *, step: int, position: int) -> None:
         self.decision = decision
-        self.step = step
         self.position = position
         super().__init__(f"{decision.reason}, at step {step}")
 
@@ -137,7 +135,6 @@ class Trainer(RunState):
                 )
 
     def has_checkpoint(self) -> bool:
-        """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
         return find_together(self.parts.engine.world, self.find_checkpoint) is not None
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
@@ -159,10 +156,9 @@ class Trainer(RunState):
         if parts.has_perplexity:
             result.metrics["perplexity"] = math.exp(min(result.loss, _LARGEST_EXPONENT))
         seconds = seconds_between(start, meter.take())
-        self.metrics = {"step": self.step, "eval_loss": result.loss}
-        if result.accuracy is not None:
-            self.metrics["eval_accuracy"] = result.accuracy
-        self.metrics.update({f"eval_{name}": value for name, value in result.metrics.items()})
+        accuracy = {} if result.accuracy is None else {"accuracy": result.accuracy}
+        found = {"loss": result.loss, **accuracy, **result.metrics}
+        self.metrics = {"step": self.step, **{f"eval_{name}": value for name, value in found.items()}}
         self.early_stop.note(self.metrics)
         if self.sink is not None:
             self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
@@ -170,17 +166,14 @@ class Trainer(RunState):
         return result
 
     def state(self) -> State:
-        """Returns this rank's part of the state: tensors as they are, without a copy, and plain values.
-
-        Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
-        """
+        """Returns this rank's part of the state, without a copy. Raises TrainingError for a loss that is not finite."""
         self._settle()
         return self.collect_state()
 
     def _settle(self) -> None:
         """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
-        for bad in self.bad_steps.read_all():
+        for bad in self.bad_steps.read():
             self._note_bad(bad)
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
@@ -205,31 +198,19 @@ class Trainer(RunState):
             self.position = max(first, asked.position)  # a step that came before the checkpoint is not read again
             self.consumed.skip(first, self.position)
         self.rate_scale, self.num_roll_backs = scale, number
-        detail = {
-            "from_step": last_step,
-            "reason": str(asked),
-            "skipped_samples": self.position - first,
-            "rate_scale": scale,
-            "number": number,
-        }
-        self.note("roll_back", detail)
+        detail = {"from_step": last_step, "reason": str(asked), "skipped_samples": self.position - first}
+        self.note("roll_back", {**detail, "rate_scale": scale, "number": number})
 
     def _note_bad(self, bad: BadStep) -> None:
-        """Records a step that was left out. Raises TrainingError if it is one too many in a row, on all ranks alike.
-
-        A run that is shorter than the limit must have trained on one step at least.
-        """
+        """Records a step that was left out. Raises TrainingError on all ranks if it is one too many in a row."""
         if self.sink is not None:  # without one, nobody waits for the device
             self.note("skipped", bad.detail(), step=bad.step)
         parts = self.parts
         limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
         goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
+        has, count = goes_back and self.has_checkpoint(), self.num_roll_backs
         reaction = on_bad_steps(
-            self.losses,
-            num_in_a_row=bad.num_in_a_row,
-            limit=limit,
-            num_roll_backs=self.num_roll_backs,
-            has_checkpoint=goes_back and self.has_checkpoint(),
+            self.losses, num_in_a_row=bad.num_in_a_row, limit=limit, num_roll_backs=count, has_checkpoint=has
         )
         if isinstance(reaction, GoOn):
             return
@@ -250,7 +231,13 @@ class Trainer(RunState):
             if schedule.unit == "samples":
                 before, after = batch.position, batch.next_position
             lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after) * self.rate_scale)
-        outcome = self._train(batch)
+        every = parts.policy.histogram_every
+        if every is not None and (self.step + 1) % every == 0:  # not from a CUDA graph, which hides gradients
+            outcome = self._train_step(batch, parts.meter.lap, self._write_histograms)
+        elif parts.graphs is not None:
+            outcome = parts.graphs(parts.engine, parts.optimizer, batch, parts.meter.lap, self._train_step)
+        else:
+            outcome = self._train_step(batch, parts.meter.lap)
         if parts.average is not None:
             parts.average.update()
         self.step += 1
@@ -260,15 +247,6 @@ class Trainer(RunState):
         is_last = self.step == plan.total_steps
         samples = batch.local_samples if self._reports_samples else []
         return StepResult(self.step, self.position, samples, lr, outcome, plan.steps_per_epoch, is_last)
-
-    def _train(self, batch: StepBatch) -> StepOutcome:
-        """Trains on one global batch. A step with histograms never comes from a CUDA graph, which hides gradients."""
-        parts, every = self.parts, self.parts.policy.histogram_every
-        if every is not None and (self.step + 1) % every == 0:
-            return self._train_step(batch, parts.meter.lap, self._write_histograms)
-        if parts.graphs is not None:
-            return parts.graphs(parts.engine, parts.optimizer, batch, parts.meter.lap, self._train_step)
-        return self._train_step(batch, parts.meter.lap)
 
     def _train_step(self, batch: StepBatch, on_phase: OnPhase, on_gradients: OnGradients | None = None) -> StepOutcome:
         parts, callbacks = self.parts, StepCallbacks(on_phase, on_gradients)
@@ -324,21 +302,17 @@ class EvaluateHook:
                 trainer.note("early_stop", {"note": trainer.end_reason}, step=result.step)
 
 
-@dataclass(slots=True)
-class CompileHook:
-    """Records what was compiled and how long that took, and what could not be."""
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step > 3 and result.step % 100 and not result.is_last:
-            return
-        notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
-        done = [note for note in notes if not note.problem]
-        if done:
-            seconds = sum(note.seconds for note in done)
-            trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
-        for note in notes:
-            if note.problem:
-                trainer.note("not_compiled", {"what": note.what, "why": note.problem})
+def note_compiled(trainer: Trainer, result: StepResult) -> None:
+    """Records what was compiled and how long that took, and what could not be. A hook."""
+    if result.step > 3 and result.step % 100 and not result.is_last:
+        return
+    notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
+    if done := [note for note in notes if not note.problem]:
+        seconds = sum(note.seconds for note in done)
+        trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
+    for note in notes:
+        if note.problem:
+            trainer.note("not_compiled", {"what": note.what, "why": note.problem})
 
 
 @dataclass(slots=True)

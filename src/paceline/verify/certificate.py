@@ -26,25 +26,10 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
 from paceline.run.processes import run_processes
 from paceline.train.randomness import compute_threads
-from paceline.verify.case import Case, FunctionCase
-from paceline.verify.measure import (
-    Bound,
-    Errors,
-    Tensors,
-    absolute,
-    bound_for,
-    compare,
-    merge,
-    movement,
-    noise_bound,
-    worst,
-)
-from paceline.verify.reference import Reference, run_reference
-from paceline.verify.runs import Calls, Gradients, StepValues, run_distributed
-from paceline.verify.settings import Settings, check_settings, complete
-
-# Where two runs part: the first module whose output differs, or else whose gradient does.
-
+from paceline.verify import measure as measures
+from paceline.verify.case import Case, FunctionCase, Settings, check_settings, complete
+from paceline.verify.measure import Bound, Errors, Tensors, absolute, errors_by_step, merge, movement, worst
+from paceline.verify.runs import Calls, Reference, StepValues, run_distributed, run_reference
 
 _MAGNIFIED = (
     "its gradient cancels, up to the rounding of its sums, and an optimizer that divides by the size of gradients "
@@ -87,10 +72,9 @@ def locate(
             gradient = expected.gradients.get(name)
             if what == "update" and gradient is not None and gradient.numel() and float(gradient.abs().max()) < 1e-13:
                 hint = _MAGNIFIED  # of float64, that is nothing but rounding
+            where = name if what == "forward" else module
             what = f"{what} ({tensor})" if what in ("gradient", "update", "buffer") else what
-            return Divergence(
-                step=step, module=name if what == "forward" else module, what=what, error=error, hint=hint
-            )
+            return Divergence(step=step, module=where, what=what, error=error, hint=hint)
     return Divergence(step=step, module="", what="repeating it, nothing", error=0.0, hint=_UNSTEADY)
 
 
@@ -98,11 +82,19 @@ def _errors(
     settings: Settings, bound: Bound, expected: StepValues, per_rank: Sequence[StepValues]
 ) -> Iterator[tuple[str, str, float]]:
     """Goes through all that was compared, in the order in which a step computes it: what, name, error."""
+
+    def unclipped(values: StepValues) -> Tensors:  # clipping spreads a gradient that is wrong over all of them
+        clip = settings.clip
+        factor = 1.0 if clip is None else min(1.0, clip / (float(values.norm) + 1e-6))  # torch's own formula
+        return {name: None if each is None else each / factor for name, each in values.gradients.items()}
+
     activations = [values.activations for values in per_rank]
     for name, error in _forward_errors(bound, expected.activations, activations, settings.accumulate):
         yield "forward", name, error
-    gradients = _largest(bound, per_rank, expected, lambda values: _unclipped(values, settings.clip))
-    for name in _backward_order(expected):
+    gradients = _largest(bound, per_rank, expected, unclipped)
+    # Those of the modules called last come first: the order in which gradients arise.
+    called = {name: index for calls in expected.activations.values() for index, (name, _) in enumerate(calls)}
+    for name in sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1)):
         yield "gradient", name, gradients[name]
     yield "norm", "", _largest(bound, per_rank, expected, lambda values: {"": values.norm})[""]
     moved = movement(expected)
@@ -126,21 +118,13 @@ def _largest(
     return {name: worst({str(rank): errors[name] for rank, errors in enumerate(found)}) for name in wanted}
 
 
-def _unclipped(values: StepValues, clip: float | None) -> Gradients:
-    """Returns the gradients before they were clipped: clipping spreads one that is wrong over all of them."""
-    factor = 1.0 if clip is None else min(1.0, clip / (float(values.norm) + 1e-6))  # torch's own formula
-    return {name: None if gradient is None else gradient / factor for name, gradient in values.gradients.items()}
-
-
 def _forward_errors(
     bound: Bound, expected: dict[int, Calls], per_rank: Sequence[dict[int, Calls]], accumulate: int
 ) -> list[tuple[str, float]]:
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
     Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
-    its k-th outputs in all pieces, in that order; likewise for the pieces of the reference. A piece may have made no
-    such call (a branch that its samples did not take); an output without samples along dim 0 (a table of positions)
-    cannot be put together and is left out.
+    its k-th outputs in all pieces, in that order. Outputs without samples along dim 0 are left out.
     """
     errors = []
     theirs = [_numbered(expected[number]) for number in sorted(expected)]
@@ -161,19 +145,12 @@ def _joined(pieces: Sequence[dict[tuple[str, int], torch.Tensor]], call: tuple[s
 
 
 def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
-    """Returns outputs by module and how many calls of it came before."""
     outputs: dict[tuple[str, int], torch.Tensor] = {}
     seen: Counter[str] = Counter()
     for name, output in calls:
         outputs[name, seen[name]] = output
         seen[name] += 1
     return outputs
-
-
-def _backward_order(expected: StepValues) -> list[str]:
-    """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
-    called = {name: index for calls in expected.activations.values() for index, (name, _) in enumerate(calls)}
-    return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -250,7 +227,6 @@ def verify(
 
 
 def certify(case: Case, settings: Settings) -> Certificate:
-    """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
     settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
     check_settings(settings)
     if settings.backend != "virtual":
@@ -263,21 +239,15 @@ def certify(case: Case, settings: Settings) -> Certificate:
             ) from error
     start = time.perf_counter()
     reference, per_rank = _both(case, settings)
-    bound = bound_for(settings, reference.pieces)
-    follows = False
-    if settings.is_exact and settings.tolerance is None and not _agree(reference, per_rank, bound):
+    bound, follows = measures.bound_for(settings, reference.pieces), False
+    errors = errors_by_step(reference, per_rank, bound.measure)
+    if settings.is_exact and settings.tolerance is None and not merge(errors).largest <= bound.tolerance:
         followed = _one_process(case, settings, per_rank[0])
-        of_noise = noise_bound(settings, reference, followed)
+        of_noise = measures.noise_bound(settings, reference, followed)
         if of_noise is not None:
             reference, bound, follows = followed, of_noise, True
-    errors, largest = Errors(), Errors()
-    first_bad: int | None = None
-    for step, expected in enumerate(reference.steps):
-        found = [compare(values[step], expected, bound.measure) for values in per_rank]
-        errors = merge([errors, *found])
-        largest = merge([largest, *(compare(values[step], expected, absolute) for values in per_rank)])
-        if first_bad is None and not all(error.largest <= bound.tolerance for error in found):
-            first_bad = step
+            errors = errors_by_step(reference, per_rank, bound.measure)
+    first_bad = next((step for step, each in enumerate(errors) if not each.largest <= bound.tolerance), None)
     divergence = None
     if first_bad is not None:
         recorded = dataclasses.replace(settings, record_step=first_bad)
@@ -290,8 +260,8 @@ def certify(case: Case, settings: Settings) -> Certificate:
         settings,
         reference,
         bound,
-        max_abs_error=largest.largest,
-        errors=errors,
+        max_abs_error=merge(errors_by_step(reference, per_rank, absolute)).largest,
+        errors=merge(errors),
         divergence=divergence,
         seconds=time.perf_counter() - start,
     )
@@ -324,7 +294,6 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
 
 def _both(case: Case, settings: Settings) -> tuple[Reference, list[list[StepValues]]]:
     """Runs one process and the ranks. In mixed precision one process follows the ranks, so these go first."""
-
     if settings.is_exact:  # a case that cannot be compared is refused before any rank starts
         reference = _one_process(case, settings, None)
         return reference, _run(case, settings)
@@ -337,14 +306,6 @@ def _one_process(case: Case, settings: Settings, followed: list[StepValues] | No
     # The caller's random numbers go on as if nothing had happened.
     with torch.random.fork_rng(devices=[]), compute_threads(threads):
         return run_reference(case, settings, followed)
-
-
-def _agree(reference: Reference, per_rank: Sequence[list[StepValues]], bound: Bound) -> bool:
-    return all(
-        compare(values[step], expected, bound.measure).largest <= bound.tolerance
-        for step, expected in enumerate(reference.steps)
-        for values in per_rank
-    )
 
 
 def _run(case: Case, settings: Settings) -> list[list[StepValues]]:

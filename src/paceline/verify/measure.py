@@ -18,12 +18,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from paceline.verify.reference import Reference
-from paceline.verify.runs import StepValues
-from paceline.verify.settings import Settings
+from paceline.verify.case import Settings
+from paceline.verify.runs import Reference, StepValues
 
 TOLERANCE = 1e-10
 
@@ -68,62 +68,50 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
     Let u be half the distance of two half-precision numbers: 2^-8 of their size in bf16, 2^-11 in fp16. A gradient of a
     piece of the batch is rounded once to half precision and added up in float32. With the same pieces both runs round
     the same numbers, and differ by the float32 sums (1e-7 each) and by the few elements that another order of sums
-    inside a product pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in
-    half precision are off by 0.4 u, shares weighed wrongly by tens of u.
+    pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in half precision are
+    off by 0.4 u, shares weighed wrongly by tens of u.
 
     With other pieces the two runs round different numbers: u for each side, and as much again where pieces partly
-    cancel. An element at an edge may also switch a ReLU, which is much for a tensor of few elements; so there the floor
-    is the norm of all tensors.
+    cancel. An element at an edge may also switch a ReLU, which is much for a small tensor; so there the floor is the
+    norm of all.
 
-    In fp8 the products read numbers that are rounded more coarsely: u is 2^-4 of their size in e4m3. An element that
-    bf16 puts on the other side of an edge is off by that much, so the bound for the same pieces is the same share of
-    this u. Elsewhere it is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
+    In fp8 u is 2^-4 of a number's size (e4m3). The bound for the same pieces is the same share of this u. Elsewhere it
+    is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
     """
-    tolerance = settings.tolerance
+    tolerance, policy = settings.tolerance, settings.policy
     if settings.is_exact:
         return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
-    half = settings.policy.autocast_dtype or settings.policy.param_dtype
+    half = torch.float8_e4m3fn if policy.float8 is not None else policy.autocast_dtype or policy.param_dtype
     assert half is not None
-    if settings.policy.float8 is not None:
-        half = torch.float8_e4m3fn
-    name = str(half).removeprefix("torch.")
-    unit = torch.finfo(half).eps / 2
+    name, unit = str(half).removeprefix("torch."), torch.finfo(half).eps / 2
     if pieces == settings.accumulate * settings.ranks:
         reason = f"the same roundings to {name} on both sides, and one element in 256 on the other side of an edge"
         return Bound(tolerance=tolerance or unit / 16, reason=reason, floor=0.01)
     reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"
-    share = 4 if settings.policy.float8 is None else 1
-    return Bound(tolerance=tolerance or unit * share, reason=reason, floor=1.0)
+    return Bound(tolerance=tolerance or unit * (4 if policy.float8 is None else 1), reason=reason, floor=1.0)
 
 
 def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Bound | None:
     """Returns the bound for a model that computes parts more coarsely than float64; None where it has no such parts.
 
-    ``whole`` are batches as one process takes them, ``pieces`` those of the ranks, with the ranks' factor: where the
-    model is exact they agree. What is compared then is the ranks and ``pieces``, which round the same numbers; as in
-    mixed precision, one element in 256 may be on the other side of an edge. Gradients that travel in float32 are off by
-    more. A difference of more than 2^10 roundings is none: results depend on how the batch is cut.
+    ``whole`` are batches as one process takes them, ``pieces`` those of the ranks, which round the same numbers as the
+    ranks; as in mixed precision, one element in 256 may be on the other side of an edge. Gradients that travel in
+    float32 are off by more. A difference of more than 2^10 roundings is none: results depend on how the batch is cut.
     """
     unit = whole.coarse.unit
     if not unit:
         return None
     floor = 0.01 if pieces.pieces == settings.accumulate * settings.data_ranks else 1.0
-
-    def measure(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
-        return relative(ours, expected, scale, floor)
-
-    found = compare(whole.steps[0], pieces.steps[0], measure)
+    found = compare(whole.steps[0], pieces.steps[0], partial(relative, floor=floor))
     noise = max(found.loss, found.gradients, found.norm)
     if noise > 2**10 * unit:
         return None
-    tolerance = max(noise, unit) * (1 / 16 if floor < 1 else 4)
     parts = f"parts of the model compute in {whole.coarse.dtype} ({', '.join(whole.coarse.names)})"
     reason = f"{parts}: one process differs from itself by {noise:.2g} where its batch is cut otherwise"
-    return Bound(tolerance=tolerance, reason=reason, floor=floor)
+    return Bound(tolerance=max(noise, unit) * (1 / 16 if floor < 1 else 4), reason=reason, floor=floor)
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
-    """Returns the largest differences of one step on one rank."""
     measure = measure or absolute
     return Errors(
         loss=worst(measure({"": ours.loss}, {"": expected.loss}, {})),
@@ -134,14 +122,18 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
     )
 
 
+def errors_by_step(reference: Reference, per_rank: Iterable[list[StepValues]], measure: Measure) -> list[Errors]:
+    expected = enumerate(reference.steps)
+    return [merge(compare(values[step], each, measure) for values in per_rank) for step, each in expected]
+
+
 def worst(errors: Mapping[str, float]) -> float:
     return max(errors.values(), default=0.0)
 
 
 def merge(errors: Iterable[Errors]) -> Errors:
-    found = list(errors)
-    names = [field.name for field in dataclasses.fields(Errors)]
-    return Errors(**{name: max((getattr(error, name) for error in found), default=0.0) for name in names})
+    found = [dataclasses.asdict(each) for each in (Errors(), *errors)]
+    return Errors(**{name: max(each[name] for each in found) for name in found[0]})
 
 
 def movement(expected: StepValues) -> dict[str, torch.Tensor]:
@@ -161,14 +153,11 @@ def relative(ours: Tensors, expected: Tensors, scale: Tensors, floor: float) -> 
     """
     sizes = {name: _norm(scale.get(name, tensor)) for name, tensor in expected.items()}
     least = floor * math.hypot(*sizes.values())
-    errors = {}
+    errors = absolute(ours, expected, scale)
     for name, tensor in expected.items():
-        found = ours.get(name)
-        error = difference(found, tensor)
-        if found is not None and tensor is not None and 0.0 < error < math.inf:
-            size = max(sizes[name], least)
-            error = _norm(found.double() - tensor.double()) / size if size else math.inf
-        errors[name] = error
+        found, size = ours.get(name), max(sizes[name], least)
+        if found is not None and tensor is not None and 0.0 < errors[name] < math.inf:
+            errors[name] = _norm(found.double() - tensor.double()) / size if size else math.inf
     return errors
 
 

@@ -1,4 +1,16 @@
-"""The run that is verified: the engine on a rank, with the step that training uses; and what one step computed."""
+"""The two runs that are compared, and what one step of them computed.
+
+The run that is verified is the engine on a rank, with the step that training uses. The reference is plain PyTorch in
+one process, without an engine.
+
+Exact, in float64: on whole batches. Only a model whose results depend on the number of passes (BatchNorm takes its
+statistics over one, and moves them with each) is given microbatches, those of all ranks together.
+
+In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch
+is cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so the
+reference *follows* the ranks: it starts each step from their parameters and updates with their gradients. What it says
+about a step is about that step alone. A model of float64 that computes parts in float32 is followed in the same way.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +28,22 @@ from paceline.comm.base import Communicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.train.step import StepPolicy, make_scaler, train_step
-from paceline.verify.case import Case, cut, num_samples
-from paceline.verify.settings import Settings
+from paceline.engines.float8 import swap_linears
+from paceline.engines.precision import kept_parameters
+from paceline.errors import UsageError
+from paceline.models.registry import model_blocks
+from paceline.train.loss import LossValue
+from paceline.train.step import StepPolicy, make_scaler, place, train_step
+from paceline.verify.case import Case, Settings, cut, num_samples
 
 Calls = list[tuple[str, torch.Tensor]]
 """What modules returned, by name, in the order of the calls."""
 
+NamedTensors = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]
 
 LOSS_SCALE = 1024.0  # for fp16: small models have no gradients that vanish, and none of theirs should overflow
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +57,16 @@ class StepValues:
     loss: torch.Tensor
     norm: torch.Tensor
     gradients: Gradients
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: NamedTensors
+    buffers: NamedTensors = field(default_factory=dict)
     factor: float = 1.0
-    start: dict[str, torch.Tensor] = field(default_factory=dict)
+    start: NamedTensors = field(default_factory=dict)
     activations: dict[int, Calls] = field(default_factory=dict)
 
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
-    """Trains this rank's share with the engine and the step that training uses."""
     with casts_cached(settings.caches_casts):
-        model = prepare(case, settings.dtype)
-        names = parameter_names(model)
+        model, names = prepare(case, settings.dtype)
         engine = parallelize(model, comm, layout=settings.layout)
         loss = case.make_loss()
         optimizer = case.make_optimizer(engine.named_parameters(), engine)
@@ -95,13 +111,13 @@ def casts_cached(is_cached: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def prepare(case: Case, dtype: torch.dtype) -> nn.Module:
-    """Builds the model in ``dtype``, in training mode, with dropout switched off."""
+def prepare(case: Case, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
+    """Builds the model in ``dtype``, in training mode, without dropout; returns also the names of its parameters."""
     model = case.make_model().to(dtype).train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return model
+    return model, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
 def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
@@ -115,11 +131,8 @@ def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
     )
 
 
-def _state(engine: Engine, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns parameters and buffers as an evaluation would have them: the buffers are those of rank 0.
-
-    This rank then gets its own back: whether the next step shares them is part of what is verified.
-    """
+def _state(engine: Engine, names: Collection[str]) -> tuple[NamedTensors, NamedTensors]:
+    """Returns parameters and buffers, those of rank 0, as an evaluation would have them; this rank keeps its own."""
     own = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     engine.share_buffers()
     state = split_state(names, engine.full_state_dict())
@@ -128,27 +141,16 @@ def _state(engine: Engine, names: Collection[str]) -> tuple[dict[str, torch.Tens
     return state
 
 
-def parameter_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of a model's parameters, a tied one under each of its names."""
-    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-
-
-def split_state(
-    parameters: Collection[str], state: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the parameters of a state dict, by their names, and its buffers."""
-    tensors = {name: value.detach().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return (
-        {name: value for name, value in tensors.items() if name in parameters},
-        {name: value for name, value in tensors.items() if name not in parameters},
-    )
+def split_state(parameters: Collection[str], state: Mapping[str, Any]) -> tuple[NamedTensors, NamedTensors]:
+    found: tuple[NamedTensors, NamedTensors] = {}, {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found[name not in parameters][name] = value.detach().clone()
+    return found
 
 
 class ActivationRecorder:
-    """Keeps what every module without children returns, in the order of the calls, pass by pass.
-
-    A checkpointed part runs again in backward; those calls come behind all others of their pass.
-    """
+    """Keeps what modules without children return, pass by pass in the order of the calls; recomputed ones last."""
 
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
@@ -220,3 +222,166 @@ class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave(self) -> None:
         self._inside.pop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What one process computed, with batches of ``samples`` cut into ``pieces``; ``coarse`` is below float64."""
+
+    steps: list[StepValues]
+    samples: int
+    pieces: int
+    coarse: CoarseParts
+
+
+def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | None = None) -> Reference:
+    """Trains in one process; where it follows the ranks, ``ranks`` are the values of one of them."""
+    with casts_cached(settings.caches_casts):
+        run = _OneProcess(case, settings)
+        optimizer = case.make_optimizer(run.updated.items())
+        batches = [place(case.make_batch(step), _CPU, settings.dtype) for step in range(settings.steps)]
+        pieces, coarse = run.num_pieces(batches[0], settings, follows=ranks is not None)
+        history: list[StepValues] = []
+        for step, batch in enumerate(batches):
+            if ranks is not None and step:
+                run.start_from(ranks[step - 1])
+            start = run.state()[0]
+            recorder = ActivationRecorder(run.model) if settings.record_step == step else None
+            present = [number for number in range(pieces) if cut(batch, number, pieces) is not None]
+            mean = run.accumulate(batch, pieces, step, 1.0 if ranks is None else ranks[step].factor)
+            norm = nn.utils.clip_grad_norm_(run.updated.values(), settings.clip or float("inf"))
+            _check_finite(step, loss=mean, norm=norm)
+            gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in run.updated.items()}
+            for name, parameter in run.updated.items():  # following the ranks, it updates with theirs
+                theirs = None if ranks is None else ranks[step].gradients.get(name)
+                if theirs is not None and parameter.grad is not None and theirs.shape == parameter.shape:
+                    parameter.grad.copy_(theirs)
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters, buffers = run.state()
+            history.append(
+                StepValues(
+                    loss=mean,
+                    norm=norm.detach().clone(),
+                    gradients=gradients,
+                    parameters=parameters,
+                    buffers=buffers,
+                    start=start,
+                    activations={} if recorder is None else recorder.stop(present),
+                )
+            )
+        return Reference(steps=history, samples=num_samples(batches[0]), pieces=pieces, coarse=coarse)
+
+
+class _OneProcess:
+    """A model in one process: bf16 parameters that it computes with, say, and the fp32 masters that are updated."""
+
+    def __init__(self, case: Case, settings: Settings) -> None:
+        self.model, self._names = prepare(case, settings.dtype)
+        self._policy = settings.policy
+        if self._policy.float8 is not None:
+            swap_linears(self.model, model_blocks(self.model), by_row=self._policy.float8 == "row")
+        self._loss = case.make_loss()
+        self._held = dict(self.model.named_parameters())
+        self.updated: dict[str, nn.Parameter] = dict(self._held)
+        if self._policy.param_dtype is not None:
+            kept = kept_parameters(self.model)
+            for name, parameter in self._held.items():
+                if parameter not in kept and parameter.is_floating_point():
+                    self.updated[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                    parameter.data = parameter.data.to(self._policy.param_dtype)
+
+    def num_pieces(self, batch: Any, settings: Settings, *, follows: bool) -> tuple[int, CoarseParts]:
+        """Returns into how many pieces batches are cut here, and what of the model is coarser than float64.
+
+        Makes two passes over a batch. Raises UsageError where these differ: what is random cannot be compared.
+        """
+        coarse = CoarseParts(self.model)
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        totals, has_moved = [], False
+        with torch.no_grad():
+            for watch in (coarse, contextlib.nullcontext()):
+                with watch:
+                    totals.append(self._forward(batch).total)
+                for name, buffer in self.model.named_buffers():
+                    has_moved |= not torch.equal(buffer, buffers[name])
+                    buffer.copy_(buffers[name])  # running statistics must not move before the first step
+        first, second = totals
+        if not torch.equal(first, second) and not (first.isnan() and second.isnan()):
+            raise UsageError(
+                f"two passes over the same batch gave losses {first.item()} and {second.item()}: the model draws "
+                "random numbers\n  what is random cannot be compared\n  switch dropout and noise off for the "
+                "verification"
+            )
+        if has_moved or any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in self.model.modules()):
+            return settings.accumulate, coarse
+        return settings.accumulate * settings.data_ranks if follows else 1, coarse
+
+    def start_from(self, values: StepValues) -> None:
+        """Takes over parameters and buffers of the ranks, unless these are past following."""
+        tensors = {**values.parameters, **values.buffers}
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            return
+        with torch.no_grad():
+            for name, parameter in self.updated.items():
+                parameter.copy_(tensors[name])
+            for name, buffer in self.model.named_buffers():
+                if name in tensors:
+                    buffer.copy_(tensors[name])
+
+    def accumulate(self, batch: Any, pieces: int, step: int, factor: float) -> torch.Tensor:
+        """Leaves the gradient of the mean over a batch with the parameters that are updated; returns that mean.
+
+        Summed losses are multiplied by ``factor`` and gradients divided by it: half precision then rounds the numbers
+        that it rounds on a rank.
+        """
+        total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for number in range(pieces):
+            piece = cut(batch, number, pieces)
+            if piece is None:
+                continue
+            value = self._forward(piece)
+            _check_finite(step, loss=value.total)
+            (value.total * factor).backward()  # type: ignore[no-untyped-call]
+            for name, parameter in self._held.items():  # gradients of cast parameters go to their masters
+                master = self.updated[name]
+                if master is not parameter and parameter.grad is not None:
+                    gradient = parameter.grad.to(master.dtype)
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    parameter.grad = None
+            total += value.total.detach().double()
+            count += torch.as_tensor(value.count, dtype=torch.float64)
+        for parameter in self.updated.values():
+            if parameter.grad is not None:
+                parameter.grad *= 1.0 / (factor * count)
+        return total / count
+
+    def state(self) -> tuple[NamedTensors, NamedTensors]:
+        """Returns copies of the parameters that are updated, under all their names, and of the buffers."""
+        masters = {self._held[name]: parameter for name, parameter in self.updated.items()}
+        whole = self.model.state_dict(keep_vars=True)
+        return split_state(self._names, {name: masters.get(value, value) for name, value in whole.items()})
+
+    def _forward(self, piece: Any) -> LossValue:
+        with torch.no_grad():
+            for name, parameter in self._held.items():
+                if parameter is not self.updated[name]:
+                    parameter.data.copy_(self.updated[name])
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._policy.cast_inputs((args, kwargs))
+            return self.model(*args, **kwargs)
+
+        with self._policy.context(_CPU):
+            return self._loss(model, piece)
+
+
+def _check_finite(step: int, **values: torch.Tensor) -> None:
+    for name, value in values.items():
+        if not value.isfinite():
+            what = "loss" if name == "loss" else "gradient norm"
+            raise UsageError(
+                f"in one process the {what} of step {step} is {value.item()}\n"
+                "  numbers that are not finite cannot be compared\n"
+                "  give a batch with samples, a smaller learning rate, or fewer steps"
+            )

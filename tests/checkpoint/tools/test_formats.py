@@ -14,8 +14,8 @@ from trained_gpt import CLASSIC, LLAMA, VOCABULARY, Save, make_model
 from paceline.checkpoint import load, save
 from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.incoming import Incoming, format_of, open_incoming, save_incoming
+from paceline.checkpoint.tools.listing import compare
 from paceline.checkpoint.tools.outgoing import ExportOptions, Format, export, format_by_name
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator

@@ -11,20 +11,25 @@ import pytest
 import torch
 from trained_gpt import LLAMA, Save, save_trained
 
-from paceline.checkpoint.find import find_checkpoint, list_checkpoints, verify_checkpoint
+from paceline.checkpoint.find import (
+    Retention,
+    apply_retention,
+    clear_leftovers,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from paceline.checkpoint.manifest import MANIFEST, State
 from paceline.checkpoint.read import open_checkpoint
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import RemoteFiles, absolute_path, is_remote, storage_of, url_of
 from paceline.checkpoint.tools.audit import audit
-from paceline.checkpoint.tools.difference import compare
-from paceline.checkpoint.tools.listing import list_folder
-from paceline.checkpoint.tools.reshard import reshard
-from paceline.checkpoint.write import RankShare, SaveTarget, commit, write_part
+from paceline.checkpoint.tools.listing import compare, list_folder
+from paceline.checkpoint.tools.stream import reshard
+from paceline.checkpoint.write import SaveTarget, commit, write_part
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.layout import Layout
-from paceline.shards import whole_region
+from paceline.shards import Shard, whole_region
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -101,7 +106,7 @@ def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: P
         reshard(open_checkpoint(saved()), place, Layout(strategy="fsdp").for_ranks(1)), place / "step-00000003"
     )
     plain = State(step=7, position=0, own={"dict": []})
-    share = RankShare(name="model/a", region=whole_region((3,)), flat=torch.arange(3))
+    share = Shard(name="model/a", region=whole_region((3,)), tensor=torch.arange(3))
     num_kills = 0
     for changes in range(60):
         dying = RemoteFiles(Dying(fsspec.filesystem(str(place).partition(":")[0]), changes))

@@ -11,8 +11,7 @@ import pytest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.tensors import encode
 from paceline.checkpoint.tools.audit import check_samples
-from paceline.data.consumed import ConsumedIds
-from paceline.data.order import DataOrder
+from paceline.data.order import ConsumedIds, DataOrder
 
 ORDER = DataOrder(length=40, global_batch=8, seed=3)
 

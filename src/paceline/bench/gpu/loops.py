@@ -19,6 +19,9 @@ A loop is a function from inputs and targets to the loss of the step, which it d
 Each arm trains in a process of its own: nothing of the arms before it is in memory, and its start is timed from the
 outside. All batches are on the device when the second step begins, so that a loop never waits for data. The time of a
 step is that between the ends of two steps on the device's own time line, and nobody waits for the device in between.
+
+All arms of a model read one config: the one that ships (``configs/``), or its stand-in of ``workloads.yaml`` where that
+is not at hand. Arms that are no ``paceline train`` take model, data, order of samples and optimizer settings from it.
 """
 
 from __future__ import annotations
@@ -27,22 +30,23 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from importlib import resources
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.bench.gpu.workloads import OnDevice, all_workloads
+from paceline.bounded_yaml import load_yaml
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
-from paceline.config import Config, OptimConfig
+from paceline.config import Config, OptimConfig, config_from_dict, dump_yaml, load_config
 from paceline.data.datasets import DataShape
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch
@@ -51,6 +55,58 @@ from paceline.data.registry import DataSplits, data_of
 from paceline.free_memory import MemoryGauge
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.step import place, train_step
+
+OnDevice: TypeAlias = Literal["cuda", "cpu"]
+# What a benchmark leaves out of a run: evaluation, checkpoints, ragged batches (for which plain loops would compile
+# again), and rates that depend on the number of steps.
+_TIMED = (
+    *("data.eval_fraction=0.0", "data.last_batch=drop", "optim.schedule.kind=constant", "optim.schedule.warmup=0"),
+    *("checkpoint.at_end=false", "parallel.ranks=1", "monitor.console=false"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuWorkload:
+    """A model with its batch: ``steps`` of a turn are timed after ``warm_up`` others. ``kinds``: which arms suit it."""
+
+    model: str
+    shipped: str = ""
+    values: Mapping[str, Any] = field(hash=False)
+    steps: int
+    warm_up: int
+    kinds: Sequence[str] = field(hash=False)
+    unit: Literal["tokens", "images"] = "tokens"
+    device: OnDevice = "cuda"
+
+    def config_file(self, folder: Path) -> Path:
+        """Returns the config that ships, or writes the one that stands for it into a folder."""
+        if self.shipped and Path(self.shipped).is_file():
+            return Path(self.shipped).absolute()
+        path = folder / f"{self.model}.yaml"
+        path.write_text(dump_yaml(config_from_dict(self.values)), encoding="utf-8")
+        return path
+
+    def overrides(self, steps: int, *, precision: str | None = None) -> list[str]:
+        """Returns what is changed in the config for a turn of so many steps, warm-up included."""
+        changed = [*_TIMED, f"parallel.device={self.device}", f"train.steps={steps}"]
+        return changed if precision is None else [*changed, f"train.precision={precision}"]
+
+    def config(self, file: Path, steps: int, *, precision: str | None = None) -> Config:
+        """Reads the config as ``paceline train`` does with these overrides."""
+        return load_config(file, self.overrides(steps, precision=precision))
+
+
+@cache
+def all_workloads() -> dict[str, GpuWorkload]:
+    """Returns the workloads of all devices by model, from ``workloads.yaml``."""
+    text = resources.files("paceline.bench.gpu").joinpath("workloads.yaml").read_text(encoding="utf-8")
+    return {model: GpuWorkload(model=model, **about) for model, about in load_yaml(text).items()}
+
+
+def workloads_on(device: str) -> dict[str, GpuWorkload]:
+    """Returns the workloads of a device: ``cuda``, or ``cpu`` for a trial of the machinery."""
+    return {model: each for model, each in all_workloads().items() if each.device == device}
+
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -256,10 +312,7 @@ def _to_fp8(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmTurn:
-    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done.
-
-    ``started_at``: the moment at which whoever asked for it did so.
-    """
+    """What one turn of an arm measured: seconds and losses of all steps; when it was asked for, and had made one."""
 
     step_s: list[float]
     losses: list[float]

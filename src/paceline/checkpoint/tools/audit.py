@@ -18,13 +18,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.checkpoint.coverage import coverage_problems, piece_problems
 from paceline.checkpoint.find import file_problem, read_manifest, value_problems
+from paceline.checkpoint.formats import coverage_problems, piece_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
-from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
-from paceline.data.order import DataOrder, GlobalBatch
+from paceline.data.order import (
+    DataOrder,
+    GlobalBatch,
+    Segment,
+    batches_of,
+    extend_hash,
+    hash_text,
+    segments_of,
+    skipped_of,
+)
 from paceline.errors import CheckpointError, PacelineError
 from paceline.untrusted import is_count
 
@@ -73,9 +81,7 @@ def audit(path: Path, depth: Depth = "full", progress: Progress = ignore_progres
     return Audit(path=path, step=manifest.step, depth=depth, checks=tuple(checks))
 
 
-def check_files(
-    path: Path, manifest: Manifest, storage: FileStore, depth: Depth, progress: Progress = ignore_progress
-) -> AuditCheck:
+def check_files(path: Path, manifest: Manifest, storage: FileStore, depth: Depth, progress: Progress) -> AuditCheck:
     problems = []
     for name, file in manifest.files.items():
         try:
@@ -87,8 +93,7 @@ def check_files(
         progress(file.num_bytes)
     if depth == "full" and not problems:
         problems += value_problems(path, manifest, storage)
-    known = {*manifest.files, MANIFEST}
-    extra = [name for name in storage.names(path) if name not in known]
+    extra = [name for name in storage.names(path) if name not in {*manifest.files, MANIFEST}]
     how = "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
     finding = f"{len(manifest.files)} files, {manifest.num_bytes:,} bytes: {how}"
     if extra:
@@ -103,13 +108,9 @@ def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: Coll
         problems += [f"{name}: {each}" for each in coverage_problems(name, tensor)]
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     num_pieces = sum(len(tensor.pieces) for tensor in manifest.tensors.values())
-    finding = (
-        f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces: each element in exactly one"
-    )
+    count = f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces"
+    finding = f"{count}: each element in exactly one"
     return AuditCheck(what="tensors", finding=finding, problems=tuple(problems))
-
-
-# The samples
 
 
 def check_samples(manifest: Manifest) -> AuditCheck:
@@ -195,16 +196,12 @@ def _reason(first: int, last: int, order: DataOrder | None, unused: list[tuple[i
 
 
 def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
-    """Returns the hash of the ids of segments, the number of batches, and what is wrong with them.
-
-    An id that comes twice in an epoch is wrong, and a segment that ends inside a batch.
-    """
-    known, num_batches, problems, epoch = (0, 0), 0, [], -1
+    """Returns the hash of the ids, the number of batches, and what is wrong: ids that come twice, batches cut."""
+    known, num_batches, problems, epoch = (0, 0), 0, list[str](), -1
     has_come = np.zeros(max((segment.order.length for segment in segments), default=0), dtype=np.bool_)  # in an epoch
     twice: dict[int, tuple[int, list[int]]] = {}  # by epoch: the first position, and the ids
     for batches in _runs(segments):
-        segment, last = batches[-1]
-        first = batches[0][1]
+        (segment, last), first = batches[-1], batches[0][1]
         indices = np.concatenate([batch.indices for _, batch in batches])[: segment.last - first.position]
         known, num_batches = extend_hash(known, indices), num_batches + len(batches)
         if first.epoch != epoch:
@@ -245,20 +242,17 @@ def _order_problems(manifest: Manifest, segments: Sequence[Segment]) -> list[str
     """Compares the order that was noted last with what the saved config and the plan of the run ask for."""
     if not segments:
         return []
-    plan = decode(manifest.values.get("data") or {"dict": []})
-    data_seed, last_batch = manifest.setting("data", "seed"), manifest.setting("data", "last_batch")
-    asked: dict[str, list[Any]] = {
-        "seed": [manifest.setting("train", "seed") if data_seed is None else data_seed],
-        "shuffle": [manifest.setting("data", "shuffle")],
-        "drop_last": [None if last_batch is None else last_batch == "drop"],
-        "global_batch": [plan.get("global_batch"), manifest.setting("train", "global_batch")],
-        "length": [plan.get("length")],
-    }
+    plan, setting = decode(manifest.values.get("data") or {"dict": []}), manifest.setting
+    data_seed, last_batch = setting("data", "seed"), setting("data", "last_batch")
+    asked = [("seed", setting("train", "seed") if data_seed is None else data_seed)]
+    asked += [("shuffle", setting("data", "shuffle"))]
+    asked += [("drop_last", None if last_batch is None else last_batch == "drop")]
+    asked += [("global_batch", plan.get("global_batch")), ("global_batch", setting("train", "global_batch"))]
+    asked += [("length", plan.get("length"))]
     last = segments[-1].order
     return [
         f"the order had {name} = {getattr(last, name)}, and the saved config says {value}"
-        for name, values in asked.items()
-        for value in dict.fromkeys(values)
+        for name, value in dict.fromkeys(asked)
         if isinstance(value, int) and getattr(last, name) != value
     ]
 

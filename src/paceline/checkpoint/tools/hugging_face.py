@@ -77,14 +77,12 @@ def to_hugging_face(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any]
 def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, Stream]:
     """Returns a Llama's or GPT-2's tensors under the names of the package's GPT. Raises CheckpointError for others."""
     kind = config.get("model_type")
-    if kind == "llama":
-        return _from_llama(streams)
-    if kind == "gpt2":
-        return _from_gpt2(streams)
-    raise CheckpointError(
-        f"config.json says model_type = {kind!r}\n  llama and gpt2 have a counterpart here\n"
-        "  import the weights under their own names: name the safetensors file itself"
-    )
+    if kind not in ("llama", "gpt2"):
+        raise CheckpointError(
+            f"config.json says model_type = {kind!r}\n  llama and gpt2 have a counterpart here\n"
+            "  import the weights under their own names: name the safetensors file itself"
+        )
+    return _from_llama(streams) if kind == "llama" else _from_gpt2(streams)
 
 
 def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
@@ -106,9 +104,7 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
     }
     names = _llama_names(shape.layers)
     if lacking := [name for name in streams if name not in names]:
-        raise UsageError(
-            f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out: tensors keep their own names"
-        )
+        raise UsageError(f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out")
     return config, [replace(each, name=names[name]) for name, each in streams.items()]
 
 
@@ -156,7 +152,7 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
             found.append(replace(parts[0], name=f"{name}.weight"))
         else:
             columns = parts[0].shape[1]
-            found.append(stream_made(f"{name}.weight", (columns, rows), dtype, partial(_side_by_side, parts)))
+            found.append(stream_made(f"{name}.weight", (columns, rows), dtype, partial(_transposed, parts)))
         found.append(stream_made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
     return config, found
 
@@ -187,7 +183,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             continue
         columns, rows = whole.shape[0], whole.shape[1] // len(names)
         for at, name in enumerate(names):
-            cut = partial(_cut, whole, at * rows, (at + 1) * rows)
+            cut = partial(_transposed, [whole], at * rows, (at + 1) * rows)
             found[name] = stream_made(name, (rows, columns), whole.dtype, cut)
     return {name: replace(stream, name=name) for name, stream in found.items()}
 
@@ -200,14 +196,10 @@ def _gpt2_weight(streams: Streams, name: str, dims: tuple[int, ...]) -> Stream:
     return found
 
 
-def _side_by_side(parts: Sequence[Stream]) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0].whole().t()
-    return torch.cat([part.whole() for part in parts]).t()
-
-
-def _cut(stream: Stream, first: int, last: int) -> torch.Tensor:
-    return stream.whole()[:, first:last].t()
+def _transposed(parts: Sequence[Stream], first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Returns some columns of tensors, one below the other, as rows."""
+    whole = parts[0].whole() if len(parts) == 1 else torch.cat([part.whole() for part in parts])
+    return whole[:, first:last].t()
 
 
 def _common_config(kind: str, architecture: str, shape: ModelShape, streams: Streams) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""The checkpoints of a folder, and one of them in words. No tensor is read.
+"""The checkpoints of a folder, one of them in words, and what differs between two.
 
 The list says how old and large they are, who wrote them, whether they are whole, and why they are kept: by manifests
 and sizes alone (or all files, where hashes are asked for). The summary of one has what its manifest says of the run,
 its values, and its tensors one by one.
+
+To compare reads both once, window by window, however each of them is cut. Numbers are compared in float64: the largest
+absolute difference, and the largest one relative to the larger of the two. Two that are not a number at the same place
+are alike.
 """
 
 from __future__ import annotations
@@ -16,14 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.find import list_checkpoints, places_of, read_manifest, step_of
+import torch
+
+from paceline.checkpoint.find import Saved, list_checkpoints, places_of, read_manifest, retention_of, step_of, why_kept
+from paceline.checkpoint.formats import GROUP
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
-from paceline.checkpoint.read import decode_found
-from paceline.checkpoint.retention import Saved, retention_of, why_kept
+from paceline.checkpoint.read import Checkpoint, decode_found
 from paceline.checkpoint.storage import nothing_there, storage_of
-from paceline.checkpoint.tensors import Progress, ignore_progress
+from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
-from paceline.checkpoint.values import GROUP
+from paceline.checkpoint.tools.stream import stream_region, window_elements
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -46,8 +52,7 @@ class Listed:
 
 def folder_of(where: Path) -> Path:
     """Returns the folder with checkpoints that a run, folder or checkpoint names. Raises CheckpointError for none."""
-    storage = storage_of(where)
-    if storage.size(where / MANIFEST) is not None:
+    if storage_of(where).size(where / MANIFEST) is not None:
         return where.parent
     for folder in places_of(where):
         storage = storage_of(folder)
@@ -59,33 +64,28 @@ def folder_of(where: Path) -> Path:
 def list_folder(where: Path, now: float, depth: Depth = "fast", progress: Progress = ignore_progress) -> list[Listed]:
     """Returns the checkpoints of a run or folder, oldest first, those that are not whole among them."""
     folder = folder_of(where)
-    storage = storage_of(folder)
-    paths = [folder / name for name in storage.names(folder) if _step(name) is not None]
-    paths.sort(key=lambda path: (_step(path.name) or 0, path.name))
-    looked = [_look(path, now, depth, progress) for path in paths]
-    reasons = kept_because([(each, manifest) for each, manifest in looked if manifest and not each.problem])
-    return [replace(each, kept=reasons.get(each.path, ())) for each, _ in looked]
+    names = [name for name in storage_of(folder).names(folder) if _step(name) is not None]
+    names.sort(key=lambda name: (_step(name) or 0, name))
+    looked = [_look(folder / name, now, depth, progress) for name in names]
+    reasons = kept_because([manifest for each, manifest in looked if manifest and not each.problem])
+    return [replace(each, kept=() if each.problem else reasons[each.step]) for each, _ in looked]
 
 
-def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[str, ...]]:
-    """Returns why each of some whole checkpoints is kept, by the settings of the newest one's run."""
+def kept_because(found: Sequence[Manifest]) -> dict[int, tuple[str, ...]]:
+    """Returns by step why some whole checkpoints are kept, by the settings of the newest one's run."""
     if not found:
         return {}
-    current = newest_line(manifest.spot for _, manifest in found)
-    left = {each.path for each, manifest in found if not current.has(manifest.line, manifest.step)}
-    newest = max((manifest for _, manifest in found), key=lambda each: (current.has(each.line, each.step), each.step))
+    current = newest_line(each.spot for each in found)
+    is_left = {each.step: not current.has(each.line, each.step) for each in found}
+    newest = max(found, key=lambda each: (not is_left[each.step], each.step))
     settings = newest.setting("checkpoint")
     policy = retention_of(settings if isinstance(settings, dict) else {})
-    saved = [
-        Saved(step=each.step, value=manifest.metrics.get(policy.metric), is_left=each.path in left)
-        for each, manifest in found
-    ]
+    values = {each.step: each.metrics.get(policy.metric) for each in found}
+    saved = [Saved(step=step, value=value, is_left=is_left[step]) for step, value in values.items()]
     reasons = why_kept(saved, newest.step, policy)
-    for each, _ in found:
-        reasons[each.step] += ["the run has gone back from it"] if each.path in left else []
-    return {
-        each.path: tuple(reasons[each.step]) or ("not by the policy: goes with the next save",) for each, _ in found
-    }
+    for step in values:
+        reasons[step] += ["the run has gone back from it"] if is_left[step] else []
+    return {step: tuple(reasons[step]) or ("not by the policy: goes with the next save",) for step in values}
 
 
 def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Listed, Manifest | None]:
@@ -146,6 +146,14 @@ class TensorLine:
     files: tuple[str, ...]
     cut: str
 
+    @classmethod
+    def of(cls, name: str, tensor: SavedTensor) -> TensorLine:
+        dims = {dim for piece in tensor.pieces for dim, _ in piece.region.cuts}
+        cut = f"dim {', '.join(map(str, sorted(dims)))}" if dims else "flat" if len(tensor.pieces) > 1 else "whole"
+        files = tuple(piece.file for piece in tensor.pieces)
+        shape, dtype, num_bytes = tensor.shape, tensor.dtype, tensor.num_bytes
+        return cls(name=name, shape=shape, dtype=dtype, num_bytes=num_bytes, files=files, cut=cut)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -183,18 +191,121 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
         bytes_by_kind=kinds,
         bytes_by_dtype=dtypes,
         optimizer={label: {"parameters": members[label], **settings} for label, settings in groups.items()},
-        tensors=tuple(_tensor_line(name, manifest.tensors[name]) for name in chosen),
+        tensors=tuple(TensorLine.of(name, manifest.tensors[name]) for name in chosen),
     )
 
 
-def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:
-    dims = {dim for piece in tensor.pieces for dim, _ in piece.region.cuts}
-    cut = f"dim {', '.join(map(str, sorted(dims)))}" if dims else "flat" if len(tensor.pieces) > 1 else "whole"
-    return TensorLine(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """How far one tensor is from the other. ``num_different`` counts elements of other bits."""
+
+    name: str
+    num_elements: int
+    num_different: int
+    max_absolute: float
+    max_relative: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """All that differs. A setting is shown by its dotted name and both values."""
+
+    only_left: tuple[str, ...]
+    only_right: tuple[str, ...]
+    other_shape: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    settings: Mapping[str, tuple[Any, Any]]
+    values: Mapping[str, tuple[Any, Any]]
+    num_compared: int
+
+    @property
+    def is_same_state(self) -> bool:
+        """Whether a run that goes on from either does the same: tensors and values are alike to the last bit."""
+        return not (self.only_left or self.only_right or self.other_shape or self.tensors or self.values)
+
+
+def compare(left: Checkpoint, right: Checkpoint, progress: Progress = ignore_progress) -> Difference:
+    ours, theirs = left.manifest.tensors, right.manifest.tensors
+    shared = [name for name in ours if name in theirs]
+    kinds = {name: [f"{each[name].dtype} {list(each[name].shape)}" for each in (ours, theirs)] for name in shared}
+    alike = [name for name, (a, b) in kinds.items() if a == b]
+    found = [_compare_tensor(left, right, name, progress) for name in alike]
+    return Difference(
+        only_left=tuple(name for name in ours if name not in theirs),
+        only_right=tuple(name for name in theirs if name not in ours),
+        other_shape=tuple(f"{name}: {a} and {b}" for name, (a, b) in kinds.items() if a != b),
+        tensors=tuple(each for each in found if each.num_different),
+        settings=_unequal(*map(_flatten, _settings(left.manifest.about, right.manifest.about))),
+        values=_unequal(_values(left.manifest), _values(right.manifest)),
+        num_compared=len(alike),
+    )
+
+
+def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Progress) -> TensorDifference:
+    different, absolute, relative = 0, 0.0, 0.0
+    count = max(min(window_elements(left, name), window_elements(right, name)) // 2, 1)  # two, and what is between
+    for ours, theirs in zip(*(stream_region(each, name, count=count) for each in (left, right)), strict=True):
+        progress(ours.nbytes)
+        is_other = (ours.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, ours.element_size()).any(dim=1)
+        if not bool(is_other.any()):
+            continue
+        different += int(is_other.sum())
+        both = [values[is_other] for values in (ours, theirs)]
+        a, b = (values.abs().double() if values.is_complex() else values.double() for values in both)
+        gap = (a - b).abs()
+        gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
+        scale = torch.maximum(a.abs(), b.abs())
+        ratio = torch.where(gap > 0, gap / scale, torch.zeros_like(gap))
+        absolute, relative = max(absolute, _largest(gap)), max(relative, _largest(ratio))
+    return TensorDifference(
         name=name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        num_bytes=tensor.num_bytes,
-        files=tuple(piece.file for piece in tensor.pieces),
-        cut=cut,
+        num_elements=math.prod(left.manifest.tensors[name].shape),
+        num_different=different,
+        max_absolute=absolute,
+        max_relative=relative,
     )
+
+
+def _largest(values: torch.Tensor) -> float:
+    return math.inf if bool(values.isnan().any()) else float(values.max())
+
+
+def _settings(*about: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Returns what both were written with; a config that one side alone has as one setting."""
+    if len({bool(each.get("config")) for each in about}) == 1:
+        return about
+    return [{**each, "config": "there" if each.get("config") else None} for each in about]
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    """Returns what a run goes on from besides tensors, by dotted names."""
+    named = {"step": manifest.step, "position": manifest.position, **manifest.values, **manifest.found}
+    values = {name: decode(value) for name, value in named.items()}
+    names: dict[str, str] = {}  # groups by their first member: their labels are hashes of settings, such as the rate
+    for name, entry in values.items():
+        if isinstance(entry, Mapping) and entry.get("group") in values:
+            names.setdefault(entry["group"], f"group of {name.removeprefix(OPTIMIZER)}")
+    found: dict[str, Any] = {}
+    for name, entry in values.items():
+        if isinstance(entry, Mapping) and entry.get("group") in names:
+            entry = {**entry, "group": names[entry["group"]]}
+        found[names.get(name, name)] = entry
+    return _flatten(found)
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns nested dicts as one, by dotted names; a tensor as its list."""
+    if isinstance(value, torch.Tensor):
+        return {prefix: value.tolist()}
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for name, each in value.items():
+        found |= _flatten(each, f"{prefix}.{name}" if prefix else str(name))
+    return found
+
+
+def _unequal(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = [*left, *(name for name in right if name not in left)]
+    pairs = {name: (left.get(name), right.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if repr(pair[0]) != repr(pair[1])}

@@ -9,24 +9,22 @@ With the optimizer, its state is under the parameters' names, as ``torch.distrib
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MALFORMED, MODEL, OPTIMIZER, Manifest, damaged
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, read_files, write_files
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors
-from paceline.checkpoint.tools.torch_file import write_torch_file
+from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors, write_torch
 from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
 from paceline.models.lora import A, B, merged
@@ -65,9 +63,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     if out.exists() and not options.may_replace:
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
     check_parent(out)
-    names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
-    saved = {name.removeprefix(MODEL): stream_saved(checkpoint, name) for name in names}
-    streams = {name: replace(stream, name=name) for name, stream in saved.items()}
+    names = {name.removeprefix(MODEL): name for name in checkpoint.manifest.tensors if name.startswith(MODEL)}
+    streams = {name: replace(stream_saved(checkpoint, saved), name=name) for name, saved in names.items()}
     if not options.with_optimizer:
         streams = _merged_streams(checkpoint, streams)
     if not streams:
@@ -79,7 +76,14 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         write = _hugging_face_writer(checkpoint, streams, progress)
     else:
         write = _plain_writer(checkpoint, streams, options, progress)
-    _write_atomically(out, write)
+    partial, files = out.with_name(f".{out.name}.{secrets.token_hex(4)}.new"), LocalFiles()
+    try:
+        write(partial)
+        put_in_place(files, partial, out)  # what was there before is kept until then
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    finally:
+        files.remove(partial)
     return out
 
 
@@ -143,34 +147,19 @@ def _plain_writer(
     if options.format == "safetensors":
         return lambda path: write_safetensors(path, wanted, metadata, progress)
     if options.format == "torch":
-        return lambda path: write_torch_file(path, content if options.with_optimizer else streams, progress)
+        return lambda path: write_torch(path, content if options.with_optimizer else streams, progress)
     from paceline.checkpoint.tools.distributed import write_distributed
 
     return lambda path: write_distributed(path, content, progress)
 
 
-def _write_atomically(out: Path, write: Callable[[Path], object]) -> None:
-    """Writes under a temporary name and renames; what was there before is kept until then."""
-    partial, files = out.with_name(f".{out.name}.{secrets.token_hex(4)}.new"), LocalFiles()
-    try:
-        write(partial)
-        put_in_place(files, partial, out)
-    except OSError as error:
-        raise cannot_write(out, error) from error
-    finally:
-        files.remove(partial)
-
-
 def _merged_streams(checkpoint: Checkpoint, streams: Mapping[str, Stream]) -> dict[str, Stream]:
     """Returns the tensors of a model without adapters; each merged weight is in memory while it is read."""
-    text = read_files(checkpoint, LORA).get("")
-    if text is None:
-        return dict(streams)
     found = dict(streams)
     try:
-        for name, adapter in parse_json_object(text).items():
+        for name, adapter in parse_json_object(read_files(checkpoint, LORA).get("", b"{}")).items():
             a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
-            make = partial(_merge, weight, a, b, dict(adapter))
+            make = functools.partial(_merge, weight, a, b, dict(adapter))
             found[weight.name] = stream_made(weight.name, weight.shape, weight.dtype, make)
     except MALFORMED as error:
         raise damaged(f"the adapters of {checkpoint.path} are not those of its tensors: {error}") from error
@@ -187,15 +176,12 @@ def as_tokenizer_json(vocabulary: bytes) -> dict[str, bytes]:
     """Returns the files of a fast tokenizer with the same tokens; none for what is no vocabulary."""
     try:
         values = parse_json_object(vocabulary)
-        end = values.get("end_token")
-        if values.get("kind") == "bytes":
-            content = _of_bytes()
-        elif values.get("kind") == "char" and values["characters"]:
-            content = _of_characters(str(values["characters"]))
-        else:
-            return {}
     except MALFORMED:
         return {}
+    kind, characters, end = values.get("kind"), str(values.get("characters") or ""), values.get("end_token")
+    if kind != "bytes" and (kind != "char" or not characters):
+        return {}
+    content = _of_bytes() if kind == "bytes" else _of_characters(characters)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     added = []
     if is_count(end):
@@ -220,9 +206,8 @@ def _of_bytes() -> dict[str, Any]:
     """Pieces of bytes that nothing merges. Bytes that are no printable character stand for others there."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
-    shown = {byte: chr(byte) for byte in printable} | {
-        byte: chr(_NUM_BYTES + place) for place, byte in enumerate(others)
-    }
+    shown = {byte: chr(byte) for byte in printable}
+    shown |= {byte: chr(_NUM_BYTES + place) for place, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {"type": "BPE", "vocab": {shown[byte]: byte for byte in range(_NUM_BYTES)}, "merges": []}
     return {"pre_tokenizer": level, "decoder": level, "model": model}

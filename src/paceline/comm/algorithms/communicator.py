@@ -10,15 +10,10 @@ For a tensor of B bytes on N ranks, H hosts of L ranks each (bytes that a rank s
 
 The rounds are data (``rounds.py``), one executor runs them (``lanes.py``), and ``auto`` takes what the formulas in
 ``cluster/costs.py`` say is fastest, or for an all-reduce a table that was measured, where there is one for its ranks.
-Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through. Every
-element is summed by one rank and then copied: the same bits on every rank.
+Narrow floats travel as they are: they are added in float32 and rounded once in each round that they go through.
 
 Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
 too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
-
-With a communicator of its own inside every host (for CPUs, shared memory) the hierarchical all-reduce is a
-reduce-scatter inside, a ring across, and an all-gather inside. The three follow one another, and operations are
-finished in the order of issue, so that no two ranks ever wait for each other on different levels.
 """
 
 from __future__ import annotations
@@ -28,17 +23,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from paceline.cluster.costs import (
-    CHUNK_BYTES,
-    Algorithm,
-    MeasuredTable,
-    Placement,
-    Wires,
-    fastest_all_reduce,
-    fastest_broadcast,
-    fastest_scatter,
-)
-from paceline.cluster.patterns import chain, double_tree, rooted_tree
+from paceline.cluster import costs
+from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
@@ -72,9 +58,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
     """Runs collectives by an algorithm on the messages of ``inner``.
 
     Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
-    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share.
-    NCCL has no tags: there, ranks also wait in one order, as the same program on every rank does. Raises UsageError for
-    an unknown algorithm, and for a hierarchical one without two hosts.
+    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share. NCCL
+    has no tags: there, ranks also wait in one order. Raises UsageError for a hierarchical algorithm without two hosts.
     """
 
     def __init__(
@@ -105,18 +90,14 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = Wires()
-        self._chunk_bytes = chunk_bytes
+        self._links, self._chunk_bytes = Wires(), chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
         self._placement = self.topology.placement
         self._table = table
 
     def issue(self, call: Call) -> Work:
-        """Makes a collective of messages, where there is an algorithm for it.
-
-        The work of any other is finished after the operations that were issued before it.
-        """
+        """Makes a collective of messages where it can; the work of any other is finished after those issued before."""
         if call.kind in ("all_reduce", "reduce_scatter"):
             check_reduction(call.kind, call.tensor.dtype, call.op)
         make = MADE.get(call.kind)
@@ -133,7 +114,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
             algorithm = self._table.fastest(tensor.nbytes)
         else:
-            algorithm = self._choose(fastest_all_reduce, tensor)
+            algorithm = self._choose(costs.fastest_all_reduce, tensor)
         if algorithm == "native":
             return None
         flat = _flat(tensor)
@@ -142,8 +123,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
     def _make_reduce_scatter(self, call: Call) -> Work | None:
-        """Takes a copy of the tensor, to add up in."""
-        algorithm = self._choose(fastest_scatter, call.tensor)
+        algorithm = self._choose(costs.fastest_scatter, call.tensor)
         if not self._scatters(algorithm):
             return None
         flat = call.tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
@@ -153,7 +133,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, own))
 
     def _make_all_gather(self, call: Call) -> Work | None:
-        algorithm, tensor = self._choose(fastest_scatter, call.output), call.tensor
+        algorithm, tensor = self._choose(costs.fastest_scatter, call.output), call.tensor
         if not self._scatters(algorithm):
             return None
         flat = _flat(call.output)
@@ -165,11 +145,11 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, flat))
 
     def _make_broadcast(self, call: Call) -> Work | None:
-        algorithm = self._choose(fastest_broadcast, call.tensor)
+        algorithm = self._choose(costs.fastest_broadcast, call.tensor)
         if algorithm not in ("ring", "tree"):
             return None
         flat = _flat(call.tensor)
-        tree = chain(self.size, call.peer) if algorithm == "ring" else rooted_tree(self.size, call.peer)
+        tree = costs.chain(self.size, call.peer) if algorithm == "ring" else costs.rooted_tree(self.size, call.peer)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.tensor, flat))
@@ -190,22 +170,18 @@ class AlgorithmCommunicator(WrappedCommunicator):
         )
 
     def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
-        if self.algorithm != "auto":
-            return self.algorithm
-        return fastest(tensor.nbytes, self._placement, self._links)
+        return fastest(tensor.nbytes, self._placement, self._links) if self.algorithm == "auto" else self.algorithm
 
     def _all_reduce_rounds(self, algorithm: Algorithm, span: ElementRange) -> list[list[Round]]:
         """Returns the rounds of a lane, or, for two trees, of two."""
         if algorithm == "hierarchical":
             return [rounds.hierarchical_all_reduce(self.rank, self.topology, span)]
         if algorithm == "tree":
-            halves = zip(double_tree(self.size), cut(span, 2), strict=True)
+            halves = zip(costs.double_tree(self.size), cut(span, 2), strict=True)
             both = (rounds.tree_reduce, rounds.tree_broadcast)
             return [[each for form in both for each in form(self.rank, tree, half)] for tree, half in halves]
         slices = cut(span, self.size)
-        if algorithm == "ring":
-            return [rounds.ring_reduce_scatter(self.rank, slices) + rounds.ring_all_gather(self.rank, slices)]
-        return [rounds.halving_reduce_scatter(self.rank, slices) + rounds.doubling_all_gather(self.rank, slices)]
+        return [_REDUCE_SCATTER[algorithm](self.rank, slices) + _ALL_GATHER[algorithm](self.rank, slices)]
 
     def _scatters(self, algorithm: Algorithm) -> bool:
         """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
@@ -245,7 +221,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
     def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
-        """Returns what carries the messages of an operation."""
         del call, algorithm, lanes
         return self.inner
 
@@ -264,10 +239,7 @@ def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300.0) -> Communicator | None:
-    """Returns this rank's host as a group that shares memory; None where some host's ranks cannot.
-
-    Called by every rank. Virtual ranks, ranks on GPUs, one rank to a host and hosts of different sizes have none.
-    """
+    """Returns this rank's host as a group that shares memory; None where some ranks cannot. Called by every rank."""
     sizes = {len(host) for host in topology.hosts}
     if comm.device.type != "cpu" or not comm.takes_real_time or len(sizes) != 1 or sizes == {1}:
         return None
@@ -281,41 +253,35 @@ def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300
 
 
 class TwoLevelCommunicator(AlgorithmCommunicator):
-    """Reduces inside hosts through ``local``, and across them by messages of ``inner``.
+    """Reduces inside hosts through ``local`` (for CPUs, shared memory), and across them by messages of ``inner``.
 
-    All other verbs, and the groups that are split off, are those of the hierarchical algorithm on messages alone.
+    An all-reduce is a reduce-scatter inside, a ring across, and an all-gather inside: one after another, so that no two
+    ranks wait for each other on different levels. All else is the hierarchical algorithm on messages alone.
     """
 
     def __init__(self, inner: Communicator, topology: Topology, local: Communicator) -> None:
         super().__init__(inner, "hierarchical", topology)
         if {len(host) for host in topology.hosts} != {local.size}:
-            raise UsageError(
-                f"hosts {topology.hosts} and a group of {local.size} ranks on this one: every host has as many ranks"
-            )
+            raise UsageError(f"hosts {topology.hosts} and {local.size} ranks on this one: every host has as many ranks")
         self._local = local
         peers = [host[local.rank] for host in topology.hosts]
         self._across = AlgorithmCommunicator(inner.split(peers), "ring")
 
     def _make_all_reduce(self, call: Call) -> Work:
         tensor, op = call.tensor, call.op
-        whole = self._whole(tensor)
+        adds: ReduceOp = "sum" if op == "avg" else op
+        whole = _flat(tensor)
+        if short := -whole.numel() % self._local.size:  # so many that every rank of a host has as large a piece
+            whole = torch.cat([whole, whole[-1:].expand(short)])  # the last again: also for the smallest and largest
         piece = torch.empty(whole.numel() // self._local.size, dtype=whole.dtype)
-        first = self._local.reduce_scatter(piece, whole, "sum" if op == "avg" else op)
-        return self._in_flight.issue([], lambda: self._go_on(tensor, whole, piece, op, first))
+        first = self._local.reduce_scatter(piece, whole, adds)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements one after another, so many that every rank of a host has as large a piece."""
-        flat = tensor.detach().contiguous().view(-1)
-        short = -flat.numel() % self._local.size
-        if not short:
-            return flat
-        return torch.cat([flat, flat[-1:].expand(short)])  # the last again: also for the smallest and the largest
+        def go_on() -> None:
+            first.wait()
+            self._across.all_reduce(piece, adds).wait()
+            if op == "avg":
+                piece.div_(self.size)
+            self._local.all_gather(whole, piece).wait()
+            _put_back(tensor, whole[: tensor.numel()])
 
-    def _go_on(self, tensor: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, op: ReduceOp, first: Work) -> None:
-        first.wait()
-        self._across.all_reduce(piece, "sum" if op == "avg" else op).wait()
-        if op == "avg":
-            piece.div_(self.size)
-        self._local.all_gather(whole, piece).wait()
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole[: tensor.numel()].view(tensor.shape))
+        return self._in_flight.issue([], go_on)

@@ -2,8 +2,7 @@
 
 An operation is cut into lanes: parts of the tensor that go through their rounds side by side, so that one is added up
 while the next is on its way. Issuing an operation posts its first round; ``wait`` carries out the rest, after whatever
-this rank issued before. That order is why operations in flight never wait in a circle: as all ranks issue in the same
-order, the oldest that is not done is the one that all of them work on.
+this rank issued before: as all ranks issue in the same order, operations in flight never wait in a circle.
 
 [Note: ahead] A message leaves when its receiver has said that it is ready, and on a busy link that word stands in line
 behind data. So what a lane receives is posted one round before it is needed. It cannot come too early: it is sent by
@@ -72,7 +71,6 @@ class MessageLane:
             self._num_received += 1
 
     def finish(self, number: int) -> None:
-        """Waits for what a round receives, and adds it up."""
         if number >= self.num_rounds:
             return
         works, pieces = self._arriving.popleft()
@@ -84,7 +82,6 @@ class MessageLane:
             combine(self._flat[this.sums[0].start : this.sums[0].stop], pieces, self._op, divisor)
 
     def close(self) -> None:
-        """Waits until everything has left, and lets go of the memory."""
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -110,11 +107,8 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._operations)
 
-    def issue(self, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
-        """Posts the first round of an operation; ``deliver`` puts the result where it belongs.
-
-        ``window`` is how many lanes may receive at a time (None: all): see [Note: window].
-        """
+    def issue(self, lanes: list[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
+        """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""
         operation = RoundsWork(self, lanes, deliver, window or len(lanes))
         self._operations.append(operation)
         return operation
@@ -129,14 +123,10 @@ class InFlight:
 
 
 class RoundsWork:
-    """A collective in flight, made of rounds of messages."""
-
-    def __init__(
-        self, in_flight: InFlight, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int
-    ) -> None:
+    def __init__(self, in_flight: InFlight, lanes: list[MessageLane], deliver: Callable[[], None], window: int) -> None:
         self.is_finished = False
         self._in_flight = in_flight
-        self._lanes = list(lanes)
+        self._lanes = lanes
         self._deliver: Callable[[], None] | None = deliver
         self._error: Exception | None = None
         self._window = window
@@ -172,10 +162,7 @@ class RoundsWork:
 
 @dataclass(slots=True, eq=False)
 class WorkBehind:
-    """A work of the inner communicator that was issued behind operations in flight.
-
-    Another rank may wait for those first: they are finished here too before this rank waits for anything else.
-    """
+    """A work of the inner communicator behind operations in flight, which other ranks may wait for: they go first."""
 
     work: Work
     in_flight: InFlight

@@ -1,7 +1,7 @@
 """Collectives as rounds of messages: what one rank sends and receives, as data that knows no tensor and no backend.
 
     ring           N-1 rounds: pass a slice on, add one's own to the slice that comes; N-1 more to spread the sums
-    halving        ceil(log2 N) rounds: see ``cluster/patterns.py``; the same backwards to spread the sums
+    halving        ceil(log2 N) rounds: see ``cluster/costs.py``; the same backwards to spread the sums
     tree           up to the root, adding; down again, copying
     hierarchical   inside a host everyone sends slice j to its j-th rank; the j-th ranks of all hosts reduce that slice
                    among themselves, so that every rank's link is used; inside the host everyone gets it back
@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.cluster.costs import MeasuredTable, Placement, read_table
-from paceline.cluster.patterns import Tree, halving
+from paceline.cluster.costs import MeasuredTable, Placement, Tree, halving, read_table
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import UsageError
 
 
@@ -66,31 +65,21 @@ def state_topology(num_ranks: int, node_ranks: int) -> Topology:
 def detect_topology(comm: Communicator, node_ranks: int | None = None) -> Topology:
     """Asks every rank of a group for its host. All ranks call it; two small all-gathers.
 
-    ``node_ranks`` is how many ranks the launcher says share this one's host. It goes before the names where all ranks
-    hear the same, as hosts may have one name; ranks that hear otherwise are on hosts of different sizes.
+    ``node_ranks`` is how many ranks the launcher says share this one's host. It goes before the names, as hosts may
+    have one name, where all ranks hear the same: others are on hosts of different sizes.
     """
     known = gather_objects(comm, (socket.gethostname(), node_ranks))
-    sizes = {size for _, size in known}
-    if len(sizes) == 1 and node_ranks and comm.size % node_ranks == 0:
+    if len({size for _, size in known}) == 1 and node_ranks and comm.size % node_ranks == 0:
         return state_topology(comm.size, node_ranks)
     return from_names([name for name, _ in known])
 
 
 def share_table(path: str, comm: Communicator, topology: Topology) -> MeasuredTable:
-    """Returns the measured all-reduces of such a group, read by rank 0, so that all ranks choose alike.
-
-    All ranks call it. Raises UsageError on every rank where the record cannot be read, or has no such group.
-    """
-    found: MeasuredTable | str | None = None
-    if comm.rank == 0:
-        try:
-            found = read_table(Path(path), topology.placement)
-        except UsageError as error:
-            found = str(error)
-    found = broadcast_object(comm, found)
-    if not isinstance(found, MeasuredTable):
-        raise UsageError(f"comm.algorithm_table: {found}")
-    return found
+    """Returns the measured all-reduces of such a group, read by rank 0 for all, or raises UsageError on all."""
+    try:
+        return ask_first_rank(comm, lambda: read_table(Path(path), topology.placement))
+    except UsageError as error:
+        raise UsageError(f"comm.algorithm_table: {error}") from error
 
 
 ElementRange: TypeAlias = tuple[int, int]  # the first element, and one past the last
@@ -168,11 +157,8 @@ def doubling_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round
 
 def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
     """Sums a span on the root. A rank that is d below it sends in round height - d."""
-    rounds = [Round() for _ in range(tree.height)]
-    depth = tree.depths[rank]
-    children = tree.children(rank)
-    if children:
-        sums = tuple(Message(child, *span) for child in children)
+    rounds, depth = [Round()] * tree.height, tree.depths[rank]
+    if sums := tuple(Message(child, *span) for child in tree.children(rank)):
         rounds[tree.height - depth - 1] = Round(sums=sums, is_total=depth == 0)
     if depth:
         rounds[tree.height - depth] = Round(sends=(Message(tree.parents[rank], *span),))
@@ -181,26 +167,25 @@ def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
 
 def tree_broadcast(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
     """Spreads a span from the root. A rank that is d below it receives in round d - 1."""
-    rounds = [Round() for _ in range(tree.height)]
-    depth = tree.depths[rank]
-    children = tree.children(rank)
+    rounds, depth = [Round()] * tree.height, tree.depths[rank]
     if depth:
         rounds[depth - 1] = Round(copies=(Message(tree.parents[rank], *span),))
-    if children:
-        rounds[depth] = Round(sends=tuple(Message(child, *span) for child in children))
+    if sends := tuple(Message(child, *span) for child in tree.children(rank)):
+        rounds[depth] = Round(sends=sends)
     return rounds
 
 
 def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -> list[Round]:
-    """Reduces inside the hosts, across them, and spreads inside the hosts.
-
-    A host with more ranks than the smallest one has no slices for the others: these give and get theirs inside.
-    """
+    """Reduces inside hosts, across them, and spreads inside. Ranks that another host has no mate for own no slice."""
     num_slices = min(len(host) for host in topology.hosts)
     slices = cut(span, num_slices)
     host = next(each for each in topology.hosts if rank in each)
-    place = host.index(rank)
-    inside = _to_owners(rank, host, slices)
+    place, size = host.index(rank), len(host)
+    # Slice j goes to the j-th rank of the host, all at once: each starts with its neighbour.
+    others = [(place + step) % size for step in range(1, size)]
+    sends = tuple(Message(host[other], *slices[other]) for other in others if other < num_slices)
+    mates = [mate for mate in host if mate != rank] if place < num_slices else []
+    inside = Round(sends=sends, sums=tuple(Message(mate, *slices[place]) for mate in mates))
     if len(topology.hosts) == 1:
         across = []
         inside = replace(inside, is_total=True)
@@ -213,10 +198,7 @@ def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -
 
 
 def hierarchical_reduce_scatter(rank: int, topology: Topology, slices: Sequence[ElementRange]) -> list[Round]:
-    """Sums slice r on rank r. The j-th rank of a host adds up, inside it, the slices of the j-th ranks of all hosts.
-
-    These then add up theirs in a ring. Every host has as many ranks.
-    """
+    """Sums slice r on rank r: the slices of all j-th ranks on the j-th of each host, then among those in a ring."""
     owners = _counterparts(rank, topology)
     across = ring_reduce_scatter(owners.index(rank), [slices[each] for each in owners])
     return _inside(rank, topology, slices) + _among(owners, across)
@@ -249,31 +231,16 @@ def _spread(rounds: Iterable[Round]) -> list[Round]:
 
 
 def _counterparts(rank: int, topology: Topology) -> list[int]:
-    """Returns who has a rank's place on each host."""
     place = next(each.index(rank) for each in topology.hosts if rank in each)
     return [each[place] for each in topology.hosts]
 
 
 def _all_reduce_across(rank: int, size: int, span: ElementRange) -> list[Round]:
-    """Reduces among the hosts: by halving where it is even, as its other rounds are longer than those of a ring.
-
-    Long messages go in a ring: it keeps its partners, so that a link carries one even stream.
-    """
+    """Reduces among the hosts: by halving where it is even; long messages in a ring, which keeps its partners."""
     slices = cut(span, size)
     if size & (size - 1) or (span[1] - span[0]) // size >= _LONG:
         return ring_reduce_scatter(rank, slices) + ring_all_gather(rank, slices)
     return halving_reduce_scatter(rank, slices) + doubling_all_gather(rank, slices)
-
-
-def _to_owners(rank: int, host: Sequence[int], slices: Sequence[ElementRange]) -> Round:
-    """Slice j goes to the j-th rank of the host, all at once: each starts with its neighbour."""
-    place, size = host.index(rank), len(host)
-    others = [(place + step) % size for step in range(1, size)]
-    sends = tuple(Message(host[other], *slices[other]) for other in others if other < len(slices))
-    sums: tuple[Message, ...] = ()
-    if place < len(slices):
-        sums = tuple(Message(peer, *slices[place]) for peer in host if peer != rank)
-    return Round(sends=sends, sums=sums)
 
 
 def _among(members: Sequence[int], rounds: list[Round]) -> list[Round]:

@@ -7,19 +7,18 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-What N ranks have not sent yet is the *mean* of their residuals. A residual is saved as one tensor with a row for each
-replica, whole and free of ranks: as many replicas go on with their own rows, another number with the mean of all. Where
-gradients are sharded inside a group and averaged across groups (hybrid), a bucket and its residuals are slices, and the
-ranks that average are the replicas. Factors of PowerSGD are the same in all replicas, and differ by slice. They are
-where an iteration starts, and nothing is lost by a start from elsewhere: a rank takes the one of its slice, or of the
-last one that begins before it. A checkpoint holds N times the compressed gradients; nothing is sent for it.
+A residual is saved as one tensor with a row for each replica: as many replicas go on with their own rows, another
+number with the mean of all. Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket
+and its residuals are slices, and the ranks that average are the replicas. Factors of PowerSGD are the same in all
+replicas, and differ by slice. They are where an iteration starts, and nothing is lost by a start from elsewhere: a rank
+takes the one of its slice, or of the last one that begins before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,17 +33,14 @@ _FACTOR = "factor/"
 
 
 class TensorSource(Protocol):
-    """Saved tensors, by name."""
+    """Saved tensors: the shapes of those whose names begin so, by what follows; and one of them, or a flat region."""
 
-    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors whose names begin so, by what follows."""
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPiece:
+class TensorPiece(NamedTuple):
     """What a rank has of a tensor: ``size`` of its ``whole`` elements, from ``begin`` on, in the order of memory."""
 
     begin: int
@@ -66,8 +62,6 @@ class Compressor:
         self._is_sharded = False
         self._replicas: Communicator | None = None
 
-    # What engines call: see ``GradientCompression``.
-
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
         bound = [_Bucket(self, shape) for shape in buckets]
         self._pieces = {name: piece for bucket in bound for name, piece in bucket.pieces.items()}
@@ -76,10 +70,7 @@ class Compressor:
         return bound
 
     def end_pass(self, shards: Communicator | None = None) -> None:
-        """Ends a pass: what it changes comes into force when the next one begins.
-
-        A gradient that is not finite may lie in the slice of another of the ``shards``: they tell one another.
-        """
+        """Ends a pass, which comes into force when the next one begins. ``shards`` agree on whether it was finite."""
         self.current.is_ended = True
         if shards is not None and shards.size > 1:
             known = self.current.is_finite
@@ -97,8 +88,6 @@ class Compressor:
     def keep_residuals(self, names: Sequence[str]) -> None:
         for name in names:
             self.current.residuals.pop(name, None)
-
-    # State.
 
     def residual_norm(self) -> float:
         """Returns the norm of this rank's residuals. A sync point."""
@@ -125,21 +114,17 @@ class Compressor:
             yield Shard(name=label, region=whole_region(tuple(factor.shape)), tensor=factor, copy=copy)
 
     def load(self, source: TensorSource, step: int, comm: Communicator, prefix: str = "") -> None:
-        """Goes on from what ``shards`` of any ranks gave: each replica with its own row, or with the mean of all.
-
-        Raises CheckpointError where a tensor has another size now; nothing is loaded then.
-        """
+        """Goes on from what ``shards`` of any ranks gave. Raises CheckpointError, before it changes anything."""
         residuals = self._read_residuals(source, prefix + _RESIDUAL, comm) if self.settings.error_feedback else {}
         begins: dict[str, list[int]] = {}
         for label in source.shapes(prefix + _FACTOR):
             name, _, place = label.rpartition("/")
-            begins.setdefault(name, []).append(int(place))
+            if self._holds(name):
+                begins.setdefault(name, []).append(int(place))
         factors = {}
         for name, known in begins.items():
-            if self._holds(name):
-                begin = self._piece(name).begin
-                nearest = max((each for each in known if each <= begin), default=min(known))
-                factors[name] = source.read(f"{prefix}{_FACTOR}{name}/{nearest}")
+            nearest = max((each for each in known if each <= self._piece(name).begin), default=min(known))
+            factors[name] = source.read(f"{prefix}{_FACTOR}{name}/{nearest}")
         self.roll_back()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
@@ -168,9 +153,7 @@ class Compressor:
 
     def _piece(self, name: str, numel: int = 0) -> TensorPiece:
         """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
-        return self._pieces.get(name) or TensorPiece(begin=0, size=numel, whole=numel)
-
-    # One pass.
+        return self._pieces.get(name) or TensorPiece(0, numel, numel)
 
     def advance(self) -> None:
         """Issues the second rounds of all buckets under way, in the order in which they left."""
@@ -179,10 +162,7 @@ class Compressor:
             work.advance()
 
     def apply_ended_pass(self) -> None:
-        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
-
-        The first bucket of a pass that leaves does this for the pass before.
-        """
+        """Brings an ended pass into force, unless a gradient was not finite: then its step was left out."""
         if not self.current.is_ended:
             return
         done = self.current
@@ -225,7 +205,7 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            self.pieces[name] = TensorPiece(begin - slot.offset, end - begin, slot.numel)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
@@ -257,8 +237,7 @@ class _BucketWork:
     def __init__(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
         self.whole: torch.Tensor | None = None
         self.whole_work: Work = DONE
-        self._bucket = bucket
-        self._buffer = buffer
+        self._bucket, self._buffer = bucket, buffer
         self._new_factors: dict[str, torch.Tensor] = {}
         self._vector: torch.Tensor | None = None
         self._rounds: ExchangeRounds | None = None  # what the policy still has to do
@@ -269,7 +248,6 @@ class _BucketWork:
 
     @torch.no_grad()
     def send_compressed(self, comm: Communicator) -> None:
-        """Hands what is compressed to the policy, and averages the rest."""
         bucket, owner, buffer = self._bucket, self._bucket.owner, self._buffer
         residuals = owner.residuals
         if bucket.whole:
@@ -285,13 +263,7 @@ class _BucketWork:
         pieces = bucket.split(vector)
         if names := [name for name in pieces if name in residuals]:
             torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
-        context = ExchangeContext(
-            settings=owner.settings,
-            parts=bucket.parts,
-            step=owner.step,
-            factors=owner.factors,
-            new_factors=self._new_factors,
-        )
+        context = ExchangeContext(owner.settings, bucket.parts, owner.step, owner.factors, self._new_factors)
         self._vector = vector
         self._rounds = owner.policy.exchange(vector, context, comm)
         self._num_later = owner.policy.num_rounds - 1

@@ -8,18 +8,14 @@ float32 elements, of which it keeps k, against 4 n:
 
 Random-k values are all-reduced, so that a rank sends 2 (N-1)/N times that, as for dense gradients. The others are
 all-gathered: a rank sends (N-1) times its message. Against a dense all-reduce that is 4 n / (3 k N): at 1 %, 67 times
-less between two ranks, and as much as a dense reduction at 133 ranks.
-
-Compute: top-k selects in O(n), random-k touches k elements, threshold takes two passes, and the host reads how many
-elements there are (a sync point).
+less between two ranks, and as much as a dense reduction at 133 ranks. For threshold the host reads how many elements
+there are (a sync point).
 
 All elements in fewer bits: one bit, eight bits, or sixteen. Bytes of n float32 elements, against 4 n:
 
     sign        n / 8 + 4 a tensor      all-gathered: a rank sends (N-1) times that, 64 / N times less than dense
     int8        n + n / 64              twice: to the owner of each slice, and back; 3.94 times less at any N
     fp16, bf16  2 n                     all-reduced: half
-
-Compute: a few passes over the elements; sign unpacks the messages of all N ranks.
 
 PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019). For a
 matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
@@ -28,10 +24,8 @@ matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) b
     Q = M' P           averaged over ranks, and kept: the next step starts from it (warm start)
     M becomes P Q'     exact where the average has no more than rank r
 
-Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. Messages are sums, so that
-their size does not grow with the number of ranks. What is not sent is M less P Q', the same product on every rank.
-
-A piece of a matrix that begins or ends inside a row is filled up with zeros; what P Q' has there is left out.
+Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. What is not sent is M less
+P Q', the same product on every rank. A piece of a matrix that begins or ends inside a row is filled up with zeros.
 """
 
 from __future__ import annotations
@@ -54,18 +48,16 @@ Exchange: TypeAlias = "Callable[[torch.Tensor, ExchangeContext, Communicator], E
 
 Yields every collective that it has issued, is resumed when that is done, and returns the average over the ranks, the
 same bits on each; the vector then holds what was not sent. The average of all that was sent and of all that was not is
-the average of the vectors, to rounding. What comes before the first ``yield`` runs as soon as the bucket is complete:
-only then can its bytes leave while backward goes on. What comes after the last one turns messages into a gradient,
-when the step waits for it. A second round is issued for all buckets before any is finished.
+the average of the vectors, to rounding. What comes before the first ``yield`` runs as soon as the bucket is complete,
+what comes after the last one when the step waits. A second round is issued for all buckets before any is finished.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorPart:
-    """One tensor of the vector, or a piece of one: its name, where it lies, and the matrix that it is.
+    """One tensor of the vector, or a piece of one: where it lies, and the matrix that it is, row by row of its memory.
 
-    The matrix is the tensor's memory, row by row. Of a piece that begins inside a row, the first ``lead`` elements of
-    that row are missing, and it may end before its last row does.
+    Of a piece that begins inside a row, the first ``lead`` elements of that row are missing; it may end inside one too.
     """
 
     name: str
@@ -81,11 +73,10 @@ class VectorPart:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether its first or last row is not whole."""
         return self.size != self.rows * self.columns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """What a policy needs beside the vector. ``new_factors`` takes what the next step gets as ``factors``."""
 
@@ -94,11 +85,6 @@ class ExchangeContext:
     step: int
     factors: dict[str, torch.Tensor]
     new_factors: dict[str, torch.Tensor]
-
-
-def seed_of(step: int, name: str) -> int:
-    """Returns a seed that all ranks share and that differs by step and tensor."""
-    return zlib.crc32(f"{step} {name}".encode())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,12 +113,14 @@ def above_threshold(vector: torch.Tensor, context: ExchangeContext, comm: Commun
 def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the share ``ratio`` of the elements, at least one, chosen anew in each step and alike on all ranks.
 
-    The vector is cut into as many pieces as elements are sent, and one is drawn from each: every element has the same
-    chance, none is drawn twice, and with ratio 1 all are.
+    The vector is cut into as many pieces as elements are sent, and one is drawn from each: all have the same chance.
     """
     length = vector.numel()
     kept = num_kept(context.settings.ratio, length)
-    drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)
+    # The same numbers on all ranks; in a dry run, whose tensors have no values, none.
+    seed = zlib.crc32(f"{context.step} {context.parts[0].name}".encode())
+    generator = None if vector.is_meta else torch.Generator(device=vector.device).manual_seed(seed)
+    drawn = torch.rand(kept, dtype=torch.float64, device=vector.device, generator=generator)
     edges = torch.arange(kept + 1, device=vector.device) * length // kept
     first, width = edges[:-1], edges.diff()
     chosen = first + torch.minimum((drawn * width).long(), width - 1)
@@ -146,14 +134,7 @@ def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator)
     return mean
 
 
-def _draw(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Draws numbers from 0 to 1, the same on all ranks; in a dry run, whose tensors have no values, none."""
-    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
-    return torch.rand(count, dtype=torch.float64, device=device, generator=generator)
-
-
 def num_kept(ratio: float, length: int) -> int:
-    """Returns how many of ``length`` elements are sent: at least one."""
     return min(length, max(1, round(ratio * length)))
 
 
@@ -171,12 +152,9 @@ def _gather(vector: torch.Tensor, chosen: torch.Tensor, num_slots: int, comm: Co
 
 
 def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: int) -> torch.Tensor:
-    """Writes elements and their ascending indices into a message of bytes.
-
-    Only the low 16 bits of an index travel: how many elements lie in each block of 65,536 says the rest.
-    """
+    """Writes elements and ascending indices into bytes: of an index the low 16 bits, the rest in counts of blocks."""
     blocks = indices // _BLOCK
-    counts = torch.zeros(_num_blocks(length), dtype=torch.int32, device=values.device)
+    counts = torch.zeros(max(1, -(-length // _BLOCK)), dtype=torch.int32, device=values.device)
     counts.scatter_add_(0, blocks, torch.ones_like(blocks, dtype=torch.int32))
     counts[-1] += num_slots - values.numel()  # what fills the message up: zeros, added to the last block
     low = (indices % _BLOCK).to(torch.int16)  # wraps around; read back as if unsigned
@@ -191,7 +169,7 @@ def pack(values: torch.Tensor, indices: torch.Tensor, length: int, num_slots: in
 
 
 def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    num_blocks = _num_blocks(length)
+    num_blocks = max(1, -(-length // _BLOCK))
     sizes = [num_slots * dtype.itemsize, 4 * num_blocks, 2 * num_slots]
     values, counts, low = torch.split(message[: sum(sizes)], sizes)
     numbers = torch.arange(num_blocks, device=message.device)
@@ -199,19 +177,12 @@ def unpack(message: torch.Tensor, dtype: torch.dtype, length: int, num_slots: in
     return values.view(dtype), blocks * _BLOCK + (low.view(torch.int16).long() & (_BLOCK - 1))
 
 
-def _num_blocks(length: int) -> int:
-    return max(1, -(-length // _BLOCK))
-
-
 BLOCK = 256  # elements that share a scale
 _LEVELS = 127
 
 
 def cast(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-    """Sends the elements in a narrower dtype; backends add up in it too.
-
-    Divided first, for a sum may leave the range of fp16 where the average does not.
-    """
+    """Sends the elements in a narrower dtype, divided first: a sum may leave the range of fp16."""
     message = (vector / comm.size).to(_HALVES[context.settings.policy])
     vector.sub_(message, alpha=comm.size)
     yield comm.all_reduce(message)
@@ -260,8 +231,8 @@ def _signed(bits: torch.Tensor, scales: torch.Tensor, parts: tuple[VectorPart, .
 def int8(vector: torch.Tensor, _: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends whole numbers from -127 to 127, and the scale of each block of 256 elements.
 
-    A rank owns a slice of the vector: it gets that slice from all ranks, adds up in the vector's own dtype, and sends
-    the average back in eight bits. What its rounding loses is added to what the owner still has to send.
+    A rank owns a slice: it adds it up in the vector's own dtype, and sends the average back in eight bits. What its
+    rounding loses is added to what the owner still has to send.
     """
     per_rank = -(-vector.numel() // (comm.size * BLOCK))
     padded = vector.new_zeros(comm.size, per_rank * BLOCK)
@@ -304,7 +275,6 @@ def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-    """Sends two factors of ``rank`` columns for each matrix."""
     parts, rank = context.parts, context.settings.factor_rank
     matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
     starts = [_first_factor(part, context, rank, vector) for part in parts]
@@ -332,7 +302,6 @@ def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator
 
 
 def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
-    """Returns a part as a matrix; a copy where its first or last row is not whole."""
     if part.is_ragged:
         filled = values.new_zeros(part.rows * part.columns)
         filled[part.lead : part.lead + part.size] = values
@@ -345,12 +314,11 @@ def _first_factor(part: VectorPart, context: ExchangeContext, rank: int, like: t
     known = context.factors.get(part.name)
     if known is not None and known.shape == (part.columns, rank):
         return known.to(like)
-    generator = torch.Generator().manual_seed(seed_of(0, part.name))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"0 {part.name}".encode()))
     return torch.randn(part.columns, rank, generator=generator, dtype=torch.float64).to(like)
 
 
 def _factors(lengths: list[int], rank: int, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Makes a flat buffer, and the factors as views into it."""
     flat = like.new_empty(sum(lengths) * rank)
     pieces = torch.split(flat, [length * rank for length in lengths])
     return flat, [piece.view(length, rank) for piece, length in zip(pieces, lengths, strict=True)]

@@ -6,10 +6,6 @@
 Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
 done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
 or unpickled: keys are texts, values are bytes in base64. Waiting for a key costs nothing until it comes.
-
-A round of hosts begins when nobody is left of the one before, at least ``least`` hosts wait, and either all ``most``
-are there or ``last_call_s`` have passed since there were enough. A host that joins again has left its round. One that
-has not been heard of for ``silence_s`` is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import asyncio
 import base64
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import threading
@@ -35,6 +32,7 @@ _HANDSHAKE_S = 10.0
 _MOST_STRANGERS = 256  # connections that have not proven the secret yet
 _LOOK_S = 0.02
 _PATIENCE_S = 2.0  # for other hosts to leave, once this one is done
+_Seals = tuple[wire.Seal, wire.Seal]
 
 
 class ControlServer:
@@ -64,9 +62,6 @@ class ControlServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Ends the thread and all connections, once other hosts have left or a moment is over. Safe to call twice."""
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline and self._thread.is_alive():
@@ -91,7 +86,6 @@ class ControlServer:
             writer.transport.abort()  # at once, also in the middle of a request
 
     async def _attend_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one client, whose requests are answered one after another."""
         self._links.add(writer)
         host: list[str] = []
         try:
@@ -113,9 +107,7 @@ class ControlServer:
             if host:
                 self.hosts.leave(host[0])  # the connection of a launcher ends with it
 
-    async def _greet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[wire.Seal, wire.Seal] | None:
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Seals | None:
         """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
         self._num_strangers += 1
         try:
@@ -135,7 +127,6 @@ class ControlServer:
         return None
 
     async def _answer(self, request: list[Any]) -> list[Any]:
-        """Carries out a request, waits for what it waits for, and returns the reply."""
         try:
             match request:
                 case [str() as name, *details] if name in self._operations:
@@ -170,10 +161,15 @@ class ControlServer:
 
 @contextlib.contextmanager
 def private_server(folder: Path) -> Iterator[tuple[wire.Address, Path]]:
-    """Serves the processes of this host from ``folder``, of mode 0700; yields the address and the secret's file."""
+    """Serves the processes of this host from ``folder``, of mode 0700; on the loopback where its path is too long."""
     secret = folder / "secret"
     wire.write_secret(secret)
-    listener, address = wire.listen_privately(folder)
+    address = wire.Address(str(folder / "control"))
+    if len(os.fsencode(address.host)) > wire.LONGEST_UNIX_PATH:
+        address = wire.Address("127.0.0.1")
+    listener = wire.listen(address)
+    if not address.is_path:
+        address = wire.Address(address.host, listener.getsockname()[1])
     with ControlServer(listener, lambda: wire.read_secret(secret)):
         yield address, secret
 
@@ -202,28 +198,27 @@ class Values:
             "count": lambda: len(self._values),
         }
 
-    def _get(self, keys: list[str], timeout_s: float) -> Any:
-        """Returns the values of keys, as soon as there are any."""
-        return self._when_there(keys, timeout_s, lambda: [_text(self._values[key]) for key in keys])
-
-    def _wait(self, keys: list[str], timeout_s: float) -> Any:
-        """Returns when all keys are there. Raises TimeoutError."""
-        return self._when_there(keys, timeout_s, lambda: None)
+    async def _get(self, keys: list[str], timeout_s: float) -> list[str]:
+        async with asyncio.timeout(float(timeout_s)):
+            for key in map(check_name, keys):
+                while key not in self._values:
+                    future = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
+                    await asyncio.shield(future)
+        return [_text(self._values[key]) for key in keys]
 
     def _add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first; returns the sum."""
         total = int(self._values.get(check_name(key), b"0")) + int(amount)
         self._put(key, str(total).encode())
         return total
 
-    def _meet(self, key: str, member: int, size: int, timeout_s: float) -> Any:
+    async def _meet(self, key: str, member: int, size: int, timeout_s: float) -> None:
         """Returns when ``size`` members have called it, as often as they meet; notes which have come."""
         self._put(f"{check_name(key)} {int(member)}", b"")
         count, size = self._add(key, 1), max(1, int(size))
         number = (count - 1) // size
         if count == (number + 1) * size:
             self._put(f"{key} all {number}", b"")
-        return self._wait([f"{key} all {number}"], timeout_s)
+        await self._get([f"{key} all {number}"], timeout_s)
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         """Sets a value if it is still the expected one, or if none is and none was expected; returns what is there."""
@@ -247,22 +242,8 @@ class Values:
         if future is not None and not future.done():
             future.set_result(None)
 
-    def _when_there(self, keys: list[str], timeout_s: float, act: Callable[[], Any]) -> Any:
-        """Acts now if all keys are there; else returns a coroutine that does when they are."""
-        missing = [key for key in map(check_name, keys) if key not in self._values]
-        return self._await(missing, float(timeout_s), act) if missing else act()
-
-    async def _await(self, keys: list[str], timeout_s: float, act: Callable[[], Any]) -> Any:
-        async with asyncio.timeout(timeout_s):
-            for key in keys:
-                while key not in self._values:
-                    future = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
-                    await asyncio.shield(future)
-        return act()
-
 
 def check_name(text: object) -> str:
-    """Returns a text that is one. Raises TypeError."""
     if not isinstance(text, str):
         raise TypeError("a name is a text")
     return text
@@ -278,7 +259,12 @@ def _text(value: bytes) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Hosts:
-    """The hosts of a run, by names that their launchers chose, in the order in which they came first."""
+    """The hosts of a run, by names that their launchers chose, in the order in which they came first.
+
+    A round begins when nobody is left of the one before, at least ``least`` hosts wait, and either all ``most`` are
+    there or ``last_call_s`` have passed since there were enough. A host that joins again has left its round. One that
+    has not been heard of for ``silence_s`` is gone.
+    """
 
     least: int = 1
     most: int = 1

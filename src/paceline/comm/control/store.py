@@ -1,15 +1,15 @@
-"""The control store as torch's process groups use it, and as launchers and watches do.
-
-Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
-"""
+"""The control store as torch's process groups use it, and as launchers and watches do: they send short texts."""
 
 from __future__ import annotations
 
 import base64
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ _C10D: Any = dist  # whose stores torch does not declare
 
 
 class ControlClient:
-    """Requests of one process to the control server of its job. Safe to use from several threads."""
+    """Requests of one process to the control server of its job, over connections that are idle or new. Thread-safe."""
 
     def __init__(self, address: Address, secret: Secret) -> None:
         self.address = address
@@ -36,11 +36,7 @@ class ControlClient:
         self._owner = os.getpid()
 
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
-        """Returns the answer of the server, which may take ``within_s`` seconds and a little more.
-
-        Raises TimeoutError when what was waited for did not come, and CommunicationError when the server is gone or
-        refuses.
-        """
+        """Returns the server's answer, within so long and a little more. Raises TimeoutError or CommunicationError."""
         link = self._take()
         try:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
@@ -91,10 +87,7 @@ class ControlClient:
 
 
 class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store for process groups, whose keys begin with ``prefix`` on the server.
-
-    Torch's groups hold no reference to this object, which answers them: keep one for as long as there are any.
-    """
+    """A store for process groups, whose keys begin with ``prefix``. Keep it: torch's groups hold no reference to it."""
 
     def __init__(self, client: ControlClient, prefix: str = "") -> None:
         super().__init__()
@@ -128,8 +121,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         self._client.ask("append", self._prefix + key, _text(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found = self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired))
-        return base64.b64decode(found)
+        return base64.b64decode(self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""
@@ -173,3 +165,80 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
 
 def _text(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
+
+
+TIMEOUT_S = 10.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02  # between two questions for the same text
+
+
+class SideChannel:
+    """Short texts that hosts leave for one another, under names, beside the collectives: also while those are stuck.
+
+    A thread asks, since a connection to a host that cannot be reached any more may block for minutes: an operation
+    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits once there is a text
+    ``farewell``.
+    """
+
+    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
+        """``store`` is a connection that nobody else uses; ``name`` keeps runs apart."""
+        self._store = store
+        self._prefix = f"paceline-health/{name}/"
+        store.set_timeout(timedelta(seconds=TIMEOUT_S))
+        self._patience_s, self._farewell = patience_s, farewell
+        self._questions: SimpleQueue[tuple[Callable[[], str], Future[str]] | None] = SimpleQueue()
+        self._answer: Future[str] = Future()
+        self._answer.set_result("")
+        self._is_closed = self._is_gone = False
+        self._lock = threading.Lock()  # the watch asks, and the rank itself when it leaves
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. One that is inside torch when the interpreter ends would end the process with SIGABRT."""
+        self._is_closed = True
+        self._questions.put(None)
+        self._thread.join(timeout=self._patience_s)
+
+    def publish(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(self._prefix + key, text) or "")
+
+    def read(self, key: str) -> str:
+        """Returns what was left there last; empty if nothing was. Does not wait."""
+        name = self._prefix + key
+        return self._ask(lambda: str(self._store.get(name).decode()) if self._store.check([name]) else "")
+
+    def wait_for(self, key: str) -> str:
+        """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds."""
+        deadline, pause_s = time.monotonic() + TIMEOUT_S, _SHORTEST_PAUSE_S  # asks again and again: so a thread can end
+        while not (text := self.read(key)):
+            if time.monotonic() > deadline or (self._farewell and self.read(self._farewell)):
+                raise CommunicationError(f"nobody left {key}")
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+        return text
+
+    def _ask(self, question: Callable[[], str]) -> str:
+        with self._lock:
+            if self._is_closed or self._is_gone:
+                raise CommunicationError("the store is gone")
+            try:
+                self._answer.exception(timeout=0.0)  # an earlier question is answered
+                self._answer = Future()
+                self._questions.put((question, self._answer))
+                return self._answer.result(timeout=self._patience_s)
+            except TimeoutError:
+                raise CommunicationError("the store does not answer") from None
+
+    def _serve(self) -> None:
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
+            try:
+                answer.set_result(question())
+            except CommunicationError as error:
+                answer.set_exception(error)
+            except (RuntimeError, TimeoutError) as error:
+                # Torch never connects again; it would write a line of its own to standard error with every question.
+                self._is_gone = isinstance(error, dist.DistNetworkError)
+                gone = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
+                gone.__cause__ = error
+                answer.set_exception(gone)

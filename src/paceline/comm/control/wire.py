@@ -82,13 +82,9 @@ class Seal:
         self._number = 0
 
     def close(self, text: bytes) -> bytes:
-        """Returns a message with its head."""
-        if len(text) > LONGEST_MESSAGE:
-            raise RefusedError(f"a control message of {len(text)} bytes: {LONGEST_MESSAGE} is the limit")
-        return HEAD.pack(len(text), self._mark(text)) + text
+        return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
-        """Returns the text of a message if its mark is right. Raises RefusedError if it is not."""
         if not hmac.compare_digest(mark, self._mark(text)):
             raise RefusedError("a control message has a wrong seal")
         return text
@@ -99,7 +95,6 @@ class Seal:
 
 
 def derive(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[bytes, Seal, Seal]:
-    """Returns the client's proof, and the seals of requests and replies."""
     proof, requests, replies = (
         hmac.digest(secret, label + server_nonce + client_nonce, "sha256")
         for label in (b"paceline proof", b"paceline requests", b"paceline replies")
@@ -110,9 +105,13 @@ def derive(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[byt
 def read_length(head: bytes) -> tuple[int, bytes]:
     """Returns the length of a message and its mark. Raises RefusedError for one that is too long."""
     length, mark = HEAD.unpack(head)
+    return _check_length(length), mark
+
+
+def _check_length(length: int) -> int:
     if length > LONGEST_MESSAGE:
         raise RefusedError(f"a control message of {length} bytes: {LONGEST_MESSAGE} is the limit")
-    return length, mark
+    return length
 
 
 def to_text(message: list[Any]) -> bytes:
@@ -131,10 +130,7 @@ def from_text(text: bytes) -> list[Any]:
 
 
 class WireLink:
-    """One authenticated connection of a client."""
-
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
-        """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
         self._is_proven = True  # what the server thinks of this side's secret; nothing so far
         self._socket = _connect(address, timeout_s)
@@ -179,7 +175,6 @@ class WireLink:
         raise RefusedError("a control server gave an answer that is none")
 
     def close(self) -> None:
-        """Closes the connection. Safe to call twice."""
         self._socket.close()
 
     def _receive(self, length: int) -> bytes:
@@ -223,15 +218,6 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def listen_privately(folder: Path) -> tuple[socket.socket, Address]:
-    """Listens where this host's processes of this user get: in ``folder``, of mode 0700; else on the loopback."""
-    path = folder / "control"
-    if len(os.fsencode(path)) <= LONGEST_UNIX_PATH:
-        return listen(Address(str(path))), Address(str(path))
-    listener = listen(Address("127.0.0.1"))
-    return listener, Address("127.0.0.1", listener.getsockname()[1])
 
 
 def write_secret(path: Path) -> None:

@@ -10,13 +10,9 @@ are run one after another, first stages first, and control messages and broadcas
 Where no earlier rank has sent a message (a pipeline whose last stage feeds a second chunk of the first rank), this
 rank's own last message of the same shape takes its place.
 
-    world = DryWorld(size=4096)
-    comm = world.rank(7)                  every operation of it, and of its subgroups, is in comm.journal
-
 With algorithms of our own, what is recorded of an operation is its first round, which travels while the compute goes
 on, when it is issued; and all others, which the compute waits for, when a ``wait`` carries them out. Each has its share
-of the rounds and of the messages. What the operation takes is a matter of the formulas in ``cluster/costs.py``:
-messages of one rank do not tell how long a tree of many is.
+of the rounds and of the messages. What the operation takes is a matter of the formulas in ``cluster/costs.py``.
 """
 
 from __future__ import annotations
@@ -34,20 +30,18 @@ from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
 from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_peer, check_split
 from paceline.errors import UsageError
-from paceline.predict.replay.events import Issue
+from paceline.predict.replay.program import Issue
 
 META = torch.device("meta")
 Messages: TypeAlias = tuple[tuple[str, int, int], ...]  # of this rank: kind, number, bytes
 
 
 class Journal(Protocol):
-    """Records what a rank issues, and when it waits."""
+    """Records what a rank issues, and when what is computed from there on needs the result of an operation."""
 
-    def issue(self, operation: Issue) -> None:
-        """Records that an operation starts."""
+    def issue(self, operation: Issue) -> None: ...
 
-    def wait(self, number: int) -> None:
-        """Records that what is computed from here on needs the result of an operation."""
+    def wait(self, number: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -82,8 +76,6 @@ class DryWorld:
 
 @dataclass(slots=True, kw_only=True)
 class _DryRank:
-    """What all groups of one rank share."""
-
     world: DryWorld
     number: int
     journal: Journal
@@ -105,8 +97,6 @@ class _DryWork:
 
 
 class DryCommunicator(Communicator):
-    """One rank's handle on a group of a world of which nobody else is there."""
-
     takes_real_time = False
 
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
@@ -117,7 +107,6 @@ class DryCommunicator(Communicator):
         self._lane = lane
 
     def issue(self, call: Call) -> Work:
-        """Records an operation; real tensors become what they would be if all ranks were alike."""
         if not call.tensor.is_meta:
             self.set_values(call)
         if call.kind in ("send", "recv"):
@@ -155,7 +144,16 @@ class DryCommunicator(Communicator):
             own.sent.append(tensor.clone())
             own.world.mail.setdefault((own.number, self.ranks[call.peer], call.tag), deque()).append(own.sent[-1])
         elif call.kind == "recv":
-            tensor.copy_(self._message(tensor, call.peer, call.tag))
+            waiting = own.world.mail.get((self.ranks[call.peer], own.number, call.tag))
+            alike = (sent for sent in reversed(own.sent) if (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype))
+            found = waiting.popleft() if waiting else next(alike, None)
+            if found is None:
+                raise UsageError(
+                    f"rank {own.number} of a dry run waits for what rank {self.ranks[call.peer]} tells it, and that "
+                    "was not run before\n  a stage of a pipeline learns the shapes of its inputs from the one before\n"
+                    "  run the ranks of the first stages first"
+                )
+            tensor.copy_(found)
 
     def barrier(self) -> None:
         self.record("barrier", 0).wait()
@@ -177,20 +175,6 @@ class DryCommunicator(Communicator):
         own.journal.issue(Issue(number=own.num_issued, **operation))
         own.num_issued += 1
         return _DryWork(own.journal, own.num_issued - 1)
-
-    def _message(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
-        own, sender = self._own, self.ranks[source]
-        waiting = own.world.mail.get((sender, own.number, tag))
-        if waiting:
-            return waiting.popleft()
-        for sent in reversed(own.sent):
-            if sent.shape == tensor.shape and sent.dtype == tensor.dtype:
-                return sent
-        raise UsageError(
-            f"rank {own.number} of a dry run waits for what rank {sender} tells it, and that was not run before\n"
-            "  a stage of a pipeline learns the shapes of its inputs from the one before\n"
-            "  run the ranks of the first stages first"
-        )
 
 
 class DryAlgorithmCommunicator(AlgorithmCommunicator):
@@ -214,7 +198,11 @@ class DryAlgorithmCommunicator(AlgorithmCommunicator):
         rounds = max(len(lane) for lane in lanes)
 
         def record(share: float, part: slice) -> Work:
-            messages = _count_messages([lane[part] for lane in lanes], whole.element_size())
+            each = [each for lane in lanes for each in lane[part]]
+            sent = [m.stop - m.start for one in each for m in one.sends]
+            received = [m.stop - m.start for one in each for m in (*one.copies, *one.sums)]
+            counted = (("send", [n for n in sent if n]), ("recv", [n for n in received if n]))
+            messages = tuple((way, len(full), sum(full) * whole.element_size()) for way, full in counted if full)
             return self.inner.record(kind, whole.nbytes, algorithm=algorithm, share=share, messages=messages)
 
         rest = partial(record, 1 - 1 / rounds, slice(1, None)) if rounds > 1 else None
@@ -246,12 +234,3 @@ class _DryMessages(WrappedCommunicator):
         record_rest, self._record_rest = self._record_rest, None
         if record_rest is not None:
             record_rest().wait()
-
-
-def _count_messages(lanes: Sequence[Sequence[Round]], element_size: int) -> Messages:
-    """Counts what a rank sends and receives in rounds: kind, number and bytes."""
-    rounds = [each for lane in lanes for each in lane]
-    sent = [m.stop - m.start for each in rounds for m in each.sends]
-    received = [m.stop - m.start for each in rounds for m in (*each.copies, *each.sums)]
-    counted = [(kind, [each for each in lengths if each]) for kind, lengths in (("send", sent), ("recv", received))]
-    return tuple((kind, len(full), sum(full) * element_size) for kind, full in counted if full)

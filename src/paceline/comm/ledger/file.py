@@ -21,18 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from paceline.health.ledger_view import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    PHASES,
-    GroupName,
-    LedgerCall,
-    LedgerEntry,
-    LedgerView,
-    State,
-)
+from paceline.health.ledger_view import PHASES, GroupName, LedgerCall, LedgerEntry, LedgerView, State
 from paceline.health.pairing import Update
 from paceline.health.straggler import PhaseTimes
 
@@ -57,37 +46,14 @@ UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
 GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
 FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
-# The cells.
-(
-    MAGIC_CELL,
-    RANK,
-    WORLD,
-    PID,
-    TABLE_USED,
-    IS_FINISHED,
-    PHASE,
-    STEP,
-    ISSUED,
-    WAITING,
-    LAPS,
-    THREAD,
-    WALL_NS,
-    CLOCK_NS,
-    BORN_NS,
-    HEARTBEAT,
-    TIMED_STEPS,  # what follows is the sum over as many steps
-    STEP_NS,
-    DATA_NS,
-    FORWARD_NS,
-    BACKWARD_NS,
-    OPTIMIZER_NS,
-    UPDATED,  # the number of the last update that was noted
-) = range(23)
+MAGIC_CELL, RANK, WORLD, PID, TABLE_USED, IS_FINISHED, PHASE, STEP = range(8)
+ISSUED, WAITING, LAPS, THREAD, WALL_NS, CLOCK_NS, BORN_NS, HEARTBEAT = range(8, 16)
+TIMED_STEPS, STEP_NS, DATA_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = range(16, 22)  # sums over so many timed steps
+UPDATED: Final = 22  # the number of the last update that was noted
 WORLD_GROUP: Final = 0  # the number of the first group of a ledger: all ranks
 FINISHED, FAILED = 1, 2  # how a rank has left, in IS_FINISHED
-_PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
+_PHASE_CELLS = {"data": DATA_NS, "forward": FORWARD_NS, "backward": BACKWARD_NS, "optimizer": OPTIMIZER_NS}
 _COUNTERS = (ISSUED, WAITING, LAPS)
-_LAST = 96  # records that a look takes
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
@@ -100,7 +66,9 @@ def make_file(path: Path) -> mmap.mmap:
     partial = path.with_suffix(f".{os.getpid()}")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        _fill(descriptor)
+        left = memoryview(bytes(FILE_BYTES))
+        while left:  # all of its space now: a hole in a mapped file that a full disk cannot fill later is a SIGBUS
+            left = left[os.write(descriptor, left) :]
         mapped = mmap.mmap(descriptor, FILE_BYTES)
         partial.replace(path)
     except OSError:
@@ -109,13 +77,6 @@ def make_file(path: Path) -> mmap.mmap:
     finally:
         os.close(descriptor)
     return mapped
-
-
-def _fill(descriptor: int) -> None:
-    """Takes all the space of a ledger now: a hole in a mapped file that a full disk cannot fill later is a SIGBUS."""
-    left = memoryview(bytes(FILE_BYTES))
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 class Pulse(NamedTuple):
@@ -128,8 +89,6 @@ class Pulse(NamedTuple):
 
 
 class LedgerReader:
-    """Reads a ledger that somebody else may be writing."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
         self._cells = memoryview(buffer)[:COUNTS_AT].cast("Q")
@@ -159,11 +118,8 @@ class LedgerReader:
     def times(self) -> PhaseTimes:
         """Returns what the rank's steps have taken so far, as far as it has measured them."""
         cells = self._cells
-        return PhaseTimes(
-            steps=cells[TIMED_STEPS],
-            step_s=cells[STEP_NS] / 1e9,
-            phases={phase: cells[place] / 1e9 for phase, place in _PHASE_CELLS.items()},
-        )
+        phases = {phase: cells[place] / 1e9 for phase, place in _PHASE_CELLS.items()}
+        return PhaseTimes(steps=cells[TIMED_STEPS], step_s=cells[STEP_NS] / 1e9, phases=phases)
 
     def pulse(self) -> Pulse:
         """Returns what changes with every operation and phase. Costs a microsecond."""
@@ -171,21 +127,19 @@ class LedgerReader:
         counters = tuple([cells[place] for place in _COUNTERS])
         return Pulse(bool(cells[IS_FINISHED]), _phase(cells[PHASE]), cells[STEP], counters)
 
-    def view(
-        self, *, state: State = "running", changed_s: float = 0.0, last: int = _LAST, host: str = ""
-    ) -> LedgerView:
-        """Returns what the ledger says now, with the ``last`` operations."""
-        cells = self._cells
-        entries = self._entries(min(last, NUM_RECORDS - 1))
-        self._read_table()
-        groups = self._tables["g"]
+    def view(self, *, state: State = "running", changed_s: float = 0.0, last: int = 96, host: str = "") -> LedgerView:
+        cells, newest = self._cells, self._cells[ISSUED]
+        numbers = range(max(1, newest - min(last, NUM_RECORDS - 1) + 1), newest + 1)
+        places = [(number, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES) for number in numbers]
+        found = [raw for number, at in places if (raw := RECORD.unpack_from(self._buffer, at))[0] == number]
+        self._read_table()  # which by now names all that was found
         return LedgerView(
             rank=self.rank,
             state=_ENDS.get(cells[IS_FINISHED], state),
             phase=_phase(cells[PHASE]),
             step=cells[STEP],
-            entries=entries,
-            issued={name: self._counts[number] for number, name in groups.items() if number < NUM_GROUPS},
+            entries=tuple(self._entry(*raw) for raw in found if raw[2] in self._tables["g"]),
+            issued={name: self._counts[each] for each, name in self._tables["g"].items() if each < NUM_GROUPS},
             waiting=cells[WAITING] or None,
             changed_s=changed_s,
             host=host,
@@ -202,9 +156,8 @@ class LedgerReader:
             if words[1] == collectives:
                 names, values = words[5 : 5 + MOST_COUNTERS], words[5 + MOST_COUNTERS :]
                 counters = {name: value for name, value in zip(names, values, strict=True) if name}
-                return Update(
-                    collectives=collectives, updates=words[2], idle=words[3], place=words[4], counters=counters
-                )
+                known = dict(zip(("collectives", "updates", "idle", "place"), words[1:5], strict=True))
+                return Update(**known, counters=counters)
         return None
 
     def collective_before(self, update: Update) -> LedgerEntry | None:
@@ -216,29 +169,18 @@ class LedgerReader:
         group, site = self._tables["g"][WORLD_GROUP], self._tables["s"].get(update.place >> 32, "")
         return LedgerEntry(number=0, group=group, sequence=update.collectives - 1, call=call, site=site)
 
-    def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
-        newest = self._cells[ISSUED]
-        found = []
-        for number in range(max(1, newest - last + 1), newest + 1):
-            raw = RECORD.unpack_from(self._buffer, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES)
-            if raw[0] == number:
-                found.append(raw)
-        self._read_table()
-        groups, calls, sites = self._tables["g"], self._tables["c"], self._tables["s"]
-        return tuple(
-            LedgerEntry(
-                number=number,
-                group=groups[group],
-                sequence=sequence,
-                call=calls.get(call, _UNKNOWN),
-                site=sites.get(site, ""),
-                phase=_phase(phase),
-                step=step,
-                issued_s=issued_s,
-                done_s=done_s or None,
-            )
-            for number, sequence, group, phase, _, call, site, issued_s, done_s, step in found
-            if group in groups
+    def _entry(self, number: int, sequence: int, group: int, phase: int, *more: Any) -> LedgerEntry:
+        _, call, site, issued_s, done_s, step = more
+        return LedgerEntry(
+            number=number,
+            group=self._tables["g"][group],
+            sequence=sequence,
+            call=self._tables["c"].get(call, _UNKNOWN),
+            site=self._tables["s"].get(site, ""),
+            phase=_phase(phase),
+            step=step,
+            issued_s=issued_s,
+            done_s=done_s or None,
         )
 
     def _read_table(self) -> None:
@@ -256,8 +198,6 @@ def _phase(number: int) -> str:
 
 _ENDS: dict[int, State] = {FINISHED: "finished", FAILED: "failed"}
 _UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
-
-
 _CALL_FIELDS = ("kind", "shape", "dtype", "op", "peer", "tag")
 _DECODE: dict[str, Callable[[Any], Any]] = {
     "g": lambda value: GroupName(tuple(value[0]), value[1]),

@@ -10,41 +10,32 @@ which rank has not come to which operation (see ``health/verdict.py``); the ledg
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from paceline.comm.ledger import file as layout
-from paceline.comm.ledger.call_sites import CallSites, instruction_of
-from paceline.comm.ledger.file import (
-    DONE_WORD,
-    ISSUED,
-    NUM_RECORDS,
-    PHASE,
-    PUT_RECORD,
-    RECORD_BYTES,
-    RECORD_WORDS,
-    RECORDS_AT,
-    STEP,
-    WAITING,
-)
-from paceline.comm.ledger.updates import TrainedParameters
+from paceline.comm.ledger.call_sites import CallSites, LoopCounters, instruction_of
+from paceline.comm.ledger.file import ISSUED, NUM_RECORDS, PHASE, RECORD_BYTES, RECORDS_AT, STEP, WAITING
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
-_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 _NEAR = 32  # records among which the last collective of all ranks is looked for
+_NUM_FIRST = 32  # updates that are all noted
+_MORE_BITS = 3  # of the number of collectives between notes, beyond those of a step
 
 Peer = tuple[int, int]
 """The other end of an operation: a rank of the world, and a tag."""
@@ -54,17 +45,10 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 """The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
-class Waitable(Protocol):
-    """An operation in flight: ``Work`` of ``comm/base.py``, which knows this file."""
-
-    def wait(self) -> None:
-        """Returns when its result may be used."""
-
-
 class NotedWork(Protocol):
-    """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
+    """An operation whose end is written down. Whoever asked for the record adds ``inner``, a ``Work``."""
 
-    inner: Waitable
+    inner: Any
     number: int
 
     def wait(self) -> None:
@@ -74,8 +58,7 @@ class NotedWork(Protocol):
 class Ledger:
     """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory.
 
-    With ``is_own_loop`` the rank runs a loop of the user's own: engines and optimizers tell the ledger of phases and
-    steps, and an operation is reported with the user's line that led to it.
+    With ``is_own_loop`` engines and optimizers tell of phases and steps, and operations go by the user's line.
     """
 
     def __init__(
@@ -120,8 +103,7 @@ class Ledger:
         return layout.LedgerReader(self.buffer)
 
     def enter(self, phase: str) -> None:
-        """Notes what the rank does from here on."""
-        self.cells[PHASE] = _PHASE_NUMBERS[phase]
+        self.cells[PHASE] = PHASES.index(phase)
         self.cells[layout.LAPS] += 1
 
     def count_step(self) -> None:
@@ -137,10 +119,7 @@ class Ledger:
         self.cells[layout.IS_FINISHED] = layout.FAILED
 
     def last_place(self, newest: int) -> int:
-        """Returns the call and the site of the last collective of all ranks, as a record has them; 0: not found.
-
-        ``newest`` is the number of the operation from which it is looked for backwards.
-        """
+        """Returns call and site of the last collective of all ranks, from operation ``newest`` backwards; 0: none."""
         if self.cells[ISSUED] - newest >= NUM_RECORDS - _NEAR:
             return 0
         for number in range(newest, max(0, newest - _NEAR), -1):
@@ -150,22 +129,11 @@ class Ledger:
         return 0
 
     def note_update(self, update: Update) -> None:
-        """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[layout.UPDATED] + 1, update.counters
         rest = (0,) * (layout.MOST_COUNTERS - len(counters))
-        layout.UPDATE.pack_into(
-            self.buffer,
-            layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,
-            number,
-            update.collectives,
-            update.updates,
-            update.idle,
-            update.place,
-            *counters,
-            *rest,
-            *counters.values(),
-            *rest,
-        )
+        words = (number, update.collectives, update.updates, update.idle, update.place)
+        at = layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size
+        layout.UPDATE.pack_into(self.buffer, at, *words, *counters, *rest, *counters.values(), *rest)
         self.cells[layout.UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
@@ -186,10 +154,7 @@ class Ledger:
         return number
 
     def find_place(self, frame: FrameType, key: LocatedCall, known: int | None) -> int:
-        """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
-
-        ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
-        """
+        """Returns the numbers of a call and, in the upper four bytes, its site. ``known`` is 0 for plumbing."""
         call_key: CallKey = key[2:]
         user = key[1]
         current = frame.f_back if known == 0 else frame
@@ -218,6 +183,63 @@ class Ledger:
         return True
 
 
+class TrainedParameters:
+    """The parameters of engines, which ranks train together. Those that are gone do not count."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}  # by identity: tensors do not compare to a truth
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._known.update((id(each), weakref.ref(each)) for each in parameters)
+
+    def has_any(self) -> bool:
+        return bool(self._known)
+
+    def are_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Says whether an optimizer updates them, by its first parameter."""
+        first = next(iter(optimizer.param_groups[0]["params"]), None)
+        known = self._known.get(id(first))
+        return known is not None and known() is first
+
+
+class UpdateNotes:
+    """Counts the updates of one rank, and makes what is noted of some of them.
+
+    Noting costs a hundred microseconds or more. So a rank notes its first updates, then those that are the first after
+    a multiple of a number of collectives, between four and eight times that of a step; and whenever the last note is
+    ``seldom_s`` old. Ranks that have issued the same collectives note the same updates, but for the last rule.
+    """
+
+    def __init__(self, *, seldom_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._counters = LoopCounters()
+        self._seldom_s, self._now = seldom_s, now
+        self._collectives = self._updates = self._idle = 0
+        self._noted_s = -math.inf
+        self.is_noted = True  # nothing is left to note: the last update was noted, or had no collective before it
+
+    def count(self, collectives: int) -> bool:
+        """Counts an update after so many collectives of all ranks; returns whether it is to be noted."""
+        new, before = collectives - self._collectives, self._collectives
+        self._collectives = collectives
+        self._updates += 1
+        self.is_noted = new <= 0
+        if self.is_noted:
+            self._idle += 1
+            return False
+        if self._updates <= _NUM_FIRST or (before ^ collectives) >> new.bit_length() + _MORE_BITS:
+            return True
+        return self._now() - self._noted_s >= self._seldom_s
+
+    def note(self, place: int, frame: FrameType | None) -> Update:
+        """Returns what is noted of the last update, made by the code at ``frame``; None: that code is left."""
+        self._noted_s, self.is_noted = self._now(), True
+        counted = {"collectives": self._collectives, "updates": self._updates, "idle": self._idle}
+        return Update(**counted, place=place, counters=self._counters.read(frame))
+
+    def name_of(self, counter: int | None) -> str:
+        return self._counters.names.get(counter or 0, "")
+
+
 # [Note: closures] Every operation passes the two functions below. Each of their lines costs some tens of nanoseconds,
 # and so does looking a name up in an object; so they make closures, which have what they need at hand.
 
@@ -225,11 +247,12 @@ class Ledger:
 def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     """Makes the class of a ledger's works. It has no constructor, which would cost as much as all the rest of one."""
     cells, times, now = ledger.cells, ledger.times, ledger.now
+    first, words = layout.DONE_WORD, layout.RECORD_WORDS
 
     class LedgerWork:
         __slots__ = ("inner", "number")
 
-        inner: Waitable
+        inner: Any
         number: int
 
         def wait(self) -> None:
@@ -244,7 +267,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
                 cells[WAITING] = 0
             self.number = 0
             if cells[ISSUED] - number < _REACH:  # else its place is another's by now
-                times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = now()
+                times[first + number % NUM_RECORDS * words] = now()
 
     return LedgerWork
 
@@ -252,12 +275,11 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
 def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWork]:
     """Makes the function that writes a group's operations down, two calls below the line that it names.
 
-    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
-    takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
-    collective, and ``to`` is another group than the writer's.
+    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. Without a
+    ``sequence`` an operation counts as the group's next collective; ``to`` is another group than the writer's.
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
-    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
+    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, layout.PUT_RECORD
     frame_at, find_place = sys._getframe, ledger.find_place
     user_of = ledger.sites.user_instruction if ledger.is_own_loop else None
     count = first

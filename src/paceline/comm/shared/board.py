@@ -7,14 +7,12 @@ Every rank has an area of a few slots, which it alone writes and all read. A rou
     all_gather      a rank puts in its piece and takes out the others'
     broadcast       the source puts in, the others take out
 
-For a tensor of B bytes on N ranks, an all-reduce copies B (N-1)/N in and as much out, and reads B once for the sums;
-the chunks stay in the cache. Sums are taken in rank order, in float32 where the tensor is narrower: the bits are the
-same on every rank, and those of virtual ranks. A small tensor goes in whole and every rank reduces all of it, which
-saves one of two meetings.
+For a tensor of B bytes on N ranks, an all-reduce copies B (N-1)/N in and as much out, and reads B once for the sums.
+Sums are taken in rank order, in float32 where the tensor is narrower: the bits are the same on every rank, and those of
+virtual ranks. A small tensor goes in whole and every rank reduces all of it, which saves one of two meetings.
 
 A rank says in counters which round's data it has put in (``ARRIVED``), and no longer needs (``_DONE``); the compiled
-code has one more, of what it has reduced. Each counter has one writer. A slot is free for round t when every rank is
-done with round t - SLOTS.
+code has one more, of what it has reduced. A slot is free for round t when every rank is done with round t - SLOTS.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ DTYPES = (
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 _KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_Move = Callable[[int, int], None]  # of a chunk, by its number and its ticket
 
 
 class Board:
@@ -56,7 +55,6 @@ class Board:
         self._ticket = 0
 
     def take(self, rounds: int) -> int:
-        """Returns the number of the first of the next ``rounds``."""
         first = self._ticket + 1
         self._ticket += rounds
         return first
@@ -91,7 +89,6 @@ class Board:
                 raise self.mismatch(stamp, rank, ticket)
 
     def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
-        """Returns the error of a round in which ``rank`` called something else."""
         theirs = self.words[rank * WORDS + _STAMPS + ticket % SLOTS]
         return CollectiveMismatchError(
             f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
@@ -123,12 +120,8 @@ def describe(stamp: int) -> str:
     if kind == "barrier":
         return "barrier()"
     name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
-    how = ""
-    if kind in ("all_reduce", "reduce_scatter"):
-        how = f"{OPS[detail]}, "
-    elif kind == "broadcast":
-        how = f"source={detail}, "
-    return f"{kind}({how}{numel} elements of {name})"
+    how = {"all_gather": "", "broadcast": f"source={detail}, "}.get(kind)
+    return f"{kind}({f'{OPS[detail]}, ' if how is None else how}{numel} elements of {name})"
 
 
 class Collectives:
@@ -138,7 +131,7 @@ class Collectives:
         self.board = board
 
     def barrier(self) -> Steps:
-        return self._in_rounds(1, stamp_of("barrier"), lambda _number, _ticket: None, lambda _number, _ticket: None)
+        return self._in_rounds(1, stamp_of("barrier"), lambda *_: None, lambda *_: None)
 
     def start(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         """Carries out a collective on flat tensors; those that are only moved are bytes."""
@@ -172,10 +165,8 @@ class Collectives:
 
         yield from self._in_rounds(1, stamp, put, take)
 
-    def _in_rounds(
-        self, count: int, stamp: int, put: Callable[[int, int], None], take: Callable[[int, int], None]
-    ) -> Steps:
-        """Puts chunks in and takes them out, one round later; both get a chunk's number and its ticket."""
+    def _in_rounds(self, count: int, stamp: int, put: _Move, take: _Move) -> Steps:
+        """Puts chunks in and takes them out, one round later."""
         board = self.board
         first = board.take(count)
         for step in range(count + 1):
@@ -189,7 +180,6 @@ class Collectives:
                 board.publish(_DONE, first + step - 1)
 
     def _reduce_slices(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-        """Reduces this rank's slice of ``whole`` into ``output``, which may be that slice itself."""
         board = self.board
         size, me, dtype = board.size, board.rank, whole.dtype
         cell = cell_of(board, whole.element_size())

@@ -1,14 +1,10 @@
 """Ranks of one host that talk through shared memory, for CPU tensors.
 
-    comm = share_memory(connect("gloo"))      # as it was, where the ranks do not share a host
-
 A group has one segment: an area and counters of each rank for collectives (``board.py``), and a ring of cells for each
 pair of ranks for messages. Operations go on when their process issues or waits (``progress.py``).
 For a tensor of B bytes on N ranks at memory bandwidth W per rank, an all-reduce takes about (4 N - 1)/N B/W, with no
-more latency than one look at a counter in another core's cache.
-
-A rank that waits looks for a few microseconds, then lets others run, then sleeps; about ten times a second it sees
-whether those it waits for are alive. A group in which an operation failed is broken: every later one is refused.
+more latency than one look at a counter in another core's cache. About ten times a second a rank that waits sees whether
+those it waits for are alive. A group in which an operation failed is broken: every later one is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,26 +23,11 @@ from paceline.comm.base import Call, Communicator, Work, check_reduction, check_
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
-from paceline.comm.shared.progress import (
-    Inbox,
-    OperationLane,
-    OperationQueue,
-    PendingOperation,
-    ProgressLoop,
-    Steps,
-    put_message,
-)
-from paceline.comm.shared.segment import (
-    FOLDER,
-    LINE_BYTES,
-    Process,
-    RankLocation,
-    SegmentLayout,
-    SharedSegment,
-    no_folder,
-)
+from paceline.comm.shared.progress import Inbox, OperationLane, OperationQueue, PendingOperation, ProgressLoop
+from paceline.comm.shared.segment import FOLDER, Process, RankLocation, SegmentLayout, SharedSegment, no_folder
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CollectiveMismatchError, CommunicationError, LateRankError, LostRankError, UsageError
+from paceline.shards import round_up
 
 T = TypeVar("T")
 
@@ -57,11 +39,7 @@ _PAGE = 4096
 
 
 def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a communicator of the same ranks through shared memory, or ``comm`` where they cannot share any.
-
-    That is: a world of one, ranks with GPUs, ranks on several hosts, a system without ``/dev/shm``. Called by every
-    rank. Raises CommunicationError where memory could be shared but there is too little of it.
-    """
+    """Returns the ranks as a group that shares memory, or ``comm`` where they cannot. Raises where it is too little."""
     if comm.size == 1 or comm.device.type != "cpu":
         return comm
     everyone = gather_objects(comm, (RankLocation.here(), FOLDER.is_dir()))
@@ -72,8 +50,6 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupResources:
-    """What all groups that were made from one another use."""
-
     progress: ProgressLoop
     code: ctypes.CDLL | None
     timeout_s: float
@@ -84,30 +60,24 @@ class _GroupResources:
 
 @dataclass(slots=True, eq=False)
 class _SharedWork:
-    """An operation in flight."""
-
     comm: SharedMemoryCommunicator
     operation: PendingOperation
     lane: OperationLane
 
     def wait(self) -> None:
         if not self.operation.is_done:
-            self.comm._resources.progress.wait(
-                self.operation, lambda waited_s: self.comm._watch(self.operation, self.lane, waited_s)
-            )
+            watch = partial(self.comm._watch, self.operation, self.lane)
+            self.comm._resources.progress.wait(self.operation, watch)
         if self.operation.error is not None:
             raise type(self.operation.error)(str(self.operation.error))  # a new one: each has its own traceback
 
 
 @dataclass(slots=True, eq=False)
 class _JointWork:
-    """Several works, and what is done when all are."""
-
     works: list[Work]
     finish: Callable[[], object] | None
 
     def wait(self) -> None:
-        """Waits for each of them. Safe to call twice."""
         for work in self.works:
             work.wait()
         if self.finish is not None:
@@ -145,16 +115,10 @@ class SharedMemoryCommunicator(Communicator):
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
-        """Makes the group of the ranks of ``inner``, through which they meet. Called by all of them.
-
-        Collectives run as compiled code where every rank can have it, and in Python otherwise or if ``compiled`` is
-        False. Raises CommunicationError, on every rank, where they do not share a host or it has too little shared
-        memory.
-        """
+        """Makes the group of the ranks of ``inner``, compiled where every rank can have that. All call it, or raise."""
         if inner.size == 1 or inner.device.type != "cpu":
-            raise UsageError(
-                f"shared memory for {inner.size} rank(s) on {inner.device}: it joins two or more ranks on CPUs"
-            )
+            ranks = f"{inner.size} rank(s) on {inner.device}"
+            raise UsageError(f"shared memory for {ranks}: it joins two or more ranks on CPUs")
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
         code: ctypes.CDLL | None = None
@@ -171,15 +135,21 @@ class SharedMemoryCommunicator(Communicator):
 
     def _collective(self, call: Call) -> Work:
         """Joins a collective in which all ranks have tensors alike. Those that are only moved are bytes."""
-        is_reduction = call.kind in ("all_reduce", "reduce_scatter")
+        kind, dtype, op = call.kind, call.tensor.dtype, call.op
+        is_reduction = kind in ("all_reduce", "reduce_scatter")
         if is_reduction:
-            _check_reduction(call)
+            if dtype not in board.DTYPES:
+                raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
+            check_reduction(kind, dtype, op)
+            if op not in board.OPS:
+                raise UsageError(f"{kind} with op {op!r}: the ops are {', '.join(board.OPS)}")
         flat, finish = _flat_output(call.output)
         given = None if call.output is call.tensor else _flat(call.tensor)
-        stamp = board.stamp_of(call.kind, call.whole, board.OPS.index(call.op) if is_reduction else call.peer)
+        stamp = board.stamp_of(kind, call.whole, board.OPS.index(op) if is_reduction else call.peer)
         if not is_reduction:
             flat, given = board.as_bytes(flat), None if given is None else board.as_bytes(given)
-        return self._meet(call.kind, self._calls.start(call, flat, flat if given is None else given, stamp), finish)
+        steps = self._calls.start(call, flat, flat if given is None else given, stamp)
+        return self._start(kind, finish, self._collectives, steps)
 
     _all_reduce = _reduce_scatter = _all_gather = _broadcast = _collective
 
@@ -198,23 +168,22 @@ class SharedMemoryCommunicator(Communicator):
             )
         targets[self.rank].copy_(pieces[self.rank])
         order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
-        works = [self._take("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
+        works = [self._start("all_to_all", None, self._inboxes[peer], targets[peer], _EXCHANGE_TAG) for peer in order]
         works += [self._put("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
         return _JointWork(works, finish)
 
     def _send(self, call: Call) -> Work:
         """Sends a message; done when the last of it is on its way, the first of which may have arrived."""
-        return self._put(
-            f"send to rank {self.ranks[call.peer]}", board.as_bytes(_flat(call.tensor)), call.peer, call.tag
-        )
+        kind = f"send to rank {self.ranks[call.peer]}"
+        return self._put(kind, board.as_bytes(_flat(call.tensor)), call.peer, call.tag)
 
     def _recv(self, call: Call) -> Work:
         flat, finish = _flat_output(call.tensor)
         kind = f"recv from rank {self.ranks[call.peer]}"
-        return self._take(kind, board.as_bytes(flat), call.peer, call.tag, finish)
+        return self._start(kind, finish, self._inboxes[call.peer], board.as_bytes(flat), call.tag)
 
     def barrier(self) -> None:
-        self._meet("barrier", self._calls.barrier(), None).wait()
+        self._start("barrier", None, self._collectives, self._calls.barrier()).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks``; only its members call. They meet through messages of this group."""
@@ -227,14 +196,11 @@ class SharedMemoryCommunicator(Communicator):
         return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._resources)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
-
-        Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
-        """
+        """Returns zeros that all ranks can reach, freed with the last tensor in them; None without room for them."""
         calls = self._calls
         if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
             return None
-        area = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        area = round_up(numel * dtype.itemsize, _PAGE)
         everyone = range(self.size)
         try:
             segment = _common_segment(
@@ -245,37 +211,26 @@ class SharedMemoryCommunicator(Communicator):
         segment.when_freed(calls.add_buffer(segment.address, area))
         return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
-    def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
-        return self._start(PendingOperation(kind, finish), self._collectives, steps)
-
     def _put(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        steps = put_message(self._outgoing[to], message, to, tag)
-        return self._start(PendingOperation(kind), self._outboxes[to], steps)
+        return self._start(kind, None, self._outboxes[to], self._outgoing[to].put(message, to, tag))
 
-    def _take(
-        self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
-    ) -> Work:
-        return self._start(PendingOperation(kind, finish), self._inboxes[source], target, tag)
-
-    def _start(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
+    def _start(self, kind: str, finish: Callable[[], object] | None, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
-            raise type(self._broken)(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
+            raise type(self._broken)(f"{self._head(kind)}: the group is broken since\n  {earlier}")
+        operation = PendingOperation(kind, finish)
         self._resources.progress.issue(lane, operation, *what)
         return _SharedWork(self, operation, lane)
 
     def _exchange(self, value: T, ranks: Sequence[int], tag: int) -> list[T]:
-        """Returns the values of some ranks of this group, in their order."""
         sends = [work for rank in ranks for work in send_object(self, value, rank, tag)]
         found = [receive_object(self, rank, tag) for rank in ranks]
         for work in sends:
             work.wait()
         return found
 
-    # Failures.
-
     def _watch(self, operation: PendingOperation, lane: OperationLane, waited_s: float) -> None:
-        """Ends a operation whose ranks will not come: they are gone, have given up, or are too late."""
+        """Ends an operation whose ranks will not come: they are gone, have given up, or are too late."""
         missing = lane.missing()
         gone = [rank for rank in missing if not self._processes[rank].is_alive()]
         if gone:
@@ -285,7 +240,7 @@ class SharedMemoryCommunicator(Communicator):
             return
         if gone:
             self._give_up(LostRankError, operation.kind, f"{self._name(gone)} gone (process ended)")
-        elif quitters := [rank for rank in missing if self._failures[rank * LINE_BYTES // 8]]:
+        elif quitters := [rank for rank in missing if self._failures[rank]]:
             others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
             cause = f" ({self._name(others)} gone)" if others else ""
             what = f"an operation failed on {self._name(quitters, verb=False)}{cause}"
@@ -301,25 +256,24 @@ class SharedMemoryCommunicator(Communicator):
     def _head(self, kind: str) -> str:
         return f"rank {self.ranks[self.rank]}: {kind} in group {list(self.ranks)} failed"
 
-    def _give_up(self, made: type[CommunicationError], kind: str, what: str) -> None:
-        self._end_all(made(f"{self._head(kind)}: {what}"))
-
     def _break(self, kind: str, error: BaseException) -> None:
         """Ends everything after an operation raised halfway: what the others read of it would be wrong."""
-        what = str(error) or type(error).__name__
         made = CollectiveMismatchError if isinstance(error, CollectiveMismatchError) else CommunicationError
-        self._give_up(made, kind, what)
+        self._give_up(made, kind, str(error) or type(error).__name__)
 
-    def _end_all(self, error: CommunicationError) -> None:
-        self._broken = error
-        self._failures[self.rank * LINE_BYTES // 8] = 1
+    def _give_up(self, made: type[CommunicationError], kind: str, what: str) -> None:
+        self._broken = error = made(f"{self._head(kind)}: {what}")
+        self._failures[self.rank] = 1
         lanes: list[OperationLane] = [self._collectives, *self._outboxes, *self._inboxes]
         for lane in lanes:
             lane.fail(error)
 
 
+_Exchange = Callable[[Any], list[Any]]  # gives a value to all ranks of a group, and returns theirs
+
+
 def _establish(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], resources: _GroupResources
+    exchange: _Exchange, rank: int, ranks: tuple[int, ...], resources: _GroupResources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
@@ -335,9 +289,7 @@ def _establish(
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
 
-def _common_segment(
-    exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], num_bytes: int
-) -> SharedSegment:
+def _common_segment(exchange: _Exchange, rank: int, ranks: tuple[int, ...], num_bytes: int) -> SharedSegment:
     """Makes a segment, has every rank map it, and takes its name away. All ranks succeed, or all raise."""
     segment: SharedSegment | None = None
     try:
@@ -361,15 +313,6 @@ def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, s
         return make(), ""
     except (CommunicationError, OSError) as error:
         return None, str(error)
-
-
-def _check_reduction(call: Call) -> None:
-    kind, dtype, op = call.kind, call.tensor.dtype, call.op
-    if dtype not in board.DTYPES:
-        raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
-    check_reduction(kind, dtype, op)
-    if op not in board.OPS:
-        raise UsageError(f"{kind} with op {op!r}: the ops are {', '.join(board.OPS)}")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

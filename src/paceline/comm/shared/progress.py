@@ -3,18 +3,16 @@
 An operation is a generator: it does what can be done, and yields the ranks that it waits for. Operations of a queue
 take their turns in the order of issue. Issuing one moves all of them on without waiting; waiting for one moves all of
 them on until it is done, those of other groups too: two ranks that wait for two groups in opposite order still meet.
-
-On a CPU, moving bytes costs the time of a core, whichever thread does it. A thread of its own would gain only what a
-rank could do for the others while it computes, and would pay two switches for each small operation.
+Moving bytes costs the time of a core, whichever thread does it: one more would pay two switches for a small operation.
 
 [Note: fences] Counters in shared memory tell another process that data is there. A processor may let a later write be
-seen before an earlier one, and Python has no word for "not here". Giving a lock back and taking it again has: the first
-orders what came before it, the second what comes after, and the two stay in order.
+seen before an earlier one. Giving a lock back and taking it again keeps them apart: the first orders what came before
+it, the second what comes after, and the two stay in order.
 
 Messages: every ordered pair of ranks has a ring of a few cells. The sender fills them, the receiver empties them, and
 each counts what it has done: a message of B bytes is copied once in and once out, a cell at a time. Messages of a pair
-arrive in the order they were sent; one that nobody asked for yet, because receives were posted in another order of
-tags, is kept by the receiver until somebody does. A send is done when the last cell is filled.
+arrive in the order they were sent; the receiver keeps one that nobody has asked for yet. A send is done when the last
+cell is filled.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ _WATCH_S = 0.1
 
 
 class Fence:
-    """Keeps memory accesses before it before those after it: see [Note: fences].
-
-    ``crossings`` counts its uses: as long as it grows, something goes on.
-    """
+    """Keeps memory accesses before and after it apart: see [Note: fences]. ``crossings`` counts its uses."""
 
     __slots__ = ("_give", "_take", "crossings")
 
@@ -65,8 +60,6 @@ class Fence:
 
 @dataclass(slots=True, eq=False)
 class PendingOperation:
-    """One operation of this rank: done, failed, or waiting for others."""
-
     kind: str
     finish: Callable[[], object] | None = None
     is_done: bool = False
@@ -129,7 +122,6 @@ class ProgressLoop:
         self._lock = threading.Lock()
 
     def issue(self, lane: OperationLane, operation: PendingOperation, *what: Any) -> None:
-        """Adds an operation to a lane and does what can be done now."""
         with self._lock:
             lane.add(operation, *what)
             if lane not in self._lanes:
@@ -137,10 +129,7 @@ class ProgressLoop:
             self._pump()
 
     def wait(self, operation: PendingOperation, watch: Callable[[float], None]) -> None:
-        """Returns when ``operation`` is done or has failed.
-
-        Calls ``watch(seconds without progress)`` about ten times a second; it ends operations that cannot be done.
-        """
+        """Returns when ``operation`` is over; ``watch(seconds without progress)`` ends it where it cannot be done."""
         turn, crossings = 0, -1
         start_s = next_watch_s = 0.0
         while not operation.is_done:
@@ -208,43 +197,33 @@ class Ring:
         self.fence()
         return taken % CELLS
 
-    def push(self) -> None:
-        self.fence()
-        self.counters[_SENT] += 1
-
     def pop(self) -> None:
         self.fence()
         self.counters[_TAKEN] += 1
 
-
-def put_message(ring: Ring, message: torch.Tensor, to: int, tag: int) -> Steps:
-    for number, piece in enumerate(torch.split(message, ring.cell_bytes)):  # one empty piece of an empty message
-        while (place := ring.free()) is None:
-            yield (to,)
-        if not number:
-            header = ring.headers[place]
-            header[0], header[1] = tag, message.numel()
-        ring.cells[place][: piece.numel()].copy_(piece)
-        ring.push()
+    def put(self, message: torch.Tensor, to: int, tag: int) -> Steps:
+        for number, piece in enumerate(torch.split(message, self.cell_bytes)):  # one empty piece of an empty message
+            while (place := self.free()) is None:
+                yield (to,)
+            if not number:
+                header = self.headers[place]
+                header[0], header[1] = tag, message.numel()
+            self.cells[place][: piece.numel()].copy_(piece)
+            self.fence()
+            self.counters[_SENT] += 1
 
 
 @dataclass(slots=True, eq=False)
 class _ArrivingMessage:
-    """A message that arrives: for a receive that was posted, or for one to come."""
-
     tag: int
+    operation: PendingOperation | None  # None: of a receive to come
     content: torch.Tensor
-    operation: PendingOperation | None
     num_taken: int = 0
 
 
 class Inbox:
-    """What one rank receives from one other."""
-
     def __init__(self, ring: Ring, source: int, on_error: Callable[[str, BaseException], None]) -> None:
-        self._ring = ring
-        self._source = source
-        self._on_error = on_error
+        self._ring, self._source, self._on_error = ring, source, on_error
         self._posted: deque[tuple[PendingOperation, torch.Tensor, int]] = deque()
         self._kept: deque[_ArrivingMessage] = deque()
         self._arriving: _ArrivingMessage | None = None
@@ -280,7 +259,8 @@ class Inbox:
         letter = self._arriving
         if letter is None:
             tag, num_bytes = self._ring.headers[place][:2]
-            letter = self._arriving = self._open(tag, num_bytes)
+            posted = self._take_posted(tag, num_bytes) or (None, torch.empty(num_bytes, dtype=torch.uint8))
+            letter = self._arriving = _ArrivingMessage(tag, *posted)
         piece = letter.content[letter.num_taken : letter.num_taken + self._ring.cell_bytes]
         piece.copy_(self._ring.cells[place][: piece.numel()])
         letter.num_taken += piece.numel()
@@ -292,12 +272,6 @@ class Inbox:
             else:
                 self._kept.append(letter)
                 self._hand_out()
-
-    def _open(self, tag: int, num_bytes: int) -> _ArrivingMessage:
-        posted = self._take_posted(tag, num_bytes)
-        if posted is None:
-            return _ArrivingMessage(tag, torch.empty(num_bytes, dtype=torch.uint8), None)
-        return _ArrivingMessage(tag, posted[1], posted[0])
 
     def _hand_out(self) -> None:
         for letter in tuple(self._kept):

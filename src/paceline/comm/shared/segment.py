@@ -2,13 +2,11 @@
 
 The creator makes a file in the system's memory file system and reserves every page of it, so that running out is an
 error there and not a signal later. The others map it by its name, and the name is removed at once: from then on the
-kernel frees the memory with the last process that maps it, however that ends. A creator that is killed before that
-leaves a file behind; its name carries the creator's process, and the next start removes files of processes that are
-gone.
+kernel frees the memory with the last process that maps it. A creator that is killed before that leaves a file behind;
+its name carries the creator's process, and the next start removes files of processes that are gone.
 
-The segment of a group of N ranks holds counters, failures, N areas of a few slots for collectives, and N x N rings of a
-few cells for messages. Slots and cells shrink as groups grow: up to 25 ranks a segment takes 40 MiB at most, and above
-that 1.25 MiB more with each rank.
+Slots and cells shrink as groups grow: up to 25 ranks a segment takes 40 MiB at most, and above that 1.25 MiB more with
+each rank.
 """
 
 from __future__ import annotations
@@ -76,7 +74,10 @@ class RankLocation:
 
     @staticmethod
     def here() -> RankLocation:
-        boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
+        try:
+            boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            boot = ""
         return RankLocation(host=(socket.gethostname(), boot, _namespace()), process=Process.this())
 
     def __str__(self) -> str:
@@ -92,13 +93,6 @@ def _namespace() -> str:
         return ""
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 class SharedSegment:
     """Shared memory, mapped into this process for as long as somebody uses it."""
 
@@ -110,13 +104,18 @@ class SharedSegment:
 
     @staticmethod
     def create(num_bytes: int) -> SharedSegment:
-        """Makes a new segment of zeros; raises CommunicationError where there is no room for it."""
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
         remove_stale_segments()
-        free = os.statvfs(FOLDER)
-        if free.f_bavail * free.f_frsize < num_bytes:
-            raise CommunicationError(_no_room(num_bytes, free.f_bavail * free.f_frsize))
+        found = os.statvfs(FOLDER)
+        free = found.f_bavail * found.f_frsize
+        no_room = (
+            f"shared memory needs {num_bytes / 2**20:.1f} MiB, and {FOLDER} has {free / 2**20:.1f} MiB free\n"
+            "  a group of ranks on one host keeps its buffers there\n"
+            f"  make {FOLDER} larger (a container: --shm-size), end what fills it, or use plain Gloo"
+        )
+        if free < num_bytes:
+            raise CommunicationError(no_room)
         process = Process.this()
         name = f"{_STEM}-{_namespace()}-{process.pid}-{process.started}-{secrets.token_hex(4)}"
         descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -125,9 +124,8 @@ class SharedSegment:
             return SharedSegment(mmap.mmap(descriptor, num_bytes), name)
         except OSError as error:
             (FOLDER / name).unlink()
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise CommunicationError(_no_room(num_bytes, free.f_bavail * free.f_frsize)) from error
-            raise CommunicationError(f"cannot make {num_bytes} bytes of shared memory: {error}") from error
+            why = f"cannot make {num_bytes} bytes of shared memory: {error}"
+            raise CommunicationError(no_room if error.errno in (errno.ENOSPC, errno.ENOMEM) else why) from error
         finally:
             os.close(descriptor)
 
@@ -165,9 +163,8 @@ class SharedSegment:
 class SegmentLayout:
     """Where in a segment everything is, for a group of ``size`` ranks: offsets in bytes.
 
-    The words of each rank for the board come first, then a line of each rank for its failure, the counters of the
-    rings, the headers of their cells, the areas of the ranks, and the cells. Groups that are ``is_quick`` have compiled
-    code and a core for each rank: rounds cost next to nothing, and slots are small.
+    In this order: the board's words, a cache line of each rank for its failure, counters of rings, headers of cells,
+    areas, cells. Groups that are ``is_quick`` have compiled code and a core for each rank: slots are small.
     """
 
     def __init__(self, size: int, *, is_quick: bool) -> None:
@@ -184,23 +181,20 @@ class SegmentLayout:
         self.num_bytes = self._cells + num_cells * self.cell_bytes
 
     def make_board(self, segment: SharedSegment, rank: int, fence: Fence) -> board.Board:
-        starts = [
-            [self._areas + (owner * board.SLOTS + slot) * self.slot_bytes for slot in range(board.SLOTS)]
-            for owner in range(self.size)
-        ]
-        areas = [[segment.bytes(start, self.slot_bytes) for start in row] for row in starts]
+        starts = range(self._areas, self._cells, self.slot_bytes)
+        slots = [segment.bytes(start, self.slot_bytes) for start in starts]
+        areas = [slots[owner * board.SLOTS :][: board.SLOTS] for owner in range(self.size)]
         return board.Board(segment.words(0, board.WORDS * self.size), areas, rank, fence)
 
     def failures(self, segment: SharedSegment) -> memoryview:
-        """Returns a word for each rank, eight apart, that is set when it gives up."""
-        return segment.words(self._failures, self.size * LINE_BYTES // 8)
+        """Returns a word for each rank, a cache line apart, that is set when it gives up."""
+        return segment.words(self._failures, self.size * LINE_BYTES // 8)[:: LINE_BYTES // 8]
 
     def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> Ring:
         pair = source * self.size + to
         counters = segment.words(self._counters + 8 * COUNTER_WORDS * pair, COUNTER_WORDS)
         places = range(pair * CELLS, (pair + 1) * CELLS)
-        words = HEADER_WORDS
-        headers = [segment.words(self._headers + 8 * words * place, words) for place in places]
+        headers = [segment.words(self._headers + 8 * HEADER_WORDS * place, HEADER_WORDS) for place in places]
         cells = [segment.bytes(self._cells + self.cell_bytes * place, self.cell_bytes) for place in places]
         return Ring(counters, headers, cells, fence)
 
@@ -228,11 +222,3 @@ def stale_segments(namespace: str = "*") -> list[Path]:
 
 def no_folder() -> str:
     return f"this machine has no {FOLDER}\n  ranks of one host share memory through it\n  use plain Gloo here"
-
-
-def _no_room(needed: int, free: int) -> str:
-    return (
-        f"shared memory needs {needed / 2**20:.1f} MiB, and {FOLDER} has {free / 2**20:.1f} MiB free\n"
-        "  a group of ranks on one host keeps its buffers there\n"
-        f"  make {FOLDER} larger (a container: --shm-size), end what fills it, or use plain Gloo"
-    )

@@ -7,12 +7,9 @@ Ranks take turns, so that the time of the host says nothing about them. Here eve
                   cost later (a message likewise, one behind another from the same sender to the same receiver)
     wait          moves the rank's time to that end, if it is not past it
 
-So overlap, bubbles and stragglers come out of what the ranks do, and of nothing else. What is not modelled: two groups
-that share a wire take nothing from one another.
-
-Measured compute is the time of the rank's own thread, which other processes do not disturb; on CUDA it is that of the
-host between two points at which the device has nothing to do. ``slow`` multiplies a rank's compute, ``slow_links`` the
-cost of all operations that a rank takes part in.
+So overlap, bubbles and stragglers come out of what the ranks do. What is not modelled: two groups that share a wire
+take nothing from one another. Measured compute is the time of the rank's own thread, which other processes do not
+disturb; on CUDA it is that of the host between two points at which the device has nothing to do.
 """
 
 from __future__ import annotations
@@ -70,7 +67,6 @@ class VirtualClock:
         self.communication_s = 0.0  # that operations it took part in were on their way
 
     def take(self) -> float:
-        """Returns the time now; on CUDA waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
         self._add_measured()
@@ -150,7 +146,8 @@ class VirtualTime:
     """How ``run_virtual`` counts time: costs, who is slow, and how many spans a rank keeps, the newest.
 
     After the run ``clocks`` has the clock of each rank. ``measures = False`` counts nothing but what is given by
-    ``spend``: two runs give the same times then.
+    ``spend``: two runs give the same times then. ``slow`` multiplies a rank's compute, ``slow_links`` the cost of all
+    operations that a rank takes part in.
     """
 
     cost: OperationCost = free

@@ -10,19 +10,27 @@
 Gradients add up until somebody calls ``zero_grad()``. While ZeRO's sums lie elsewhere (stage 1 inside ``no_sync``:
 whole; stage 2 with offloaded gradients: on the host) the pieces have a *placeholder* as their gradient, so that taking
 it away is noticed, and drops the sums.
+
+``Arrivals`` counts gradients in. One is complete when it has arrived as often as in the first backward (twice under
+re-entrant checkpointing), a bucket when all its gradients are. Buckets leave in one order on all ranks; what is missing
+when backward ends, such as parameters that this rank did not use, leaves then. Hooks call it hundreds of times a step:
+nothing there allocates or communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, dense_stride
+from paceline.engines.flat.shard import ALIGN, ShardGradients, dense_stride
 from paceline.errors import UsageError
 from paceline.shards import FlatLayout, flat_layout
 
@@ -33,18 +41,17 @@ class GradientBucket:
     """Gradients that travel together, and how many of them are missing in this backward."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        """Takes the parameters, and their numbers among those of the engine."""
         self.members = list(members)
         self.parameters = list(parameters)
         self.layout = layout
         self.num_missing = len(self.members)
-        self.views: list[torch.Tensor] = []  # into the buffer, by place
+        self.views: list[Tensor] = []  # into the buffer, by place
         self._is_filled = [False] * len(self.members)  # whether a view holds a gradient, to which the next is added
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.
         self.is_large = [p.numel() * p.element_size() >= _LARGE_BYTES for p in self.parameters]
 
-    def copy_in(self, place: int, gradient: torch.Tensor, scale: float) -> None:
+    def copy_in(self, place: int, gradient: Tensor, scale: float) -> None:
         """Copies one gradient times ``scale`` into the buffer, in one pass."""
         self._prepare()
         view = self.views[place]
@@ -59,9 +66,9 @@ class GradientBucket:
     def fill(self, scale: float) -> None:
         """Copies in what is not in the buffer yet, all at once; zeros for gradients that are missing."""
         self._prepare()
-        fresh: list[torch.Tensor] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        fresh: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         for place, parameter in enumerate(self.parameters):
             gradient, view = parameter.grad, self.views[place]
             if gradient is None:
@@ -89,53 +96,40 @@ class GradientBucket:
 
     def _prepare(self) -> None:
         """Makes the buffer ready for this backward. Safe to call twice."""
-        raise NotImplementedError
 
     def _mark_filled(self, place: int) -> None:
         """Notes that a gradient's values are in the buffer: the parameter's own tensor is not needed any more."""
-        raise NotImplementedError
 
 
 class ReplicaBucket(GradientBucket):
     """The gradients of whole parameters, reduced where they lie; the last bucket also carries flags."""
 
     def __init__(
-        self,
-        members: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        comm: Communicator,
-        *,
-        scale: float,
-        num_flags: int,
+        self, members: Sequence[int], parameters: Sequence[nn.Parameter], comm: Communicator, scale: float, tail: int
     ) -> None:
-        """Takes the ranks that reduce the gradients, and the factor that these get before."""
-        layout = flat_layout(
-            [tuple(p.shape) for p in parameters],
-            strides=[dense_stride(p) for p in parameters],
-            align=ALIGN,
-            tail=num_flags,
-        )
-        super().__init__(members, parameters, layout)
+        """Takes the ranks that reduce the gradients, the factor that these get before, and the number of flags."""
+        shapes, strides = [tuple(p.shape) for p in parameters], [dense_stride(p) for p in parameters]
+        super().__init__(members, parameters, flat_layout(shapes, strides=strides, align=ALIGN, tail=tail))
         self.comm = comm
         self.scale = scale
-        self.num_flags = num_flags
+        self.num_flags = tail  # travel behind the gradients
         self.work: Work = DONE
-        self.buffer: torch.Tensor | None = None
-        self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
+        self.buffer: Tensor | None = None
+        self.wire: Tensor | None = None  # the buffer in another dtype, while it is reduced
         self.flags = torch.empty(0)
         self.compressed: BucketReduction | None = None  # what takes the place of the all-reduce
         # Whether the bucket's buffer is the gradient itself, wherever autograd put it.
-        self.adopts = len(self.members) == 1 and num_flags == 0
+        self.adopts = len(self.members) == 1 and tail == 0
         if self.adopts:
             self.is_large = [False]
 
-    def use(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: Tensor) -> None:
         """Takes a flat tensor of zeros as the buffer."""
         self.buffer = buffer
         self.views = self.layout.views(buffer)
-        self.flags = buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
+        self.flags = buffer[self.layout.length - self.num_flags :]
 
-    def cast(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
+    def cast(self, place: int, gradient: Tensor) -> Tensor:
         """Returns a gradient in the bucket's dtype, at its place there."""
         if self.adopts:
             slot, first = self.layout.slots[0], self.parameters[0]
@@ -148,7 +142,14 @@ class ReplicaBucket(GradientBucket):
         if not self.adopts:
             super().fill(scale)
             return
-        self.buffer = _adopt(self.parameters[0], self.layout.slots[0].stride)
+        parameter, slot = self.parameters[0], self.layout.slots[0]
+        gradient = parameter.grad
+        if gradient is None:
+            self.buffer = torch.zeros(slot.numel, dtype=parameter.dtype, device=parameter.device)
+            return
+        if gradient.stride() != slot.stride:  # its memory is laid out differently
+            parameter.grad = gradient = self.cast(0, gradient)
+        self.buffer = gradient.detach().as_strided((slot.numel,), (1,))
         if scale != 1.0:
             self.buffer.mul_(scale)
 
@@ -160,7 +161,7 @@ class ReplicaBucket(GradientBucket):
             self.buffer.copy_(self.wire)
         self.wire = None
 
-    def gradient(self, place: int) -> torch.Tensor:
+    def gradient(self, place: int) -> Tensor:
         """Returns the reduced gradient of the bucket's n-th parameter."""
         if self.adopts and self.buffer is not None:
             slot = self.layout.slots[0]
@@ -184,30 +185,12 @@ class ReplicaBucket(GradientBucket):
         self._is_filled[place] = True
 
 
-def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
-    """Returns a parameter's gradient as a flat buffer; a copy is made only if its memory is laid out differently."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if gradient.stride() != stride:
-        dense = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = gradient = dense.copy_(gradient)
-    return gradient.detach().as_strided((gradient.numel(),), (1,))
-
-
+@dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for whole gradients, and how groups have laid theirs out in it."""
+    """Memory for whole gradients, and the part that a group needs of it, with the gradient of each parameter."""
 
-    def __init__(self, gradients: ShardGradients) -> None:
-        self.tensor = gradients.new_buffer()
-        self._layouts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def lay_out(self, gradients: ShardGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns the part of the buffer that a group needs, and in it the gradient of each parameter."""
-        if id(gradients) not in self._layouts:
-            whole = self.tensor[: gradients.layout.length]
-            self._layouts[id(gradients)] = whole, gradients.layout.views(whole)
-        return self._layouts[id(gradients)]
+    tensor: Tensor
+    layouts: dict[ShardGradients, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
 
 class BufferPool:
@@ -222,8 +205,13 @@ class BufferPool:
             is_large = buffer.tensor.numel() >= gradients.layout.length
             if is_large and buffer.tensor.dtype == gradients.reduce_dtype:
                 self._free.remove(buffer)
-                return buffer
-        return Buffer(gradients)
+                break
+        else:
+            buffer = Buffer(gradients.new_buffer())
+        if gradients not in buffer.layouts:
+            whole = buffer.tensor[: gradients.layout.length]
+            buffer.layouts[gradients] = whole, gradients.layout.views(whole)
+        return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """Keeps a buffer for the next bucket, if it is among the two largest."""
@@ -248,8 +236,8 @@ class SlicedBucket(GradientBucket):
         self._work: Work | None = None
         self._has_gradient = [False] * len(self.members)  # in this accumulation
         self._had_gradient = [False] * len(self.members)  # when it began
-        self._earlier: torch.Tensor | None = None  # the pieces' gradients from before it, which are added at its end
-        self._placeholder: torch.Tensor | None = None  # what pieces have as gradients while the sums lie elsewhere
+        self._earlier: Tensor | None = None  # the pieces' gradients from before it, which are added at its end
+        self._placeholder: Tensor | None = None  # what pieces have as gradients while the sums lie elsewhere
         self._placeholder_version = 0
 
     def send(self) -> None:
@@ -317,12 +305,24 @@ class SlicedBucket(GradientBucket):
             return
         if self._buffer is None:  # first of all: should there be no memory, nothing has changed
             self._buffer = self._pool.take(self.group.gradients)
-            self._whole, self.views = self._buffer.lay_out(self.group.gradients)
+            self._whole, self.views = self._buffer.layouts[self.group.gradients]
             if self._keeps_buffer:
                 self._slice = self._whole[self.group.layout.start : self.group.layout.stop]
-        is_set = [piece.grad is not None for piece in self.group.pieces]
+        is_set = self.group.has_gradient
         if self._is_accumulating:
-            self._check_placeholder(any(is_set))
+            if self._placeholder is not None:  # it was taken away, as ``zero_grad()`` does, or changed, or neither
+                if not any(is_set):
+                    self._earlier = None
+                    self.group.gradients.stashed = None
+                elif self._placeholder._version != self._placeholder_version:
+                    raise UsageError(
+                        "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
+                        "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
+                        "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
+                    )
+                self._placeholder = None
+                for piece in self.group.pieces:
+                    piece.grad = None
             self._has_gradient = [now and still for now, still in zip(self._has_gradient, is_set, strict=True)]
             self._is_filled = [filled and still for filled, still in zip(self._is_filled, is_set, strict=True)]
             self._had_gradient = [before and still for before, still in zip(self._had_gradient, is_set, strict=True)]
@@ -337,23 +337,6 @@ class SlicedBucket(GradientBucket):
                         piece.grad = None
         self._is_accumulating = self._is_in_backward = True
 
-    def _check_placeholder(self, is_any_set: bool) -> None:
-        """Notices what became of a placeholder: taken away, as ``zero_grad()`` does, or changed."""
-        if self._placeholder is None:
-            return
-        if not is_any_set:
-            self._earlier = None
-            self.group.gradients.stashed = None
-        elif self._placeholder._version != self._placeholder_version:
-            raise UsageError(
-                "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
-                "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
-                "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
-            )
-        self._placeholder = None
-        for piece in self.group.pieces:
-            piece.grad = None
-
     def _drop_buffer(self) -> None:
         if self._buffer is not None:
             self._pool.give_back(self._buffer)
@@ -361,3 +344,114 @@ class SlicedBucket(GradientBucket):
         self._whole = self._slice = torch.empty(0)
         self.views = []
         self._is_filled = [False] * len(self._is_filled)
+
+
+B = TypeVar("B", bound=GradientBucket)
+
+
+class Arrivals(Generic[B]):
+    """The gradients of one backward, by the number of their parameter, and the buckets that they fill."""
+
+    def __init__(self, names: Sequence[str], *, overlap: bool, graph_fix: str) -> None:
+        """``overlap``: buckets leave during backward. ``graph_fix``: what to do about gradients with a graph."""
+        self.names = list(names)
+        self.buckets: list[B] = []  # in the order in which they leave
+        self.num_left = 0  # of the buckets, in this backward
+        self.counts = [0] * len(self.names)
+        self.seen: list[int] = []  # in the order of arrival, while the engine learns
+        self.expected: list[int] | None = None  # how often each arrives; 0: never seen, so complete when backward ends
+        self.is_open = False  # whether a backward is under way
+        self.reduces = True  # that backward, or the last one: else it accumulates
+        self._overlap = overlap
+        self._graph_fix = graph_fix
+        self.place_of: dict[int, tuple[B, int]] = {}  # by number: the bucket, and the place in it
+        self._complete: set[int] = set()
+        self._task = -1  # autograd's number of the backward
+        self._watched: set[int] = set()
+
+    def watch(self, engine: object, arrive: Callable[..., None], parameters: Mapping[int, nn.Parameter]) -> None:
+        """Lets autograd call ``arrive(engine, number, parameter)`` for each gradient; a parameter is watched once."""
+        proxy: Any = weakref.proxy(engine)  # the garbage collector does not see what a hook refers to
+        for index in parameters.keys() - self._watched:
+            hook = functools.partial(arrive, proxy, index)
+            parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._watched.add(index)
+
+    def arrange(self, buckets: Sequence[B]) -> None:
+        """Sets the buckets, in the order in which they leave. No backward may be under way."""
+        self.buckets = list(buckets)
+        self.place_of = {index: (b, place) for b in self.buckets for place, index in enumerate(b.members)}
+
+    def open(self, finish: Callable[[], None], *, reduces: bool = True) -> None:
+        """Begins a backward, at whose end autograd calls ``finish``.
+
+        Called when the gradient enters the module's outputs, not with the first gradient of a parameter: under
+        re-entrant checkpointing that one belongs to an inner backward, which ends long before the outer one.
+        """
+        self.is_open, self.reduces = True, reduces
+        self._task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def check(self, index: int, gradient: Tensor) -> None:
+        """Raises UsageError for a gradient that cannot be reduced."""
+        if gradient.is_sparse:
+            raise UsageError(
+                f"{self.names[index]} has a sparse gradient\n  buckets are dense\n"
+                "  build its nn.Embedding with sparse=False, or freeze it"
+            )
+        if gradient.requires_grad:
+            raise UsageError(
+                f"{self.names[index]} has a gradient with a graph (backward(create_graph=True))\n"
+                f"  a reduced gradient cannot be differentiated again\n  {self._graph_fix}"
+            )
+
+    def count(self, index: int, *, may_leave: bool) -> tuple[B, int] | None:
+        """Counts a gradient in; returns its bucket and place when it is complete, and buckets may leave.
+
+        ``may_leave``: in a first backward, what arrives in the outer one is complete at once: autograd adds up all
+        uses, and only a backward within the backward brings another one.
+        """
+        self.counts[index] += 1
+        if self.expected is None:
+            self.seen.append(index)
+            is_complete = may_leave and self.counts[index] == 1 and torch._C._current_graph_task_id() == self._task
+        else:
+            is_complete = self.counts[index] == self.expected[index]
+        if not self._overlap:
+            return None
+        if is_complete:
+            self._complete.add(index)
+            found = self.place_of[index]
+            found[0].num_missing -= 1
+            return found
+        if index in self._complete:
+            raise UsageError(
+                f"{self.names[index]} got its gradient number {self.counts[index]} after it was counted in\n"
+                "  with overlap, every backward must visit a parameter as often as the first one did, and re-entrant\n"
+                "  checkpoints must not share parameters with the rest of the model\n"
+                "  set comm.overlap = false (parallelize(..., overlap=False))"
+            )
+        return None
+
+    def take_leaving(self, *, is_end: bool) -> Iterator[B]:
+        """Yields the buckets that leave now: a complete one waits for those before it; at the end of backward all."""
+        while self.num_left < len(self.buckets) and (is_end or self.buckets[self.num_left].num_missing == 0):
+            self.num_left += 1
+            yield self.buckets[self.num_left - 1]
+
+    def learn(self) -> None:
+        """Keeps how often gradients arrived, for those that had not been seen before."""
+        before = self.expected or [0] * len(self.counts)
+        if 0 in before:
+            self.expected = [known or now for known, now in zip(before, self.counts, strict=True)]
+
+    def forget_counts(self) -> None:
+        self.seen, self.counts = [], [0] * len(self.names)
+
+    def reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        self.forget_counts()
+        self.num_left = 0
+        self._complete.clear()
+        self.is_open = False

@@ -9,34 +9,31 @@ object for life and only its memory comes and goes, because views that autograd 
 that are gathered again for backward.
 
 The optimizer gets one flat *piece* for each parameter: the part of it that lies in this rank's slice, empty on some.
-Where what lies is in ``shard_layout.py``, the gradients' side in ``shard_gradients.py``.
+Where what lies, and the gradients' side, is in ``shard.py``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, ShardLayout
-from paceline.engines.flat.side_stream import HostShard, SideStream
+from paceline.engines.flat.shard import ALIGN, HostShard, ShardGradients, ShardLayout, SideStream
 from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision
-from paceline.models.unfilled import is_unfilled
+from paceline.models.hugging_face import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.shards import round_up
 
 
 def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
-    """Asks engines to keep each of these in a flat group of its own.
-
-    Another model part on other ranks has the same parameter: alone, its slices are the same wherever it lies.
-    """
+    """Asks engines for a flat group of each: so its slices are the same on all ranks, whatever else they hold."""
     for parameter in parameters:
         parameter._paceline_alone = True  # type: ignore[attr-defined]
 
@@ -49,7 +46,7 @@ class FlatGroup:
     """The memory of parameters of one dtype that are gathered, reduced and updated together."""
 
     # What a group has once ``keep_slice`` was called.
-    master: torch.Tensor
+    master: Tensor
     pieces: list[nn.Parameter]
     gradients: ShardGradients
     has_copy: bool  # full parameters and masters are two things; on one rank, or if never freed, they may be one
@@ -73,21 +70,29 @@ class FlatGroup:
         # The values are laid out in the dtype of the masters, so that these lose nothing.
         make = torch.empty if self.is_unfilled else torch.zeros
         self.full = make(self.layout.length, dtype=self.dtype, device=comm.device)
-        views = self.layout.views(self.full)
-        self.parameters = [_move(p, view) for p, view in zip(originals, views, strict=True)]
+        self.parameters = []
+        for parameter, view in zip(originals, self.layout.views(self.full), strict=True):
+            if parameter.is_meta and not view.is_meta:
+                made = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                self.parameters.append(_marked_as(parameter, made))
+            else:
+                view.copy_(parameter.detach())
+                parameter.data = view
+                self.parameters.append(parameter)
         self.host: HostShard | None = None  # where the masters are on the host
-        self.kept: torch.Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
+        self.kept: Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
         self.gathers = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
 
     @property
     def size_bytes(self) -> int:
         return self.layout.length * self.param_dtype.itemsize
 
-    def keep_slice(self, *, in_place: bool = False) -> None:
-        """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
+    @property
+    def has_gradient(self) -> list[bool]:
+        return [piece.grad is not None for piece in self.pieces]
 
-        ``in_place`` is for engines that never free ``full``: the master is this rank's place in it, where it can be.
-        """
+    def keep_slice(self, *, in_place: bool = False) -> None:
+        """Makes master and pieces from ``full``, once; ``in_place``: the master is a part of it, never freed."""
         offload, device = self._offload, self.comm.device
         is_on_host = (offload.optimizer or offload.parameters) and device.type != "cpu"
         is_cast = self.param_dtype != self.dtype
@@ -96,22 +101,25 @@ class FlatGroup:
         mine = self.full.detach()[self.layout.start : self.layout.stop]
         if self.is_unfilled:
             mine = torch.empty_like(mine) if self.has_copy and not is_on_host else mine
-            for begin, end in self.layout.gaps():  # whoever fills the parameters has no values for them
+            edges = [0, *itertools.chain(*self.layout.spans), self.layout.shard_length]
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):  # gaps, for which nobody has values
                 mine[begin:end].zero_()
         if is_on_host:
             self.host = HostShard(mine, self.param_dtype, stays_on_device=not offload.parameters)
             self.master = self.host.master
         else:
             self.master = mine.clone() if self.has_copy and not self.is_unfilled else mine
-        self.pieces = [self._piece(place, piece) for place, piece in enumerate(self.layout.pieces(self.master))]
+        self.pieces = []
+        values = self.layout.pieces(self.master)
+        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
+            piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            piece.full_shape = slot.shape  # type: ignore[attr-defined]
+            self.pieces.append(_marked_as(parameter, piece))
+        reduced, aside = self._reduce_dtype or self.dtype, SideStream(torch.device("cpu"))
+        copies = None if self.host is None else self.host.copies
+        stashes = offload.gradients and copies is None and device.type != "cpu"
         self.gradients = ShardGradients(
-            self.layout,
-            self.shared,
-            self.parameters,
-            self.pieces,
-            self._reduce_dtype,
-            host_copies=None if self.host is None else self.host.copies,
-            stashes=offload.gradients,
+            self.layout, self.comm, self.pieces, self.dtype, reduced, aside, copies, stashes
         )
         if is_cast:
             self.full = self.full.to(self.param_dtype)
@@ -145,7 +153,7 @@ class FlatGroup:
         copied.wait()  # a collective is ordered behind what the device computes
         return self.comm.all_gather(full, mine)
 
-    def _start_gather(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
+    def _start_gather(self, full: Tensor, mine: Tensor) -> Work:
         if self.has_copy:
             mine.copy_(self.master.detach())
         return self.comm.all_gather(full, mine) if self.comm.size > 1 else DONE
@@ -165,7 +173,7 @@ class FlatGroup:
         full[begin:end].copy_(self.kept)
         return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
 
-    def gather_whole(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather_whole(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Returns whole tensors from every rank's pieces of them, as views into one new buffer: for state dicts."""
         whole = torch.zeros(self.layout.length, dtype=pieces[0].dtype, device=self.comm.device)
         mine = whole[self.layout.start : self.layout.stop]
@@ -175,23 +183,8 @@ class FlatGroup:
             self.comm.all_gather(whole, mine).wait()
         return self.layout.views(whole)
 
-    def _piece(self, place: int, value: torch.Tensor) -> nn.Parameter:
-        parameter = self.parameters[place]
-        piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        piece.full_shape = self.layout.slots[place].shape  # type: ignore[attr-defined]
-        return _marked_as(parameter, piece)
-
-
-def _move(parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-    if parameter.is_meta and not view.is_meta:
-        return _marked_as(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
-    view.copy_(parameter.detach())
-    parameter.data = view
-    return parameter
-
 
 def _marked_as(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
-    """Marks what was made of an expert's parameter as one, too."""
     dim = expert_dim(parameter)
     if dim is not None:
         mark_expert(made, dim)
@@ -227,7 +220,7 @@ class Float8Group(FlatGroup):
         return _Unpacking(self, wire, self.gathers.issue(lambda: self._send(wire)))
 
     @torch.no_grad()
-    def _send(self, wire: torch.Tensor) -> Work:
+    def _send(self, wire: Tensor) -> Work:
         mine, length = wire[self.comm.rank], self.layout.shard_length
         spans = self.layout.spans
         # Cast as modules would find them without this: first to bf16.
@@ -241,7 +234,7 @@ class Float8Group(FlatGroup):
         return self.comm.all_gather(wire, mine)
 
     @torch.no_grad()
-    def unpack(self, wire: torch.Tensor) -> None:
+    def unpack(self, wire: Tensor) -> None:
         full = self.full.data  # see ``FlatGroup.gather``
         length = self.layout.shard_length
         for rank, row in enumerate(wire):
@@ -255,17 +248,17 @@ class Float8Group(FlatGroup):
                     torch.mul(sent, inverse, out=full[begin:end])
 
 
+@dataclass(slots=True)
 class _Unpacking:
     """A gather in flight whose bytes become parameters when it is waited for."""
 
-    def __init__(self, group: Float8Group, wire: torch.Tensor, work: Work) -> None:
-        self._group = group
-        self._wire: torch.Tensor | None = wire
-        self._work = work
+    group: Float8Group
+    wire: Tensor | None
+    work: Work
 
     def wait(self) -> None:
         """Waits for the bytes, and turns them into parameters. Safe to call twice."""
-        self._work.wait()
-        if self._wire is not None:
-            self._group.unpack(self._wire)
-            self._wire = None
+        self.work.wait()
+        if self.wire is not None:
+            self.group.unpack(self.wire)
+            self.wire = None

@@ -1,20 +1,30 @@
-"""An optimizer's state over flat pieces, seen from outside as the state of one process with whole parameters.
+"""Optimizers over flat pieces: which ones can work on them, and their state as one process with whole ones has it.
 
     rank 0, a piece of 70 elements    exp_avg [70]    step []
     rank 1, a piece of 30 elements    exp_avg [30]    step []        whole:    exp_avg [10, 10]    step []
 
 A state tensor with its piece's shape is a piece too: it is gathered, or cut. Everything else (a count of steps) is the
 same on all ranks and stays as it is. Gathering needs memory for the result and for the flat buffer of one group.
+
+SGD, Adam and their kin update an element from its own gradient and state, so a slice of a matrix is updated as the
+whole matrix would be. Muon, Shampoo and Adafactor look at rows and columns, LARS and LAMB at the norm of a tensor,
+Prodigy at all tensors together: on a slice they would compute something else, without a word. No list of names can know
+every optimizer, so one of the same class and settings is tried out on a small matrix, and others of it on slices.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
@@ -43,13 +53,12 @@ _Kinds = dict[int, dict[str, tuple[torch.dtype | None, list[int]]]]
 
 
 def gather_optimizer_state(
-    optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup], *, comm: Communicator, rank0_only: bool = False
+    optimizer: Optimizer, groups: Sequence[FlatGroup], *, comm: Communicator, rank0_only: bool = False
 ) -> dict[str, Any]:
     """Returns what ``optimizer.state_dict()`` of one process would be: whole tensors, copied to the CPU.
 
-    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters. All ranks call it. Costs one
-    exchange of what there is, then one all-gather for each group and kind of state. Raises UsageError on all ranks for
-    state that is neither a piece nor whole, or that is missing on some rank.
+    All ranks call it. Costs one exchange of what there is, then one all-gather for each group and kind of state. Raises
+    UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = own_optimizer_state(optimizer)
     states: _States = packed["state"]
@@ -57,12 +66,10 @@ def gather_optimizer_state(
     kinds = _agree(comm, _rows(parameters, groups, states))
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
-    for index, by_key in kinds.items():
-        for key, (dtype, holders) in by_key.items():
-            if dtype is None:  # a rank's own where all have one, else that of the first that does
-                value = on_cpu(states[index][key]) if comm.rank in holders else None
-                is_everywhere = len(holders) == comm.size
-                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, holders[0])
+    for index, key, holders in [(i, k, h) for i, found in kinds.items() for k, (d, h) in found.items() if d is None]:
+        # A rank's own where all have one, else that of the first that does.
+        value = on_cpu(states[index][key]) if comm.rank in holders else None
+        whole[index][key] = value if len(holders) == comm.size else broadcast_object(comm, value, holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
         for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
@@ -72,25 +79,23 @@ def gather_optimizer_state(
         return {}
     others = {key: value for key, value in states.items() if key not in parameters}
     result: dict[str, Any] = on_cpu({**packed, "state": others})
-    result["state"] = {**whole, **result["state"]}
-    return result
+    return {**result, "state": {**whole, **result["state"]}}
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup], state: Mapping[str, Any]
-) -> None:
-    """Loads a state of whole tensors, each rank its pieces: from any number of ranks, sharded or not.
-
-    Raises ValueError before anything is changed. The optimizer keeps nothing of ``state`` itself, so ranks that share a
-    process may load the same one.
-    """
+def load_optimizer_state(optimizer: Optimizer, groups: Sequence[FlatGroup], state: Mapping[str, Any]) -> None:
+    """Loads copies of whole tensors, each rank its pieces. Raises ValueError before anything is changed."""
     places = piece_places(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
     mine = dict(state)
     if len(saved) == len(parameters):  # else torch says what is wrong
         sharded = {i: places[id(p)] for i, p in zip(saved, parameters, strict=True) if id(p) in places}
-        scalars = _scalar_names(state["state"], sharded)
+        scalars = {_WHOLE_BY_NAME}  # states with one value for a parameter: of one element, shapes do not tell
+        for index, (group, place) in sharded.items():
+            shape = group.layout.slots[place].shape
+            for key, value in state["state"].get(index, {}).items():
+                if not isinstance(value, Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
+                    scalars.add(key)
         mine["state"] = {
             index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
             for index, values in state["state"].items()
@@ -98,10 +103,7 @@ def load_optimizer_state(
     load_own_optimizer_state(optimizer, mine)
 
 
-# What there is.
-
-
-def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+def numbered_parameters(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
     """Returns the optimizer's parameters by the numbers that its state dict gives them."""
     return {
         index: parameter
@@ -117,9 +119,9 @@ def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], s
         values, is_piece, refused = states.get(index), id(parameter) in names, None
         dtypes: dict[str, torch.dtype | None] = dict.fromkeys(values or {})
         for key, value in (values or {}).items() if is_piece else ():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 dtypes[key] = value.dtype if value.shape == parameter.shape else None
-            elif any(isinstance(leaf, torch.Tensor) and leaf.shape == parameter.shape for leaf in tree_leaves(value)):
+            elif any(isinstance(leaf, Tensor) and leaf.shape == parameter.shape for leaf in tree_leaves(value)):
                 refused = f"{key} (a {type(value).__name__} of tensors)"
         rows[index] = _StateRow(
             name=names.get(id(parameter), f"parameter {index}"),
@@ -160,17 +162,14 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
 
 def _gather_group(
     group: FlatGroup, members: Sequence[int], states: _States, kinds: _Kinds
-) -> Iterator[tuple[int, str, torch.Tensor]]:
+) -> Iterator[tuple[int, str, Tensor]]:
     """Gathers one group's states, one kind at a time; ``members`` are its numbers, -1 for what is not updated."""
     by_place = [kinds.get(index, {}) for index in members]
     found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:
         held = [key in by_key and by_key[key][0] == dtype for by_key in by_place]
-        nothing = group.master.new_zeros(())
-        pieces = [
-            states.get(index, {}).get(key, nothing) if is_held else nothing
-            for index, is_held in zip(members, held, strict=True)
-        ]
+        nothing, pairs = group.master.new_zeros(()), zip(members, held, strict=True)
+        pieces = [states.get(index, {}).get(key, nothing) if is_held else nothing for index, is_held in pairs]
         tensors = group.gather_whole([piece.to(dtype) for piece in pieces])
         yield from ((index, key, tensors[i]) for i, index in enumerate(members) if held[i])
         del tensors
@@ -178,21 +177,7 @@ def _gather_group(
 
 def on_cpu(tree: Any) -> Any:
     """Returns a tree with copies of its tensors on the CPU."""
-    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
-# Loading.
-
-
-def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]]) -> set[str]:
-    """Returns the names of states with one value for a parameter: of those of one element, shapes do not tell."""
-    names = {_WHOLE_BY_NAME}
-    for index, (group, place) in sharded.items():
-        shape = group.layout.slots[place].shape
-        for key, value in states.get(index, {}).items():
-            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
-                names.add(key)
-    return names
+    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[str]) -> dict[str, Any]:
@@ -200,7 +185,7 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
     shape = group.layout.slots[place].shape
     mine = {}
     for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or (key in scalars and value.numel() == 1):
+        if not isinstance(value, Tensor) or (key in scalars and value.numel() == 1):
             mine[key] = tree_map(_copied, value)
         elif tuple(value.shape) != shape:
             raise ValueError(
@@ -214,7 +199,7 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 T = TypeVar("T")
@@ -223,6 +208,7 @@ T = TypeVar("T")
 # One process has all of them, a rank of a pipeline those of its stages. Groups with the same settings are one group.
 
 PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
+Names = Mapping[int, str]  # by the id of the parameter
 ParamGroups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
 
 
@@ -264,14 +250,12 @@ def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[in
 
 
 def _num_bytes(value: object) -> int:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0
 
 
-def global_groups(
-    pipe: Communicator, optimizer: torch.optim.Optimizer, names: Mapping[int, str], order: Sequence[str]
-) -> ParamGroups:
+def global_groups(pipe: Communicator, optimizer: Optimizer, names: Names, order: Sequence[str]) -> ParamGroups:
     """Returns the groups of the optimizer of one process, from those of all ranks of a pipeline."""
     mine = [
         ({key: value for key, value in group.items() if key != "params"}, [names[id(p)] for p in group["params"]])
@@ -286,9 +270,7 @@ def global_groups(
     return [(settings, sorted(members, key=lambda name: place[name])) for settings, members in merged.values()]
 
 
-def named_states(
-    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
-) -> dict[str, dict[str, Any]]:
+def named_states(optimizer: Optimizer, packed: Mapping[str, Any], names: Names) -> dict[str, dict[str, Any]]:
     """Returns the states of a state dict by the names of the parameters."""
     states = packed["state"]
     parameters = numbered_parameters(optimizer, packed)
@@ -305,17 +287,14 @@ def numbered_states(groups: ParamGroups, states: Mapping[str, Mapping[str, Any]]
 
 
 def load_by_name(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     flat: Sequence[FlatGroup],
     groups: ParamGroups,
     state: Mapping[str, Any],
-    names: Mapping[int, str],
+    names: Names,
     part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
-
-    Raises ValueError, before anything is changed, for another number of parameters or groups.
-    """
+    """Loads this rank's ``part`` of one process's state. Raises ValueError, before any change, if it does not fit."""
     saved = state["param_groups"]
     sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
     if sizes != expected:
@@ -335,3 +314,135 @@ def load_by_name(
             if values is not None:
                 mine["state"][number] = part(name, values)
     load_optimizer_state(optimizer, flat, mine)
+
+
+_SHAPE = (6, 5)
+_CUT = 13  # inside a row
+_NUM_STEPS = 3
+_LR = 0.01  # enough to see an update
+_PLAIN = (bool, int, float, str, type(None))  # what is told apart by how it is written
+
+_found: dict[tuple[object, ...], str | None] = {}  # what speaks against a class with certain settings
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises UsageError for an optimizer that is known to treat slices otherwise, and does not join them itself."""
+    if getattr(optimizer, "gathers_matrices", False):
+        return
+    key = _what_counts(optimizer)
+    reason = _found[key] if key in _found else _reason_against(optimizer)
+    if key is not None:
+        _found[key] = reason
+    if reason is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot update sharded parameters: {reason}\n"
+            "  a rank holds a flat slice of each parameter, so every element must be updated by itself alone\n"
+            "  use strategy = 'ddp', where ranks hold whole parameters, an optimizer such as AdamW, or paceline.Muon"
+        )
+
+
+def _what_counts(optimizer: Optimizer) -> tuple[object, ...] | None:
+    """Returns all that a trial depends on; None where settings are more than plain values."""
+    first = optimizer.param_groups[0]["params"][0]
+    settings = [_adapted(optimizer.defaults), *_distinct_settings(optimizer)]
+    values = [value for each in settings for value in each.values()]
+    leaves = [leaf for value in values for leaf in (value if type(value) is tuple else (value,))]
+    if not all(type(leaf) in _PLAIN for leaf in leaves) or "step" in vars(optimizer):
+        return None
+    written = repr([sorted(each.items()) for each in settings])
+    return type(optimizer), type(optimizer).step, first.device, first.dtype, written
+
+
+def _reason_against(optimizer: Optimizer) -> str | None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step() needs a closure, and looks at all parameters together"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "it takes sparse gradients, and that of a slice is dense"
+    first = optimizer.param_groups[0]["params"][0]
+    for device, dtype in dict.fromkeys([(torch.device("cpu"), torch.float64), (first.device, first.dtype)]):
+        with _undisturbed(device):
+            values, gradients = _matrix(device, dtype)
+            try:
+                whole, again = _run(optimizer, values, gradients), _run(optimizer, values, gradients)
+            except Exception:  # nosec B112  # not an optimizer that can be tried out here
+                continue
+            if not torch.equal(whole, again):
+                return None  # it draws random numbers: what it does cannot be compared
+            return _compare(optimizer, values, gradients, whole)
+    return None
+
+
+def _compare(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], whole: Tensor) -> str | None:
+    """Returns what speaks against slices: each has an optimizer of its own here, as if it were on a rank of its own."""
+
+    def run_slice(begin: int, end: int) -> Tensor:
+        return _run(optimizer, values.view(-1)[begin:end], [each.view(-1)[begin:end] for each in gradients])
+
+    try:
+        slices = torch.cat([run_slice(0, _CUT), run_slice(_CUT, values.numel())], dim=1)
+    except Exception as error:
+        return f"it refuses flat slices ({_first_line(error)})"
+    update = (whole - values).flatten(1).abs().amax(1)
+    difference = (slices - whole.flatten(1)).abs().amax(1)
+    tolerance = 1e-6 if values.dtype == torch.float64 else 1e-2
+    if bool((difference > tolerance * update).any()):
+        return "it looks at whole matrices, or at all parameters together, and gives slices another update"
+    try:
+        run_slice(_CUT, _CUT)
+    except Exception as error:
+        return f"it fails on a slice without elements, as some rank may get ({_first_line(error)})"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _run(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Returns what an optimizer of the same class makes of ``values``, for each of the parameter groups' settings."""
+    settings = _distinct_settings(optimizer)
+    tensors = [nn.Parameter(values.clone()) for _ in settings]
+    groups = [{"params": [tensor], **each} for tensor, each in zip(tensors, settings, strict=True)]
+    make: Any = type(optimizer)
+    accepted = inspect.signature(make).parameters
+    twin = make(groups, **{key: value for key, value in _adapted(optimizer.defaults).items() if key in accepted})
+    for gradient in gradients:
+        for tensor in tensors:
+            tensor.grad = gradient.clone()
+        twin.step()
+    return torch.stack([tensor.detach() for tensor in tensors])
+
+
+def _distinct_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the settings of the parameter groups, without repetition: some give every layer a group."""
+    found = {}
+    for group in optimizer.param_groups:
+        settings = _adapted({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        found[repr(sorted(settings.items()))] = settings
+    return list(found.values())
+
+
+def _adapted(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings for the trial, which may run on a CPU, and must not have a rate of zero."""
+    changes = {"lr": _LR, "initial_lr": _LR, "fused": False, "capturable": False}
+    return {key: changes.get(key, value) for key, value in settings.items()}
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(1 + _NUM_STEPS, *_SHAPE, generator=generator, dtype=torch.float64)
+    rows = torch.linspace(1.0, 5.0, _SHAPE[0], dtype=torch.float64)[:, None]
+    return (values * rows).to(device, dtype), [(3.0 * gradient / rows).to(device, dtype) for gradient in gradients]
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Keeps what a trial does from being noticed: random states, warnings."""
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(before)

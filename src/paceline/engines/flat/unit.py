@@ -10,19 +10,18 @@ the tables of its modules are then such that ask first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, Float8Group, is_alone
-from paceline.engines.flat.gathering import AskingTable, Table, keeps_second_list
-from paceline.engines.flat.route import Route
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.gathering import AskingTable, Route, Table, keeps_second_list
+from paceline.engines.flat.shard import ShardGradients
 from paceline.engines.float8 import travels_as_float8
 from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision
@@ -87,8 +86,8 @@ class Unit:
         self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
-        self._reductions: list[tuple[FlatGroup, list[torch.Tensor | None], torch.Tensor, Work]] = []
-        self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
+        self._reductions: list[tuple[FlatGroup, list[Tensor | None], Tensor, Work]] = []
+        self._replications: list[tuple[Tensor, Tensor, Work]] = []
         self._small: Communicator | None = None
 
     def keep_slices(self, places_of: dict[str, list[Attribute]]) -> None:
@@ -101,10 +100,7 @@ class Unit:
         self.free()
 
     def notice_reads(self, on_read: Callable[[nn.Module], bool]) -> dict[nn.Module, tuple[Table, ...]]:
-        """Asks ``on_read`` whenever somebody takes a parameter that is not in its module: is it gathered now?
-
-        Returns, by module, the tables that it has from now on. To change tables is faster, too.
-        """
+        """Asks ``on_read`` when somebody takes a parameter that is not gathered; returns the tables of each module."""
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for module in {place.module: None for place, _, _ in self.places}:
             whole, pieces = module._parameters, dict(module._parameters)
@@ -119,11 +115,6 @@ class Unit:
             tables[place.module][0][place.name] = parameter
         return tables
 
-    def owns_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
-        mine = {group.full.untyped_storage()._cdata for group in self.groups}
-        return any(tensor.untyped_storage()._cdata in mine for tensor in tensors)
-
     def put_into(self, tables: Mapping[nn.Module, tuple[Table, ...]]) -> None:
         """Sees to parameters of this unit in modules that have several tables, because another unit has the rest."""
         self.places = [
@@ -131,21 +122,6 @@ class Unit:
             for place, parameter, piece in self.places
         ]
         self._put = self.places
-
-    # Calls.
-
-    @property
-    def is_called(self) -> bool:
-        """Whether there was a call whose backward has not ended."""
-        return any(self.open_calls.values())
-
-    def close_call(self, forward: int) -> bool:
-        """Notes the end of a call's backward; returns whether it was the last one open of that forward."""
-        if forward in self.open_calls:
-            self.open_calls[forward] -= 1
-        return self.open_calls.get(forward) == 0
-
-    # Parameters.
 
     def start_gather(self) -> None:
         small = self._small
@@ -187,11 +163,12 @@ class Unit:
         for group in self.groups:
             group.free()
 
-    def keep_within(self, small: Communicator) -> None:
-        """Frees all but a slice that ``small``, a part of the shard group, can gather again in backward."""
-        self.wait()
-        for group in self.groups:
-            group.keep_within(small)
+    def reshard(self, small: Communicator | None) -> None:
+        """Frees all but a slice that ``small``, a part of the shard group, if any, can gather again in backward."""
+        if small is not None:
+            self.wait()
+            for group in self.groups:
+                group.keep_within(small)
         self.free()
         self._small = small
 
@@ -204,13 +181,6 @@ class Unit:
             if parameter.requires_grad != piece.requires_grad:
                 parameter.requires_grad_(piece.requires_grad)
 
-    # Gradients.
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether backward has left gradients that are not reduced yet."""
-        return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
-
     def start_reduce(self, *, averages_replicas: bool) -> list[str]:
         """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
         used: list[str] = []
@@ -220,7 +190,9 @@ class Unit:
             mine = group.gradients.new_slice()
             # One rank's slice is the whole: what is brought in is the gradient.
             gradient = mine if group.comm.size == 1 else group.gradients.new_buffer()
-            taken = group.gradients.take()
+            taken = [parameter.grad for parameter in group.parameters]
+            for parameter in group.parameters:
+                parameter.grad = None
             scale = group.shared.scale
             if not averages_replicas and group.comm.device_kind == "cpu":
                 scale *= group.shared.replicate.size
@@ -231,10 +203,7 @@ class Unit:
         return used
 
     def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
-        """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
-
-        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these any more, so they are measured.
-        """
+        """Adds slices to the pieces' gradients. ``is_last`` microbatch; ``is_final``: they stay, and are measured."""
         for group, _, mine, work in self._reductions:
             work.wait()
             group.gradients.add(mine, is_last=is_last)
@@ -252,7 +221,7 @@ class Unit:
             on_device = mine.to(comm.device)  # itself, unless it was offloaded
             if group.gradients.compressed is None:
                 work = comm.all_reduce(on_device, reduction(comm))
-            elif any(piece.grad is not None for piece in group.pieces):
+            elif not group.gradients.is_cleared:
                 work = group.gradients.compressed.start(on_device, comm)
             else:  # left over from an earlier step: nothing of it may be added to the residual
                 continue
@@ -287,20 +256,14 @@ class Crossing:
 
 
 @dataclass(slots=True)
-class Routes:
-    """The order of collectives in each kind of pass."""
+class Pass:
+    """Where this rank is in its passes, the order of collectives in each kind, and what ends a step."""
 
     training: Route
     evaluation: Route
-    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
-
-
-@dataclass(slots=True)
-class Pass:
-    """Where this rank is in its passes, and what the one that ends a step has to do."""
-
-    forward: Route
+    forward: Route  # of this pass, or the last one
     backward: Route
+    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
     is_forward: bool = False
     is_backward: bool = False
     number: int = 0  # of forwards and backwards so far: in each, a unit is gathered when it is first needed
@@ -317,18 +280,13 @@ def _current(whole: Table, pieces: Table, on_read: Callable[[], bool]) -> Table:
     return whole if on_read() else pieces
 
 
-def _reduce(
-    gradients: ShardGradients, whole: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
-) -> Work:
+def _reduce(gradients: ShardGradients, whole: Tensor, mine: Tensor, taken: list[Tensor | None], scale: float) -> Work:
     gradients.copy_in(whole, taken, scale)
     return DONE if whole is mine else gradients.reduce_scatter(whole, mine)[1]
 
 
 def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> str:
-    """Returns a note on units that were read while they were not gathered: in which modules, at what cost.
-
-    It proposes to cut a unit that nobody calls into its parts, and to leave one to the root that is called and read.
-    """
+    """Says which units were read while they were not gathered, at what cost, and how to cut the model instead."""
     modules = ", ".join(sorted({name for unit in read for name in unit.readers or [unit.name]}))
     names = ", ".join(unit.name for unit in read)
     num_bytes = sum(group.size_bytes for unit in read for group in unit.groups)
@@ -336,7 +294,7 @@ def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> 
     for unit in units:
         if unit not in read:
             better.append(unit.name)
-        elif not unit.is_called and unit.name not in unit.readers:
+        elif not any(unit.open_calls.values()) and unit.name not in unit.readers:
             children = model.get_submodule(unit.name).named_children()
             better += [name for child, inner in children for name, _ in called_parts(f"{unit.name}.{child}", inner)]
     cut = f"({', '.join(map(repr, better))},)" if better else "()"

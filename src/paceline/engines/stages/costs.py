@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from paceline.clock import DeviceClock, seconds_between
-from paceline.engines.stages.stages import drop_values
+from paceline.engines.stages.stages import Layers, drop_values
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
@@ -35,7 +36,7 @@ _STATES = 4  # of each parameter: itself, its gradient, and two moments of Adam
 
 
 def estimate_layers(
-    model: nn.Module, layers: Sequence[PipelineLayer] | None = None, inputs: Sequence[Any] | None = None
+    model: nn.Module, layers: Layers | None = None, inputs: Sequence[Any] | None = None
 ) -> tuple[LayerCost, ...]:
     """Estimates each layer's cost; the model may be on any device, the meta device too, and stays as it is.
 
@@ -59,17 +60,9 @@ def estimate_layers(
 
 
 def measure_layers(
-    model: nn.Module,
-    inputs: Sequence[Any],
-    layers: Sequence[PipelineLayer] | None = None,
-    *,
-    repeats: int = 5,
-    warmup: int = 1,
+    model: nn.Module, inputs: Sequence[Any], layers: Layers | None = None, *, repeats: int = 5, warmup: int = 1
 ) -> tuple[LayerCost, ...]:
-    """Times each layer's forward and backward on ``inputs``, arguments of the model's forward on its device.
-
-    Gradients, buffers and random states are as before when it returns. Times differ between ranks: one measures.
-    """
+    """Times each layer on ``inputs``. Gradients, buffers and random states are as before when it returns."""
     layers = model_layers(model) if layers is None else tuple(layers)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
@@ -88,26 +81,21 @@ def measure_layers(
                 args = (output,)
             if number >= warmup:
                 rounds.append(times)
-    return tuple(
-        LayerCost(
-            name=layer.name,
-            forward=statistics.median(times[index][0] for times in rounds),
-            backward=statistics.median(times[index][1] for times in rounds),
-            state_bytes=_state_bytes(layer),
-        )
-        for index, layer in enumerate(layers)
-    )
+    found = []
+    for layer, pairs in zip(layers, zip(*rounds, strict=True), strict=True):
+        forward, backward = (statistics.median(each) for each in zip(*pairs, strict=True))
+        found.append(LayerCost(name=layer.name, forward=forward, backward=backward, state_bytes=_state_bytes(layer)))
+    return tuple(found)
 
 
 def _time_layer(
     layer: PipelineLayer, args: tuple[Any, ...], clock: DeviceClock, device: torch.device
 ) -> tuple[Any, tuple[float, float]]:
-    """Runs one layer forward and backward; returns what it gives the next one, and both times."""
     args = tree_map(_leaf, args)
     begin = clock.mark()
     output = layer.run(*args)
     middle = clock.mark()
-    ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    ends = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if ends:
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     end = clock.mark()
@@ -119,14 +107,13 @@ def _time_layer(
 
 def _leaf(value: Any) -> Any:
     """Cuts a tensor off its graph; a layer's input gets a gradient, as in a stage that is not the first."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point())
 
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and random states back as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -143,28 +130,28 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _estimate_from_shapes(
-    model: nn.Module, layers: Sequence[PipelineLayer], inputs: Sequence[Any]
-) -> tuple[LayerCost, ...]:
+@torch.enable_grad()
+def _estimate_from_shapes(model: nn.Module, layers: Layers, inputs: Sequence[Any]) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
     counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
-    args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v, tuple(inputs))
-    with _on_meta(model), torch.enable_grad():
+    args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v, tuple(inputs))
+    before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
+    try:
+        drop_values(model, renews_meta=True)
         for layer in layers:
             args = tree_map(_leaf, args)
             likeness = _likeness(layer, args)
             if likeness not in counted:
                 counted[likeness] = _count(nn.ModuleList(layer.modules), layer.run, args)
             output, forward, kept = counted[likeness]
-            cost = LayerCost(
-                name=layer.name,
-                forward=forward,
-                backward=2 * forward,
-                state_bytes=_state_bytes(layer),
-                activation_bytes=kept,
-            )
-            found.append(cost)
+            held = _state_bytes(layer)
+            cost = LayerCost(name=layer.name, forward=forward, backward=2 * forward, state_bytes=held)
+            found.append(replace(cost, activation_bytes=kept))
             args = (output,)
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
     return tuple(found)
 
 
@@ -173,7 +160,7 @@ def _likeness(layer: PipelineLayer, args: tuple[Any, ...]) -> Any:
     if layer.modules != (layer.run,):
         return object()
     leaves, structure = tree_flatten(args)
-    tensors = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else id(leaf) for leaf in leaves)
+    tensors = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else id(leaf) for leaf in leaves)
     return repr(structure), tensors, tuple(map(_module_facts, layer.modules[0].modules()))
 
 
@@ -195,28 +182,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
-    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward."""
     outputs: list[Any] = []
 
-    def keep(_: nn.Module, given: Any) -> torch.Tensor:
+    def keep(_: nn.Module, given: Any) -> Tensor:
         outputs.append(run(*given))
         return torch.empty(())
 
     kept = measure_activations(used, keep, args)
     return outputs[0], kept.work.flops + _OPERATIONS_PER_BYTE * kept.written_bytes, kept.total
-
-
-@contextlib.contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Shows meta tensors in place of the model's own, tied ones as tied ones, for as long as it is open."""
-    before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
-    try:
-        drop_values(model, renews_meta=True)
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
 
 
 def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:
@@ -228,7 +201,7 @@ def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:
     return (torch.empty(1, first.in_features, device="meta"),) if isinstance(first, nn.Linear) else None
 
 
-def _estimate_from_parameters(layers: Sequence[PipelineLayer]) -> tuple[LayerCost, ...]:
+def _estimate_from_parameters(layers: Layers) -> tuple[LayerCost, ...]:
     """Charges two operations for each parameter that a layer uses; those of an embedding are looked up at first."""
     looked_up: set[int] = set()
     found: list[LayerCost] = []
@@ -236,8 +209,7 @@ def _estimate_from_parameters(layers: Sequence[PipelineLayer]) -> tuple[LayerCos
         forward, seen = 0.0, set[int]()
         for module in (inner for each in layer.modules for inner in each.modules()):
             is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module) not in looked_up
-            if is_lookup:
-                looked_up.add(id(module))
+            looked_up.add(id(module))
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))

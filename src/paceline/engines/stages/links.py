@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import receive_object, send_object
-from paceline.engines.agree import tensors_in
+from paceline.engines.groups import tensors_in
 from paceline.errors import UsageError
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -34,7 +35,7 @@ class TensorShape:
     dtype: torch.dtype
     requires_grad: bool
 
-    def empty(self, device: torch.device) -> torch.Tensor:
+    def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
 
@@ -52,10 +53,10 @@ class Channel:
         for work in self.send(number) if is_sender else self.receive(number):
             work.wait()
 
-    def send(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
+    def send(self, tensors: Iterable[Tensor]) -> list[Work]:
         return [self.comm.send(tensor.detach().contiguous(), self.peer, self.tag) for tensor in tensors]
 
-    def receive(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
+    def receive(self, tensors: Iterable[Tensor]) -> list[Work]:
         return [self.comm.recv(tensor.detach(), self.peer, self.tag) for tensor in tensors]
 
 
@@ -127,10 +128,10 @@ class Links:
         )
         return Arrival(tree, channel.receive(tensors_in(tree)))
 
-    def send_gradients(self, stage: int, gradients: Sequence[torch.Tensor]) -> list[Work]:
+    def send_gradients(self, stage: int, gradients: Sequence[Tensor]) -> list[Work]:
         return self._channels["backward", stage].send(gradients)
 
-    def post_gradients(self, stage: int, outputs: Sequence[torch.Tensor]) -> Arrival:
+    def post_gradients(self, stage: int, outputs: Sequence[Tensor]) -> Arrival:
         """Makes ready for the gradients of a stage's outputs."""
         tensors = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         return Arrival(tensors, self._channels["backward", stage + 1].receive(tensors))
@@ -138,27 +139,26 @@ class Links:
 
 def describe(tree: Any, stage: int) -> Any:
     """Returns a tree with shapes in the place of tensors. Raises UsageError for what cannot be sent."""
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            raise UsageError(
-                f"stage {stage} returns a {type(leaf).__name__}, which cannot be sent to stage {stage + 1}\n"
-                "  a stage returns tensors, numbers, strings or None, also in tuples, lists and dicts\n"
-                "  return its tensors, or cut the model at another layer"
-            )
 
     def shape_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
+            return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad and leaf.is_floating_point())
+        if isinstance(leaf, _PLAIN):
             return leaf
-        return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad and leaf.is_floating_point())
+        raise UsageError(
+            f"stage {stage} returns a {type(leaf).__name__}, which cannot be sent to stage {stage + 1}\n"
+            "  a stage returns tensors, numbers, strings or None, also in tuples, lists and dicts\n"
+            "  return its tensors, or cut the model at another layer"
+        )
 
     return tree_map(shape_of, tree)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Returns a tree with other tensors, also in dataclasses."""
 
     def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return change(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = {f.name: map_tensors(change, getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
@@ -175,5 +175,5 @@ def hand_over(tree: Any) -> Any:
 
 def shape_key(batch: Any, mode: str) -> Hashable:
     """Returns what two microbatches of the same shapes have in common."""
-    leaves = [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in tree_leaves(batch)]
+    leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in tree_leaves(batch)]
     return mode, *leaves

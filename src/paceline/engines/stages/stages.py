@@ -3,9 +3,8 @@
     bounds = (0, 3, 6)        two stages: the first runs layers 0, 1, 2, the second 3, 4, 5 (see models/layers.py)
 
 A stage is a module of its own. It holds the model's own submodules, not copies, at the paths they have in the model,
-with empty modules in between. So its parameters, buffers and state dict have the whole model's names, the engines take
-it like any other module, and the state dicts of all stages together are that of the model. A rank holds the parameters
-of its stages: P / p of P parameters on p ranks, more where layers differ.
+with empty modules in between. So the state dicts of all stages together are that of the model, under its names. A rank
+holds P / p of P parameters on p ranks, more where layers differ.
 
 Tied weights. A parameter that several stages use is in each of them that is on another rank, under its first name in
 the model; the gradients of its copies add up to that of the one parameter, and whoever runs the stages sums them
@@ -15,7 +14,7 @@ the model; the gradients of its copies add up to that of the one parameter, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -27,19 +26,16 @@ from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.plan.workload import stage_layers
 
+Layers = Sequence[PipelineLayer]
 Places = Sequence[tuple[nn.Module, str]]  # where parameters hang: a module and its attribute
+Held = tuple[str, nn.Module | nn.Parameter]  # by its name in the model
 
 
 class Stage(nn.Module):
     """Some consecutive layers of a model; ``forward`` takes the model's inputs, or what the stage before returned."""
 
     def __init__(
-        self,
-        index: int,
-        num_stages: int,
-        layers: Sequence[PipelineLayer],
-        held: Sequence[tuple[str, nn.Module | nn.Parameter]],
-        roles: Mapping[str, Sequence[nn.Module]],
+        self, index: int, total: int, layers: Layers, held: Sequence[Held], roles: Mapping[str, Sequence[nn.Module]]
     ) -> None:
         """Takes what it holds, by its names in the model.
 
@@ -47,7 +43,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.index = index
-        self.num_stages = num_stages
+        self.num_stages = total
         self.layers = tuple(layers)
         self._roles = roles
         self._borrowed: Places = ()
@@ -66,16 +62,15 @@ class Stage(nn.Module):
             x = layer.run(x)
         return x
 
+    # What models/registry.py asks of a model: its repeated blocks, the layers around them, and what is read apart.
+
     def blocks(self) -> list[nn.Module]:
-        """Returns the model's repeated blocks that are in this stage: what is compiled, checkpointed or sharded."""
         return list(self._roles["blocks"])
 
     def ends(self) -> list[nn.Module]:
-        """Returns the layers before and after the blocks, if this stage has them and calls them one by one."""
         return list(self._roles["ends"])
 
     def apart(self) -> list[nn.Module]:
-        """Returns the modules in this stage whose weights are read apart from their calls."""
         return list(self._roles["apart"])
 
     def train(self, mode: bool = True) -> Self:
@@ -121,14 +116,12 @@ class Stage(nn.Module):
 
 
 def split_model(
-    model: nn.Module, bounds: Sequence[int], keep: Collection[int], *, layers: Sequence[PipelineLayer] | None = None
+    model: nn.Module, bounds: Sequence[int], keep: Collection[int], *, layers: Layers | None = None
 ) -> dict[int, Stage]:
     """Cuts a model: stage s runs layers ``bounds[s]`` to ``bounds[s + 1]``. Returns the stages in ``keep``, by number.
 
-    The stages share the model's modules. What no kept stage uses is replaced by meta tensors, which frees its memory;
-    so the model itself is of no use any more. A model on the meta device stays there (see ``initialise_stages``).
-
-    Raises UsageError for a model that cannot be cut, and for bounds or stages that it does not have.
+    The stages share the model's modules. What no kept stage uses is replaced by meta tensors, which frees its memory,
+    and the model is of no use any more. Raises UsageError for a model that cannot be cut, or not so.
     """
     layers = model_layers(model) if layers is None else tuple(layers)
     _check_bounds(layers, bounds)
@@ -155,9 +148,7 @@ def split_model(
     return stages
 
 
-def tied_names(
-    model: nn.Module, bounds: Sequence[int], *, layers: Sequence[PipelineLayer] | None = None
-) -> dict[str, tuple[int, ...]]:
+def tied_names(model: nn.Module, bounds: Sequence[int], *, layers: Layers | None = None) -> dict[str, tuple[int, ...]]:
     """Returns the parameters that several stages use, by their first name in the model, with those stages in order."""
     layers = model_layers(model) if layers is None else tuple(layers)
     _check_bounds(layers, bounds)
@@ -175,41 +166,28 @@ def tied_names(
 
 @torch.no_grad()
 def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
-    """Gives stages of a model on the meta device, on the CPU, the values that one process would draw for them.
-
-    Every rank draws the whole model's numbers in order, module by module, and keeps those of its stages.
-    """
-    kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
-    real: dict[int, nn.Parameter] = {}  # by what stood in its place
-    alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
+    """Gives stages of a meta model the values that one process draws: each rank draws all, and keeps its own."""
+    kept = {tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
+    real: dict[nn.Parameter | None, nn.Parameter] = {}  # by what stood in its place
     for module, parameters, buffers in reset_modules(model):
         for attribute, old in parameters.items():
             if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
-                is_kept, new = id(old) in kept, module._parameters[attribute]
-                assert new is not None
-                module._parameters[attribute] = real.setdefault(id(old), new) if is_kept else old
+                new = module.get_parameter(attribute)
+                module._parameters[attribute] = real.setdefault(old, new) if old in kept else old
         for attribute, buffer in buffers.items():
-            if id(buffer) not in kept:
+            if buffer not in kept:
                 module._buffers[attribute] = buffer
     for stage in stages:
         for module in stage.modules():
             for attribute, held in module._parameters.items():
-                module._parameters[attribute] = real.get(id(held), held)
-    del alive
+                module._parameters[attribute] = real.get(held, held)
 
 
-def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-    for layer in layers:
-        for module in layer.modules:
-            for inner in module.modules():
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    yield inner
+def _modules_of(layers: Layers) -> Iterable[nn.Module]:
+    return dict.fromkeys(inner for layer in layers for module in layer.modules for inner in module.modules())
 
 
-def _places(layers: Sequence[PipelineLayer]) -> Places:
-    """Returns where the parameters of layers hang."""
+def _places(layers: Layers) -> Places:
     return [
         (module, name)
         for module in _modules_of(layers)
@@ -218,9 +196,7 @@ def _places(layers: Sequence[PipelineLayer]) -> Places:
     ]
 
 
-def _held(
-    model: nn.Module, layers: Sequence[PipelineLayer], owned: Collection[int]
-) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+def _held(model: nn.Module, layers: Layers, owned: Collection[int]) -> Iterator[Held]:
     """Iterates over what a stage holds, by its names in the model and in the model's order.
 
     That is the outermost modules that its layers use, except those whose tensors an earlier stage of this rank owns;
@@ -249,22 +225,20 @@ def drop_values(model: nn.Module, kept: Collection[nn.Module] = (), *, renews_me
     """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself."""
     tensors = [t for module in kept for t in (*module._parameters.values(), *module._buffers.values())]
     used = {id(tensor) for tensor in tensors if tensor is not None}
-    empty: dict[int, nn.Parameter] = {}
-    before: list[nn.Parameter] = []  # alive until all are replaced: an id is used again after that
+    empty: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in used and (renews_meta or not parameter.is_meta):
-                before.append(parameter)
-                if id(parameter) not in empty:
+                if parameter not in empty:
                     values = torch.empty_like(parameter, device="meta")
-                    empty[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[name] = empty[id(parameter)]
+                    empty[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in used:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> None:
+def _check_bounds(layers: Layers, bounds: Sequence[int]) -> None:
     rises = all(begin < end for begin, end in itertools.pairwise(bounds))
     if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(layers) and rises:
         return
@@ -276,18 +250,12 @@ def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> Non
 
 
 def bounds_from_layers(
-    layers: Sequence[PipelineLayer],
-    counts: Sequence[int],
-    blocks: Sequence[nn.Module] = (),
-    *,
-    stages: int | None = None,
+    layers: Layers, counts: Sequence[int], blocks: Sequence[nn.Module] = (), *, stages: int | None = None
 ) -> tuple[int, ...]:
     """Returns the cut with so many blocks in each stage; layers before the first block join it, others the one before.
 
-    Where the layers have none of the model's ``blocks``, every layer counts. A stage of 0 blocks is possible where it
-    has such a layer: the first, with the embedding alone, or the last, with the head.
-
-    Raises UsageError for counts that do not add up, stages without a layer, and other than ``stages``, where given.
+    Where the layers have none of the model's ``blocks``, every layer counts. The first stage may have 0 blocks and the
+    embedding alone, the last one the head. Raises UsageError for counts that do not add up, or not to ``stages``.
     """
     known = {id(block) for block in blocks}
     places = [i for i, layer in enumerate(layers) if any(id(module) in known for module in layer.modules)]
@@ -316,13 +284,8 @@ def bounds_from_layers(
     return tuple(bounds)
 
 
-def bounds_from_names(
-    layers: Sequence[PipelineLayer], names: Sequence[str], *, stages: int | None = None
-) -> tuple[int, ...]:
-    """Returns the cut before each of the layers named; their order does not matter.
-
-    Raises UsageError for names that are no layers, the first layer, names given twice, and other than ``stages``.
-    """
+def bounds_from_names(layers: Layers, names: Sequence[str], *, stages: int | None = None) -> tuple[int, ...]:
+    """Returns the cut before each named layer, in any order. Raises UsageError for wrong names, or too many or few."""
     known = {layer.name: index for index, layer in enumerate(layers)}
     wrong = [name for name in names if not known.get(name) or list(names).count(name) > 1]
     if not wrong and stages in (None, len(names) + 1):

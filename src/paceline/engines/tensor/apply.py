@@ -3,18 +3,35 @@
 Everything is checked before anything is changed, and all problems are reported at once. Every rank comes with the same
 whole model, in values or on the meta device; of each tensor it keeps its part, in memory of its own, so that the whole
 is freed. A parameter stays the object that it was: ties hold, and so does an optimizer that was made before.
+
+A plan is a list of name patterns. A pattern is compared with the last parts of a module's name, part by part, and ``*``
+stands for any text within one: ``layers.*.attention.query`` fits ``model.layers.3.attention.query``. A rule gives what
+it fits one of these roles:
+
+    input      a split part begins here: the module's first argument is the whole stream
+    column     a linear layer with some of the outputs       row        one with some of the inputs: a split part ends
+    shared     whole parameters inside a split part, that work on some of the heads
+    embedding  has some rows of the vocabulary               head       the output layer, with the same rows
+    between    whole parameters between split parts, that work on a part of the sequence under sequence parallelism
+    positions  an embedding of positions, between split parts
+    begin      before this module the sequence is whole, under sequence parallelism      end   behind it again
+
+A plan without begin and end splits the sequence from the embedding to the output layer. A model whose code between
+looks at the sequence's length has them around its blocks, and pays one all-reduce and one all-gather more in a step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.bounded_yaml import load_shipped
 from paceline.comm.base import Communicator
 from paceline.engines.tensor.layers import (
     ColumnLinear,
@@ -24,14 +41,13 @@ from paceline.engines.tensor.layers import (
     SplitLayer,
     VocabularyEmbedding,
     VocabularyHead,
+    causal_loss,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
-from paceline.engines.tensor.loss import causal_loss
-from paceline.engines.tensor.plans import Role, SplitRule, TensorPlan, plan_for
 from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
-from paceline.models.lora import A, Adapted, B, mixed
+from paceline.models.lora import A, Adapted, B, matches, mixed
 
 _KINDS: dict[Role, type[nn.Module]] = {
     "column": ColumnLinear,
@@ -54,15 +70,17 @@ def apply_tensor_parallel(
 ) -> TensorLayout:
     """Splits a model over the ranks of ``comm``, in place; returns where the parts of its tensors belong.
 
-    ``sequence`` splits what lies between the split layers too, along the sequence. The output layer returns
-    ``SplitLogits``, or with ``gathers_logits`` whole ones; causal models of Hugging Face compute their loss from
-    ``labels=`` in either case. Without a plan, the ready one that fits is taken.
-
-    Raises UsageError with all that does not fit: names, heads that do not divide, layers that cannot be split.
+    ``sequence`` splits what lies between the split layers too. The output layer returns ``SplitLogits``, or with
+    ``gathers_logits`` whole ones; Hugging Face's causal models take ``labels=`` in either case. Without a plan, the
+    ready one that fits is taken. Raises UsageError with all that does not fit.
     """
     plan = plan or plan_for(model)
-    changes = list(_changes(model, plan, is_sequence=sequence))
-    problems = [*_plan_problems(model, plan, changes, is_sequence=sequence), *_fit_problems(changes, comm.size)]
+    changes = [
+        _LayerChange(name=name, module=module, rule=rule, splits=dict(_splits(module, rule)))
+        for name, module, rule in plan.fitting(model, *_KINDS)
+        if sequence or rule.role not in ("between", "positions")  # else what lies between stays as it is
+    ]
+    problems = [*_plan_problems(model, plan, changes, sequence=sequence), *_fit_problems(model, changes, comm.size)]
     if problems:
         raise UsageError(
             f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
@@ -92,21 +110,10 @@ class _LayerChange:
     name: str
     module: nn.Module
     rule: SplitRule
-    above: nn.Module  # the module that it hangs in
     splits: dict[str, Split]  # of its own parameters
 
 
-def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_LayerChange]:
-    """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
-    for name, module, rule in plan.fitting(model, *_KINDS):
-        if rule.role in ("between", "positions") and not is_sequence:
-            continue
-        above = model.get_submodule(name.rpartition(".")[0])
-        yield _LayerChange(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
-
-
 def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
-    """Says how a layer's own parameters are cut."""
     transposed = _is_transposed(module)
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -127,22 +134,24 @@ def _is_transposed(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear) and hasattr(module, "nf") and weight is not None and weight.ndim == 2
 
 
-# What is wrong.
-
-
-def _plan_problems(
-    model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, is_sequence: bool
-) -> Iterator[str]:
+def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, sequence: bool) -> Iterator[str]:
     """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
     changed = {id(change.module) for change in changes}
     inside = [module for _, module, _ in plan.fitting(model, "input")]
-    if is_sequence:
+    if sequence:
         begins = [name.rpartition(".")[0] for name, _, _ in plan.fitting(model, "begin")]
         inside += [model.get_submodule(name) for name in begins] or [model]
     partial = {id(module) for each in inside for module in each.modules()}
     split = {id(p) for c in changes for n, p in c.module._parameters.items() if n in c.splits and c.splits[n].dim == 0}
+    begun = {id(module) for _, each, _ in plan.fitting(model, "input") for module in each.modules()}
+    for change in changes:
+        if change.rule.role == "column" and id(change.module) not in begun:
+            yield (
+                f"  {change.name} is inside no module with the role input, so what it reads would get a part of its "
+                "gradient: add a rule with the role input for the module that the split part begins with"
+            )
     for name, module in model.named_modules():
         if id(module) in changed:
             continue
@@ -153,7 +162,7 @@ def _plan_problems(
                 yield f"  {name}.{own} is tied to a parameter that is split: add a rule for {name}"
 
 
-def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
+def _fit_problems(model: nn.Module, changes: list[_LayerChange], size: int) -> Iterator[str]:
     for change in changes:
         role, module = change.rule.role, change.module
         is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
@@ -167,29 +176,20 @@ def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
             )
         elif role in ("embedding", "positions") and not isinstance(module, nn.Embedding):
             yield f"  {change.name} is a {type(module).__name__}, not an nn.Embedding: leave it out of the plan"
-        else:
-            yield from _size_problems(change, size)
-
-
-def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
-    split = change.splits.get("weight")
-    if split is None or split.dim is None:
-        return
-    extent = split.shape[split.dim] // split.groups
-    if change.rule.heads is not None:
-        width = getattr(change.above, change.rule.heads) * change.rule.head_parts
-        heads = extent // width
-        if heads % size:
-            good = [n for n in range(size, 0, -1) if heads % n == 0]
-            yield (
-                f"  {change.name} has {heads} heads of {width} features, which do not divide by the tensor degree "
-                f"{size}: every rank has the same number of whole heads; try parallel.tensor = {good[0]}"
-            )
-    elif extent < size:
-        yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try a smaller degree"
-
-
-# What is done.
+        elif (split := change.splits.get("weight")) is not None and split.dim is not None:
+            extent = split.shape[split.dim] // split.groups
+            if change.rule.heads is not None:
+                above = model.get_submodule(change.name.rpartition(".")[0])
+                width = getattr(above, change.rule.heads) * change.rule.head_parts
+                heads = extent // width
+                good = next(n for n in range(size, 0, -1) if heads % n == 0)
+                if good != size:
+                    yield (
+                        f"  {change.name} has {heads} heads of {width} features, which do not divide by the tensor "
+                        f"degree {size}: every rank has the same number of whole heads; try parallel.tensor = {good}"
+                    )
+            elif extent < size:
+                yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try fewer"
 
 
 @torch.no_grad()
@@ -205,7 +205,6 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 
 
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
-    """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, _is_transposed(change.module)
     module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
@@ -215,21 +214,16 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
     if isinstance(module, VocabularyEmbedding | VocabularyHead):
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
-    _resize(change)
-
-
-def _resize(change: _LayerChange) -> None:
-    """Sets the attributes in which layers of torch keep their sizes."""
-    weight = change.module._parameters.get("weight")
+    weight = module._parameters.get("weight")
     if weight is None or change.splits["weight"].dim is None:
         return
-    outputs, inputs = reversed(weight.shape) if _is_transposed(change.module) else weight.shape
+    # The attributes in which layers of torch keep their sizes.
+    outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
     names = {"out_features": outputs, "nf": outputs, "in_features": inputs, "nx": inputs, "num_embeddings": outputs}
-    vars(change.module).update({name: value for name, value in names.items() if hasattr(change.module, name)})
-    if isinstance(change.module, VocabularyEmbedding) and change.module.padding_idx is not None:
-        first, last = change.module.own_range
-        padding = change.module.padding_idx
-        change.module.padding_idx = padding - first if first <= padding < last else None
+    vars(module).update({name: value for name, value in names.items() if hasattr(module, name)})
+    if isinstance(module, VocabularyEmbedding) and module.padding_idx is not None:
+        (first, last), padding = module.own_range, module.padding_idx
+        module.padding_idx = padding - first if first <= padding < last else None
 
 
 def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> None:
@@ -263,3 +257,88 @@ def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+Role = Literal["input", "column", "row", "shared", "embedding", "head", "between", "positions", "begin", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRule:
+    """What becomes of the modules that a pattern fits."""
+
+    pattern: str
+    role: Role
+    heads: str | None = None  # split between heads: the attribute of the module above that says how wide one is
+    groups: int = 1  # matrices that lie side by side in the weight, each of them split
+    head_parts: int = 1  # matrices of which each head has its rows side by side, so that heads are that much wider
+    resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Rules for a family of models. Of the rules for layers, the first that fits a module counts."""
+
+    name: str
+    rules: tuple[SplitRule, ...]
+
+    def fitting(self, model: nn.Module, *roles: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
+        """Iterates over the modules of these roles, with their names and rules."""
+        rules = [rule for rule in self.rules if rule.role in roles]
+        for name, module in model.named_modules():
+            found = next((rule for rule in rules if matches(name, rule.pattern)), None)
+            if found is not None:
+                yield name, module, found
+
+    def missing(self, model: nn.Module) -> list[str]:
+        """Returns the patterns that fit no module, and are not optional."""
+        names = [name for name, _ in model.named_modules()]
+        return [
+            rule.pattern
+            for rule in self.rules
+            if not rule.is_optional and not any(matches(name, rule.pattern) for name in names)
+        ]
+
+
+def plan_for(model: nn.Module) -> TensorPlan:
+    """Returns the ready plan that fits a model. Raises UsageError that says what the nearest lacks."""
+    lacks = [(plan.missing(model), plan) for plan in ready_plans().values()]
+    missing, plan = min(lacks, key=lambda row: len(row[0]) / len(row[1].rules))
+    if not missing:
+        return plan
+    raise UsageError(
+        f"there is no tensor-parallel plan for {type(model).__name__}: the nearest is {plan.name!r}, and "
+        f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''} fit none of its modules\n"
+        f"  a plan says by name which layers are split; ready are those for {', '.join(ready_plans())}\n"
+        "  give a TensorPlan with a rule for each linear layer inside its blocks, or set parallel.tensor = 1"
+    )
+
+
+@functools.cache
+def ready_plans() -> dict[str, TensorPlan]:
+    """Returns the plans of ``plans.yaml`` by name."""
+    found = load_shipped((Path(__file__).parent / "plans.yaml").read_text())
+    rules = {name: tuple(rule for row in rows for rule in _rules(**row)) for name, rows in found.items()}
+    return {name: TensorPlan(name=name, rules=each) for name, each in rules.items()}
+
+
+def _rules(
+    prefix: str = "",
+    width: str = "head_dim",
+    groups: int = 1,
+    head_parts: int = 1,
+    resized: Sequence[str] = (),
+    **names: str,
+) -> Iterator[SplitRule]:
+    """Makes rules from a text of names for each role; ``?``: some models lack it; ``heads``: cut between heads."""
+    for role, text in names.items():
+        for name in text.split():
+            yield SplitRule(
+                pattern=prefix + name.rstrip("?"),
+                role="column" if role == "heads" else cast("Role", role),
+                heads=width if role == "heads" else None,
+                groups=groups,
+                head_parts=head_parts,
+                resized=tuple(resized),
+                is_optional=name.endswith("?"),
+            )

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.flat.optimizer_state import numbered_parameters
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.engines.groups import expert_dim
 from paceline.errors import UsageError
 from paceline.shards import Region
@@ -44,8 +45,8 @@ class Split:
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
-        return (*self.shape[: self.dim], self.groups * (last - first), *self.shape[self.dim + 1 :])
+        extent = sum(last - first for first, last in self.spans(rank, size))
+        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
 
     def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Returns what a rank has of the dim that is cut: an interval in each group."""
@@ -54,15 +55,14 @@ class Split:
         first, last = split_range(extent, size, rank)
         return tuple((group * extent + first, group * extent + last) for group in range(self.groups))
 
-    def cut(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    def cut(self, full: Tensor, rank: int, size: int) -> Tensor:
         """Returns a rank's piece, in memory of its own."""
         if self.dim is None:
             return full.clone()
-        first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
-        pieces = [group.narrow(self.dim, first, last - first) for group in full.chunk(self.groups, self.dim)]
-        return torch.cat(pieces, self.dim)
+        spans = self.spans(rank, size)
+        return torch.cat([full.narrow(self.dim, first, last - first) for first, last in spans], self.dim)
 
-    def gather(self, local: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    def gather(self, local: Tensor, comm: Communicator) -> Tensor:
         """Returns the whole from all ranks' pieces; all ranks call it."""
         shapes = [self.local_shape(rank, comm.size) for rank in range(comm.size)]
         sizes = [math.prod(shape) for shape in shapes]
@@ -72,7 +72,7 @@ class Split:
         comm.all_gather(rows, padded).wait()
         return self.join([row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)])
 
-    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+    def join(self, pieces: list[Tensor]) -> Tensor:
         """Returns the whole from the pieces of all ranks, in rank order."""
         assert self.dim is not None
         groups = zip(*(piece.chunk(self.groups, self.dim) for piece in pieces), strict=True)
@@ -83,7 +83,7 @@ class SplitParts:
     """This rank's parts of tensors of which the ranks of ``comm`` hold different ones, by name."""
 
     def __init__(self, splits: Mapping[str, Split], comm: Communicator) -> None:
-        """Takes the splits of a model's tensors; those that are not cut, and all on one rank, are left out."""
+        """Leaves out what is not cut, and everything on one rank."""
         self.splits = {name: split for name, split in splits.items() if split.dim is not None and comm.size > 1}
         self._comm = comm
 
@@ -114,7 +114,7 @@ class SplitParts:
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0
+    return isinstance(value, Tensor) and tuple(value.shape) == shape and value.ndim > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class TensorLayout:
             raise UsageError(f"{name} is no tensor of the model; there are {', '.join(list(self.splits)[:5])}, ...")
         return self.splits[name].shape
 
-    def full(self, name: str, local: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    def full(self, name: str, local: Tensor, comm: Communicator) -> Tensor:
         """Returns the whole tensor from every rank's piece, in memory of its own; all ranks call it."""
         whole, split = self.full_shape(name), self.splits[name]
         expected = split.local_shape(comm.rank, comm.size)
@@ -151,7 +151,6 @@ class ExpertParts(SplitParts):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
-        """Takes the ranks that hold different experts."""
         splits: dict[str, Split] = {}
         for name, parameter in module.named_parameters() if comm.size > 1 else ():
             dim = expert_dim(parameter)
@@ -165,11 +164,7 @@ class ExpertParts(SplitParts):
         return bool(self.splits)
 
     def change_states(
-        self,
-        optimizer: torch.optim.Optimizer,
-        packed: dict[str, Any],
-        names: Mapping[int, str],
-        change: Callable[[str, Any], Any],
+        self, optimizer: Optimizer, packed: dict[str, Any], names: Mapping[int, str], change: Callable[[str, Any], Any]
     ) -> dict[str, Any]:
         """Returns an optimizer's state dict with ``whole`` or ``part`` of its tensors; ``names`` are by id."""
         if not self:

@@ -25,17 +25,16 @@ from dataclasses import dataclass
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
-from paceline.cluster.nccl import collective_seconds, group_of
+from paceline.cluster.wires import collective_seconds, group_of
 from paceline.plan.workload import Compute, Framework, Workload
-from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.constants import Constants, Factors, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPasses:
     """How often a block's forward reads or writes an element, by how much a framework fuses; and its kernels.
 
-    ``optimizer_bytes``: of a parameter, in a step of Adam. It moves 28 bytes in fp32; Megatron's converts the gradient
-    and the weights besides, 8 more.
+    ``optimizer_bytes``: of a parameter, in a step of Adam: 28 in fp32, and Megatron's converts gradient and weights, 8.
     """
 
     hidden: float
@@ -58,7 +57,7 @@ MASKED = 0.15
 FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
-# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/nccl.py): all-reduces of
+# Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
 # nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
 CALL_S = 28e-6
 
@@ -86,8 +85,6 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
-    """One microbatch through one block, and through the ends of the model."""
-
     forward: BlockCost
     backward: BlockCost
     embed: BlockCost
@@ -96,14 +93,10 @@ class BlockCosts:
 
 
 class BlockModel:
-    """Prices a block for one workload on one cluster."""
-
     def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
-        self.workload = workload
-        self.model = workload.model
+        self.workload, self.model = workload, workload.model
         self.layout, self.run = workload.layout, workload.run
-        self.cluster, self.constants = cluster, constants
-        self.device = cluster.device
+        self.cluster, self.constants, self.device = cluster, constants, cluster.device
         self.passes = PASSES[self.run.framework]
         self.tokens = workload.tokens
         self.width = 4 if self.run.is_wide else 2
@@ -111,13 +104,10 @@ class BlockModel:
         self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
 
     def costs(self) -> BlockCosts:
-        matmul_f, matmul_b, last = self._matmuls()
-        attention_f, attention_b = self._attention()
+        (matmul_f, matmul_b, last), (attention_f, attention_b) = self._matmuls(), self._attention()
         memory_f = self._memory()
-        wait = self._tensor_wait() + self._expert_wait() + self._context_wait(attention_f)
-        kernels = (
-            self.passes.kernels + (2 if self.layout.tensor > 1 else 0) + (EXPERT_KERNELS if self.model.experts else 0)
-        )
+        wait = self._waits(attention_f)
+        kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * bool(self.model.experts)
         launch = self.constants.launch_us * 1e-6
         forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
         backward = BlockCost(
@@ -125,7 +115,7 @@ class BlockModel:
         )
         again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
         head_f, head_b = self._head()
-        known = self.constants.factors_for(self.workload)
+        known = self.constants.blocks.get(shape_of(self.workload) or (), Factors())
         return BlockCosts(
             forward=forward.times(known.block),
             backward=(backward + again).times(known.block),
@@ -233,23 +223,20 @@ class BlockModel:
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
         else:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
-        hidden = 0.5 if self.run.overlaps_tensor else 1.0
-        return 2 * (each + CALL_S) * self.constants.slowdown * hidden
+        return 2 * (each + CALL_S) * self.constants.slowdown * (0.5 if self.run.overlaps_tensor else 1.0)
 
-    def _expert_wait(self) -> float:
-        expert = self.layout.expert
-        if expert == 1:
-            return 0.0
-        group = group_of(self.cluster, expert, self.layout.tensor)
-        num_bytes = self.tokens / self.layout.tensor * self.model.active_experts * self.model.width * 2
-        return 2 * (collective_seconds("all_to_all", num_bytes, group, self.cluster) + CALL_S) * self.constants.slowdown
-
-    def _context_wait(self, attention: float) -> float:
-        """Keys and values travel around the ring while attention works on those that are there."""
-        context = self.layout.context
-        if context == 1:
-            return 0.0
-        group = group_of(self.cluster, context, self.layout.tensor)
-        num_bytes = self.tokens * context * self.model.kv_width / self.layout.tensor * self.width
-        moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
-        return max(0.0, moved - attention) + context * CALL_S
+    def _waits(self, attention: float) -> float:
+        """For tensor-parallel ranks; for tokens on their way to experts; for keys and values, around the ring while
+        attention works on those that are there."""
+        layout, model, waits = self.layout, self.model, self._tensor_wait()
+        if layout.expert > 1:
+            group = group_of(self.cluster, layout.expert, layout.tensor)
+            num_bytes = self.tokens / layout.tensor * model.active_experts * model.width * 2
+            moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
+            waits += 2 * (moved + CALL_S) * self.constants.slowdown
+        if layout.context > 1:
+            group = group_of(self.cluster, layout.context, layout.tensor)
+            num_bytes = self.tokens * layout.context * model.kv_width / layout.tensor * self.width
+            moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
+            waits += max(0.0, moved - attention) + layout.context * CALL_S
+        return waits

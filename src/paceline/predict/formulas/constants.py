@@ -16,7 +16,6 @@ the head are multiplied by what those rows say:
                says 1: so one row moves its shape half of the way, and twenty nearly all of it
     head       told apart from the blocks only by rows of several depths; else 1
 
-A shape has as many rows as there are depths, microbatches and layouts in the tables; it never names a row or a source.
 A composed set knows no blocks.
 """
 
@@ -49,8 +48,6 @@ BlockShape: TypeAlias = tuple[object, ...]  # values of SHAPE_COLUMNS
 
 
 class Factors(NamedTuple):
-    """Measured over predicted time, of blocks of one shape."""
-
     block: float = 1.0
     head: float = 1.0
 
@@ -79,11 +76,6 @@ class Constants(KernelRates):
     convolution_wide: float = 0.35
     rows: int = 1
     blocks: MeasuredBlocks = field(default_factory=dict)
-
-    def factors_for(self, workload: Workload) -> Factors:
-        """Returns what is known of a workload's blocks; factors of 1 where nothing is."""
-        shape = shape_of(workload)
-        return Factors() if shape is None else self.blocks.get(shape, Factors())
 
 
 CONSTANT_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
@@ -142,7 +134,6 @@ def mean_of(
 
 @cache
 def fitted_constants() -> ConstantSets:
-    """Returns the sets that are shipped."""
     blocks = parse_blocks(_shipped("measured_blocks.csv"))
     sets = parse_constants(_shipped("fitted_constants.yaml"))
     return {key: replace(each, blocks=blocks.get(key, {})) for key, each in sets.items()}
@@ -153,7 +144,6 @@ def _shipped(name: str) -> str:
 
 
 def parse_constants(text: str) -> ConstantSets:
-    """Reads sets from YAML: generation, then framework, then values."""
     found = {}
     for generation, frameworks in (load_shipped(text) or {}).items():
         for framework, values in frameworks.items():
@@ -172,7 +162,6 @@ def shape_of(workload: Workload) -> BlockShape | None:
 
 
 def parse_blocks(text: str) -> dict[tuple[str, str], dict[BlockShape, Factors]]:
-    """Reads factors from CSV: one line a shape, with its generation and framework."""
     found: dict[tuple[str, str], dict[BlockShape, Factors]] = defaultdict(dict)
     for line in csv.DictReader(each for each in text.splitlines() if not each.startswith("#")):
         shape = tuple(read(line[name]) for name, read in SHAPE_COLUMNS.items())
@@ -202,7 +191,6 @@ class Domain(NamedTuple):
 
 
 def kind_of(workload: Workload) -> str:
-    """Returns what kind of model a workload is of, in the words of the file."""
     model = workload.model
     if model.is_sampled:
         return model.kind
@@ -210,7 +198,6 @@ def kind_of(workload: Workload) -> str:
 
 
 def sizes_of(workload: Workload) -> dict[str, float]:
-    """Returns the sizes by which a workload is compared to those rows."""
     if workload.model.is_sampled:
         return {"samples": workload.micro_batch}
     return {"width": float(workload.model.width), "length": float(workload.run.seq_len), "tokens": workload.tokens}
@@ -237,7 +224,6 @@ def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tupl
 
 
 def parse_domain(text: str) -> dict[DomainKey, Domain]:
-    """Reads a domain from YAML: generation, framework, kind, then precisions and sizes."""
     return {
         (generation, framework, kind): Domain(
             precisions=tuple(values["precisions"]),
@@ -251,5 +237,4 @@ def parse_domain(text: str) -> dict[DomainKey, Domain]:
 
 @cache
 def calibrated_domain() -> Mapping[DomainKey, Domain]:
-    """Returns the domain of the constants that are shipped."""
     return parse_domain(_shipped("calibrated_domain.yaml"))

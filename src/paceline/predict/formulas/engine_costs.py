@@ -29,7 +29,7 @@ import math
 from dataclasses import replace
 
 from paceline.cluster.devices import Catalog, Cluster
-from paceline.cluster.nccl import Collective, collective_seconds, group_of
+from paceline.cluster.wires import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Recompute, Workload, stage_layers
@@ -37,7 +37,7 @@ from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.formulas.step import Prediction, StepParts, in_training, predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
 from paceline.units import MIB
 
@@ -57,7 +57,6 @@ _AGAIN_OF_STEP: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attent
 
 
 def price(workload: Workload, cluster: Cluster) -> Prediction:
-    """Predicts a step as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
     return with_tuning(price_untuned(workload, cluster), workload, cluster)
 
 
@@ -76,7 +75,15 @@ def price_untuned(workload: Workload, cluster: Cluster) -> Prediction:
     elif layout.is_fully_sharded and layout.pipeline > 1:
         step = _times(step, workload.microbatches)
     if layout.strategy == "hybrid":
-        step = _averaged_between_groups(step, workload, cluster)
+        # The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for.
+        constants = _constants_of(workload, cluster)
+        group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)
+        num_bytes = part_params(workload) * 4 / layout.shards
+        seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
+        hidden = min(seconds, max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches))
+        contention = step.contention + constants.contention * hidden
+        exposed = step.exposed + seconds - hidden
+        step = replace(step, exposed=exposed, hidden=step.hidden + hidden, contention=contention)
     return replace(found, step=step)
 
 
@@ -108,25 +115,19 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
         step=step,
         memory=memory,
         fits=memory.device_bytes <= cluster.device.memory_bytes,
+        peak_flops=cluster.device.peak(workload.run.compute),
         outside=(*found.outside, *(reason for reason, is_so in never_published.items() if is_so)),
     )
 
 
 def engine_footprint(workload: Workload) -> MemoryEstimate:
-    """Returns what a rank's device holds by the formulas of ``footprint``, with the states that the engines here keep.
-
-    States that are offloaded are on the host. A slice to gather from stays, and in the buckets of zero1 the whole
-    gradients.
-    """
+    """Returns what a rank's device holds by ``footprint``, with the states that the engines here keep."""
     found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
     offload, layout = _offload_of(workload), workload.layout
     if workload.model.is_sampled:
-        found = replace(
-            found,
-            parameters=found.parameters / (layout.shards if layout.sharing.parameters else 1),
-            gradients=found.gradients / (layout.shards if layout.sharing.gradients else 1),
-            optimizer=found.optimizer / layout.shards,
-        )
+        shared = {"optimizer", *(("gradients",) if layout.sharing.gradients else ())}
+        shared |= {"parameters"} if layout.sharing.parameters else set()
+        found = replace(found, **{name: getattr(found, name) / layout.shards for name in shared})
     if not layout.reshard_after_forward:
         found = replace(found, temporary=found.temporary + 2 * part_params(workload))
     if not offload.is_any:
@@ -201,22 +202,6 @@ def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepPa
 
 def _times(step: StepParts, count: float) -> StepParts:
     return replace(step, exposed=step.exposed * count, hidden=step.hidden * count, contention=step.contention * count)
-
-
-def _averaged_between_groups(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
-    """The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for."""
-    constants, layout = _constants_of(workload, cluster), workload.layout
-    group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)
-    num_bytes = part_params(workload) * 4 / layout.shards
-    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
-    room = max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches)
-    hidden = min(seconds, room)
-    return replace(
-        step,
-        exposed=step.exposed + seconds - hidden,
-        hidden=step.hidden + hidden,
-        contention=step.contention + constants.contention * hidden,
-    )
 
 
 def _bucketed(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
@@ -294,7 +279,6 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
 
 
 def bus_bytes_per_s(cluster: Cluster) -> float:
-    """Returns what a device's bus to its host carries one way."""
     inside = cluster.node.inside
     link = inside if inside.kind == "pcie" else Catalog().link(_BUSES.get(cluster.device.generation, _OTHER_BUS))
     return link.reached

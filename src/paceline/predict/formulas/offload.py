@@ -2,9 +2,8 @@
 
 For a rank's slice of p parameters, of w bytes each on the device and 4 on the host:
 
-    before a gather     the host casts the slice (4 + w bytes, where w < 4), and w bytes cross the bus: what is computed
-                        waits for them. Fully sharded, in every gather once there are gradients; in the first microbatch
-                        in forward alone. Whole parameters come once a step.
+    before a gather     the host casts the slice (4 + w bytes, where w < 4), and w bytes cross the bus, which compute
+                        waits for: fully sharded, in every gather once there are gradients; else once a step
     parameters too      nothing stays between gathers: w bytes in each of them; one rank alone is a unit ahead
     behind a reduction  4 bytes to the host, beside what is computed; from the second microbatch on the host waits for
                         them and adds them up (12 bytes), and launches nothing meanwhile. zero1 reduces once a step.
@@ -12,8 +11,8 @@ For a rank's slice of p parameters, of w bytes each on the device and 4 on the h
     hybrid              4 bytes of the sums go to the device and back, once a step
     the update          the norm reads 4 bytes, Adam reads 16 and writes 12, on the host, which nothing hides
 
-A step is walked through with and without offload, and what it takes longer is what offload costs. Of many microbatches
-four are walked: the third is like all others.
+What a step takes longer with offload than without is what it costs. Of many microbatches four are walked: the third is
+like all others.
 """
 
 from __future__ import annotations
@@ -62,18 +61,14 @@ class Offloaded:
 
 
 def _walk(step: Offloaded) -> float:
-    """Returns the seconds of all microbatches, up to the update."""
     walker = _Walker(step)
     microbatches = step.layout.accumulate
     walked = min(microbatches, _WALKED)
     ends = [walker.microbatch(number, is_last=number == walked - 1) for number in range(walked)]
-    middle = ends[2] - ends[1] if walked == _WALKED else 0.0
-    return ends[-1] + (microbatches - walked) * middle
+    return ends[-1] + (microbatches - walked) * (ends[2] - ends[1] if walked == _WALKED else 0.0)
 
 
 class _Walker:
-    """One rank on its way through a step."""
-
     def __init__(self, step: Offloaded) -> None:
         self._step = step
         self._clock = RankClock()
@@ -82,7 +77,6 @@ class _Walker:
         self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
 
     def microbatch(self, number: int, *, is_last: bool) -> float:
-        """Goes through a microbatch; returns when it is done."""
         clock = self._clock
         if self._layout.is_fully_sharded:
             self._forward_of_units()
@@ -99,8 +93,6 @@ class _Walker:
                 clock.work_on_host(0.0, (clock.issue("to_host", seconds),))
             clock.work_on_host(0.0, self._leaving)
         return clock.now
-
-    # Whole parameters.
 
     def _forward(self, number: int) -> None:
         pieces = self._step.pieces
@@ -151,8 +143,6 @@ class _Walker:
         assert behind is not None
         self._land(*behind, number, is_last=is_last)
         self._land(root, clock.issue("link", root.reduce), number, is_last=is_last)
-
-    # Copies.
 
     def _fetch(self, piece: OffloadedUnit, *, has_changed: bool) -> float:
         """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""

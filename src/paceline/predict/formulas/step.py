@@ -3,21 +3,19 @@
     step = pipeline of blocks + communication that nothing hides + optimizer + the slowest device
 
 Of a transformer, blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch runs on the event core:
-unshards ahead of use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last
-microbatch are reduced block by block behind its backward, on the event core too; what is left over is waited for.
-Megatron without sharding reduces them all at once when the backward is done.
+unshards ahead of use, reduces behind. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
+block behind its backward, on the event core too. Megatron without sharding reduces them all at once afterwards.
 
 A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for m microbatches and v chunks,
 (m - 1) max c + sum c / v + (max c)(1 - 1/v).
 
-All ranks wait for the slowest of N: devices of one kind differ, and so do batches.
+All ranks wait for the slowest of N, where constants hold what the slowest of one node's eight takes:
 
     loss = sigma x (E[largest of N normal deviates] - E[largest of 8]) x compute
 
-as constants come from runs on one node, and hold what the slowest of its eight takes. GPUs of one model and one cluster
-differ by 8 % from the slowest to the fastest that is no outlier (mean over clusters and programs; Sinha and others,
-"Not All GPUs Are Created Equal", arXiv 2208.11035): clocks depend on the chip, its voltage and its cooling. Whiskers of
-a box plot are 5.4 standard deviations apart, so sigma is 0.015.
+GPUs of one model and one cluster differ by 8 % from the slowest to the fastest that is no outlier (Sinha and others,
+"Not All GPUs Are Created Equal", arXiv 2208.11035). Whiskers of a box plot are 5.4 standard deviations apart, so sigma
+is 0.015.
 
 A model that is known by what a sample costs (convolutional, recurrent, translation) is data-parallel:
 
@@ -37,7 +35,8 @@ from typing import NamedTuple
 
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import ceiling, memory_seconds
-from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
+from paceline.cluster.wires import Collective, Group, collective_seconds, group_of
+from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Workload, stage_layers
@@ -50,7 +49,7 @@ from paceline.predict.formulas.constants import (
     fitted_constants,
     outside_of,
 )
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
 
 # Errors that nine of ten rows of the split dev stay below, inside the calibrated domain (without the table whose very
@@ -104,13 +103,25 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml)."""
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml).
+
+    ``memory`` and ``fits`` are of the formula; a search fills in the device's peak, and a rank's bytes by the estimate.
+    """
 
     workload: Workload
     step: StepParts
     memory: MemoryEstimate
     fits: bool
     outside: tuple[str, ...] = ()
+    peak_flops: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __str__(self) -> str:
+        return str(self.workload)
+
+    @property
+    def layout(self) -> Layout:
+        return self.workload.layout
 
     @property
     def fitted(self) -> bool:
@@ -130,6 +141,26 @@ class Prediction:
     @property
     def samples_per_s(self) -> float:
         return self.workload.micro_batch * self.workload.microbatches * self.workload.layout.data / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
+        return self.samples_per_s * self.workload.run.seq_len
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: tokens, or samples of a model that has none."""
+        return "samples" if self.workload.model.is_sampled else "tokens"
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs, attention in full, as a share of the devices' dense peak."""
+        return self.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
+
+    @property
+    def communication(self) -> float:
+        """The share of a step that waits for other ranks: tensor-parallel waits, and what nothing hides."""
+        return (self.step.tensor_wait + self.step.exposed + self.step.contention) / self.step.total
 
 
 def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = None) -> Prediction:
@@ -158,12 +189,10 @@ def model_flops(workload: Workload) -> float:
 
 
 def transformer_flops(model: ModelShape, length: int) -> float:
-    """Of one sequence of a transformer, forward and backward, attention in full."""
     return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
 
 
 def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
-    """Returns what a step of a transformer takes."""
     model, layout, microbatches = workload.model, workload.layout, workload.microbatches
     costs = BlockModel(workload, cluster, constants).costs()
     layers = stage_layers(model.layers, layout.pipeline)
@@ -204,7 +233,6 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
 
 
 def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
-    """Returns what a data-parallel step takes of a model known by what a sample costs."""
     model, run, ranks = workload.model, workload.run, workload.layout.data
     kind = _KINDS[model.kind]
     share = constants.matmul
@@ -257,10 +285,7 @@ def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float
 
 
 def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
-    """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
-
-    ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
-    """
+    """Returns what 1F1B (interleaved with chunks) takes, by the closed form; ``message``: of a neighbour's tensor."""
     slowest = max(stage.both for stage in stages)
     fill = (sum(stage.both for stage in stages) - slowest) / chunks
     return microbatches * slowest + fill + 2 * (len(stages) - 1) * message
@@ -290,8 +315,6 @@ def in_training(kind: Collective, num_bytes: float, group: Group, cluster: Clust
 
 
 class _DataParallelTime:
-    """The communication of data-parallel ranks, and what of it is left over."""
-
     def __init__(
         self, workload: Workload, cluster: Cluster, constants: Constants, costs: BlockCosts, layers: int
     ) -> None:
@@ -303,13 +326,11 @@ class _DataParallelTime:
         self.end_params = model.end_params / layout.tensor
 
     def seconds(self) -> tuple[float, float]:
-        """Returns exposed and hidden seconds of a step."""
         if self.ranks == 1:
             return 0.0, 0.0
         return self._sharded() if self.workload.layout.is_fully_sharded else self._reduced()
 
     def _collective(self, kind: Collective, num_bytes: float, ranks: int) -> float:
-        """Seconds of so many data-parallel ranks, neighbours on that axis."""
         group = group_of(self.cluster, ranks, self.workload.layout.tensor)
         return in_training(kind, num_bytes, group, self.cluster, self.constants)
 
@@ -365,10 +386,7 @@ class _DataParallelTime:
         return exposed, hidden
 
     def _gathered(self, shards: int) -> tuple[float, float]:
-        """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
-
-        Megatron gathers block by block, ahead of the next step's first forward; the others all at once.
-        """
+        """Exposed and hidden seconds of the updated parameters' way back: in Megatron block by block."""
         if self.workload.run.framework != "megatron":
             total = self.layers * self.block_params + self.end_params
             return self._collective("all_gather", total * 2, shards), 0.0

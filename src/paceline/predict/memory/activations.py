@@ -22,19 +22,13 @@ Known error: within 1 % of what autograd saves, on a CPU (tests/predict/test_est
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.config import (
-    Config,
-    GPTModelConfig,
-    MLPModelConfig,
-    ResNetModelConfig,
-    SyntheticImagesDataConfig,
-    gpt_shape,
-)
-from paceline.config.data_sections import known_shape
+from paceline.config import Config
+from paceline.config.data_sections import SyntheticImagesDataConfig, known_shape
+from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape
 from paceline.plan.layout import WITH_MASTERS
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
@@ -45,8 +39,7 @@ _INDEX_BYTES = 8
 _OPERATIONS_PER_NUMBER = 64.0  # of 4 bytes that is written, as in ``engines/stages/costs.py``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class Widths(NamedTuple):
     """Bytes of an element: of the stream between blocks, and of what matrix products read."""
 
     stream: int
@@ -75,9 +68,8 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
         is_one_graph=is_compiled
         and (model.compile == "whole" or (model.compile != "blocks" and config.parallel.ranks == 1)),
     )
-    if isinstance(model, GPTModelConfig):
-        known = known_gpt(config)
-        return None if known is None else describe_gpt(*known, widths)
+    if (known := known_gpt(config)) is not None:
+        return describe_gpt(*known, widths)
     if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
         channels = model.in_channels or config.data.channels
         return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
@@ -97,25 +89,32 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
     return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
 
 
-# GPT
-
-
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a GPT on samples of so many tokens."""
     block = _gpt_block(shape, tokens, widths)
-    first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
-    tied = shape.vocab_size * shape.width if shape.tied else 0
-    root = BlockFacts.together((first, last), tied=tied, tied_columns=shape.width if shape.tied else 0)
+    last, width, length = _gpt_head(shape, tokens, widths), shape.width, shape.context or tokens
+    embedded = shape.vocab_size * width
+    learned = length * width if shape.positions == "learned" else 0
+    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
+    first = BlockFacts(
+        parameters=embedded + learned,
+        saved_bytes=tokens * _INDEX_BYTES + masks,
+        largest_parameter=max(embedded, learned),
+        columns=width + (width if learned else 0),
+        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
+        split_parameters=embedded,
+        stream_bytes=masks,
+    )
+    tied = embedded if shape.tied else 0
+    root = BlockFacts.together((first, last), tied=tied, tied_columns=width if shape.tied else 0)
     loss = LossFacts(
         vocabulary=shape.vocab_size,
-        width=shape.width,
+        width=width,
         tokens=tokens,
         element_bytes=widths.compute,
         kept_bytes=last.split_bytes,
         temporary_bytes=block.temporary_bytes,
     )
     return ModelFacts(
-        name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
         root=root,
         buffer_bytes=shape.layers * block.buffer_bytes,
@@ -133,6 +132,12 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
+    # Products, attention over all tokens, and what is written: every product twice, scores about four times.
+    length, wide = shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
+    turned = 5 * width if shape.positions == "rotary" else 0
+    normed = (6 if shape.norm == "rms" else 2) * width
+    written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
+    operations = length * (2 * matrices + 4 * length * width + _OPERATIONS_PER_NUMBER * written)
     rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
     return BlockFacts(
         parameters=matrices + 2 * width,
@@ -144,7 +149,7 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
         columns=(6 if shape.gated else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
         temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
-        operations=_gpt_block_operations(shape, shape.context or tokens),
+        operations=operations,
         split_parameters=matrices,
         split_bytes=tokens * inside,
         stream_bytes=tokens * between,
@@ -152,23 +157,7 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     )
 
 
-def _gpt_embedding(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, length = shape.width, shape.context or tokens
-    learned = length * width if shape.positions == "learned" else 0
-    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
-    return BlockFacts(
-        parameters=shape.vocab_size * width + learned,
-        saved_bytes=tokens * _INDEX_BYTES + masks,
-        largest_parameter=max(shape.vocab_size * width, learned),
-        columns=width + (width if learned else 0),
-        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
-        split_parameters=shape.vocab_size * width,
-        stream_bytes=masks,
-    )
-
-
 def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    """The last norm, the output layer, and the loss."""
     vocab_size, head = shape.vocab_size, shape.vocab_size * shape.width
     logit_bytes = max(widths.stream, 4)  # the loss wants digits
     inputs, outputs = _norm_bytes(shape, widths, readers=1)
@@ -189,24 +178,12 @@ def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     )
 
 
-def _gpt_block_operations(shape: ModelShape, tokens: int) -> float:
-    """Products, attention over all tokens, and what is written: every product twice, scores about four times."""
-    width, mlp = shape.width, shape.mlp_width * (2 if shape.gated else 1)
-    turned = 5 * width if shape.positions == "rotary" else 0
-    norms = (6 if shape.norm == "rms" else 2) * width
-    written = 2 * (_gpt_product_features(shape) - width) + 4.5 * shape.heads * tokens + mlp + norms + 2 * width + turned
-    return tokens * (
-        2 * (shape.attention_params + shape.expert_params) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written
-    )
-
-
 def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
     """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
     width = shape.width
     if shape.dropout and widths.device == "cpu":
         # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
-        itemsize = max(widths.compute, 4)
-        attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
+        attention = (3 * width + 3 * shape.heads * tokens) * max(widths.compute, 4) + width * widths.compute
     else:
         copies = 2 if shape.positions == "rotary" else 1
         # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.
@@ -237,11 +214,7 @@ def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths)
     return features * (1 if widths.device == "cuda" else itemsize) if dropout else 0.0
 
 
-# Residual networks
-
-
 def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a residual network on square images."""
     is_basic, width = model.depth == 18, model.width
     is_small = model.stem == "small"
     kernel, size = (3, image) if is_small else (7, _half(image))
@@ -274,8 +247,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
                 layers.append(Convolution(inner, out, 1, size))
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
             block = _residual_block(layers, shortcut, channels * before**2, widths)
-            block = block if has_statistics else replace(block, buffer_bytes=0)
-            blocks.append(block)
+            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
             convolutions += [*layers, *shortcut]
             channels = out
     last = BlockFacts(
@@ -288,7 +260,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
     )
     root = BlockFacts.together((first, last))
     return ModelFacts(
-        name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
         root=root,
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
@@ -306,8 +277,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
 
 
 class Convolution(NamedTuple):
-    """A convolution, and the norm after it."""
-
     inputs: int
     channels: int
     kernel: int
@@ -319,12 +288,10 @@ class Convolution(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Numbers that come out for one image."""
         return self.channels * self.size**2
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions for one image."""
         return 2 * self.weights * self.size**2
 
 
@@ -356,16 +323,11 @@ def _half(size: int) -> int:
     return -(-size // 2)
 
 
-# Perceptrons
-
-
 def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
     root = BlockFacts.together(layers)
     return ModelFacts(
-        name="mlp",
         blocks=(),
         root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,

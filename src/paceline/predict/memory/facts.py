@@ -2,10 +2,7 @@
 
 For T tensor ranks, a layer whose parameters are p, of which s are split, has p - s + s / T of them on each. What is
 saved for backward is in three parts: inside attention and MLP (1 / T), the stream between (whole; 1 / T under sequence
-parallelism), and what split layers read (whole).
-
-How many microbatches a rank of a pipeline has in flight: the table in ``schedule/schedules.py``, and never more than
-there are. Beside what autograd saves, a stage keeps the output of each, from which backward begins.
+parallelism), and what split layers read (whole). Beside that, a stage keeps the output of each microbatch in flight.
 
 A pipeline is as fast as its slowest stage. With c_i the cost of layer i (forward and backward), and best[s][j] the
 smallest possible cost of the slowest of s stages that run layers 0 to j - 1,
@@ -23,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import NamedTuple
 
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
@@ -66,11 +63,7 @@ class BlockFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """What a loss keeps of logits, and what one takes that is fused with the output layer, and keeps none.
-
-    Of a sample of ``tokens``: ``kept_bytes``, of the root's ``saved_bytes``, are its logits for backward;
-    ``temporary_bytes`` live while an operation of the blocks runs.
-    """
+    """What a loss keeps of the logits of a sample, and what one takes that is fused with the output layer."""
 
     vocabulary: int
     width: int
@@ -84,12 +77,10 @@ class LossFacts:
 class ModelFacts:
     """A model as the estimates see it: repeated blocks, and the rest as one block called root."""
 
-    name: str
     blocks: tuple[BlockFacts, ...]
     root: BlockFacts
     buffer_bytes: int = 0
     temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs, at the worst moment
-    source: Literal["formula", "measured"] = "formula"
     # The layers before and after the blocks, where a pipeline may cut; none: only the model's own code knows them.
     entry: tuple[BlockFacts, ...] = ()
     exit: tuple[BlockFacts, ...] = ()
@@ -99,7 +90,6 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int:
-        """How many parameters there are, a shared one once."""
         return self.root.parameters + sum(block.parameters for block in self.blocks)
 
     @property
@@ -113,15 +103,10 @@ class ModelFacts:
 
     @property
     def largest_block(self) -> int:
-        """Parameters of the largest block; of the whole model where it has none."""
         return max((block.parameters for block in self.blocks), default=self.root.parameters)
 
 
-# What a rank has of a model that is split: a stage's layers, and of each a tensor group's share.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
+class RankPart(NamedTuple):
     """One rank's part of a model, and of how many microbatches at once it keeps the activations."""
 
     model: ModelFacts
@@ -130,10 +115,7 @@ class RankPart:
 
 
 def parts_of(model: ModelFacts, layout: Layout) -> Iterator[RankPart]:
-    """Iterates over the parts of the pipeline's ranks; over the one part of all ranks where there is no pipeline.
-
-    Raises UsageError where there are fewer layers than stages.
-    """
+    """Iterates over the parts of the pipeline's ranks, one where there is none. Raises UsageError for few layers."""
     tensor, is_sequence = layout.tensor, layout.sequence_parallel
     if layout.pipeline == 1:
         yield RankPart(model=part_of(model, range(len(model.layers)), tensor=tensor, is_sequence=is_sequence))
@@ -165,17 +147,14 @@ def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_seq
     )
     root = BlockFacts.together(ends, tied=tied)
     return ModelFacts(
-        name=model.name,
         blocks=blocks,
         root=replace(root, saved_bytes=root.saved_bytes + outputs),
         buffer_bytes=sum(facts.buffer_bytes for facts in chosen.values()),
         temporary_bytes=max((facts.temporary_bytes for facts in chosen.values()), default=0.0),
-        source=model.source,
     )
 
 
 def bounds_of(model: ModelFacts, layout: Layout) -> tuple[int, ...]:
-    """Returns where the stages of a layout begin, and the end: as it says, else by cost."""
     entry = len(model.entry) if model.blocks else 0
     if layout.stage_layers is not None:
         return (0, *(entry + done for done in list(accumulate(layout.stage_layers))[:-1]), len(model.layers))
@@ -189,18 +168,11 @@ def bounds_of(model: ModelFacts, layout: Layout) -> tuple[int, ...]:
 @lru_cache(maxsize=64)  # a search asks again and again
 def stage_bounds(model: ModelFacts, stages: int) -> tuple[int, ...]:
     """Returns where ``parallel.stages = auto`` cuts, by the costs of the formulas. Raises UsageError for few layers."""
-    return choose_bounds(
-        [
-            LayerCost(
-                name=str(number),
-                forward=layer.operations,
-                backward=2 * layer.operations,
-                state_bytes=16 * layer.parameters,
-            )
-            for number, layer in enumerate(model.layers)
-        ],
-        stages,
-    )
+    costs = [
+        LayerCost(name="", forward=each.operations, backward=2 * each.operations, state_bytes=16 * each.parameters)
+        for each in model.layers
+    ]
+    return choose_bounds(costs, stages)
 
 
 def stages_of(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -247,17 +219,13 @@ def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer costs: times are seconds or any other unit, the same for all layers of a model.
-
-    ``state_bytes`` is what its parameters need all the time (with gradients and optimizer state), ``activation_bytes``
-    what one microbatch keeps for backward.
-    """
+    """What one layer costs: times are seconds or any other unit, the same for all layers of a model."""
 
     name: str
     forward: float
     backward: float
-    state_bytes: int = 0
-    activation_bytes: int = 0
+    state_bytes: int = 0  # that parameters, gradients and optimizer state need all the time
+    activation_bytes: int = 0  # that one microbatch keeps for backward
 
     @property
     def total(self) -> float:
@@ -298,7 +266,14 @@ def choose_bounds(
                     found[end], begins[end] = way, begin
         best, cuts = found, [*cuts, begins]
     if best[-1][0] == math.inf:
-        raise UsageError(_too_large(costs, stages, memory_bytes, in_flight))
+        needs = {cost.name: cost.state_bytes + min(in_flight) * cost.activation_bytes for cost in costs}
+        largest = max(needs, key=lambda name: needs[name])
+        raise UsageError(
+            f"no cut into {stages} stages fits into {memory_bytes / MIB:.0f} MiB a rank\n"
+            f"  the largest layer, {largest}, needs {needs[largest] / MIB:.0f} MiB by itself, and parameters with "
+            f"their states {states[-1] / stages / MIB:.0f} MiB a stage on average\n"
+            "  take more stages, a smaller microbatch, activation checkpointing, or a strategy that shards"
+        )
     bounds = [len(costs)]
     for begins in reversed(cuts):
         bounds.append(begins[bounds[-1]])
@@ -306,17 +281,4 @@ def choose_bounds(
 
 
 def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[float, ...]:
-    """Returns the cost of each stage, forward and backward."""
     return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))
-
-
-def _too_large(costs: Sequence[LayerCost], stages: int, memory_bytes: float, in_flight: Sequence[int]) -> str:
-    needs = {cost.name: cost.state_bytes + min(in_flight) * cost.activation_bytes for cost in costs}
-    largest = max(needs, key=lambda name: needs[name])
-    states = sum(cost.state_bytes for cost in costs) / stages
-    return (
-        f"no cut into {stages} stages fits into {memory_bytes / MIB:.0f} MiB a rank\n"
-        f"  the largest layer, {largest}, needs {needs[largest] / MIB:.0f} MiB by itself, and parameters with their "
-        f"states {states / MIB:.0f} MiB a stage on average\n"
-        "  take more stages, a smaller microbatch, activation checkpointing, or a strategy that shards"
-    )

@@ -20,16 +20,15 @@ stays is a slice in the dtype of computation (m/N) that is gathered from, beside
 and the whole gradients of zero1, in the buckets that it reduces and keeps. On CPU ranks the host's memory is the
 device's, and nothing moves.
 
-Of a model that is split, all of this holds for the part of a rank (``parts.py``): P is what its stage and its share of
+Of a model that is split, all of this holds for the part of a rank (``facts.py``): P is what its stage and its share of
 each layer come to, and N the data ranks that hold the same part. Activations count once for each microbatch in flight,
 and the estimate is that of the rank that needs the most.
 
-Activations come from the model's facts. Checkpointing keeps the inputs of a block (and its matrix products, for
-``matmuls``) and computes the rest again, one block at a time.
+Checkpointing keeps the inputs of a block (and its matrix products, for ``matmuls``) and computes the rest again, one
+block at a time.
 
 Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
-parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
-``search/automatic.py`` is for that.
+parameters). Activations: see ``activations.py``. What allocators lose between tensors is left to the margin.
 """
 
 from __future__ import annotations
@@ -40,9 +39,10 @@ from paceline.config import Config, OptimConfig, layout_of
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import WITH_MASTERS, Layout, Offload, loss_rows
 from paceline.plan.plan import MemoryEstimate, Plan
+from paceline.plan.workload import Workload, stage_layers
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts, RankPart, parts_of
-from paceline.units import MIB
+from paceline.units import GIB, MIB
 
 # What records of an H200 have beside the tensors (131 to 165 MiB, bench/results/gpu-h200*.json): cuBLAS and cuBLASLt
 # take workspaces from torch's allocator, 32 MiB each, for each of the two threads.
@@ -81,10 +81,7 @@ def optimizer_slots(optim: OptimConfig) -> int:
 
 
 def is_known(model: ModelFacts, layout: Layout) -> bool:
-    """Whether the facts say how a model is split so.
-
-    A schedule of the user's own, and layers of models of other code, are known only when the run starts.
-    """
+    """Whether the facts say how a model is split so: not by a schedule of one's own, or for layers of other code."""
     return not layout.is_split or (bool(model.layers) and isinstance(layout.schedule, str))
 
 
@@ -127,8 +124,6 @@ def _kept(block: BlockFacts, number: int, layout: Layout) -> tuple[float, float]
 
 
 class _Estimate:
-    """The bytes of one rank, category by category."""
-
     def __init__(self, part: RankPart, layout: Layout, states: StateFacts) -> None:
         self.part, self.model, self.layout, self.states = part, part.model, layout, states
         self.offload = layout.offload if states.device == "cuda" else Offload()
@@ -138,16 +133,12 @@ class _Estimate:
         self.slice = self._slice_of(self.full)
         self.param_bytes = 2 if layout.precision in WITH_MASTERS else self.itemsize
         self.computed = self.model.parameters * self.param_bytes
+        self.computed_apart = self.param_bytes != self.itemsize  # in another dtype than that of the masters
 
     @property
     def has_copy(self) -> bool:
         """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
         return self.layout.shards > 1 or self.computed_apart or self.offload.updates_on_host
-
-    @property
-    def computed_apart(self) -> bool:
-        """Whether the module computes with parameters in another dtype than that of the masters."""
-        return self.param_bytes != self.itemsize
 
     def total(self) -> MemoryEstimate:
         layout, model, offload = self.layout, self.model, self.offload
@@ -159,13 +150,23 @@ class _Estimate:
         activations = round(self.part.in_flight * kept + again)
         # What is received is posted early: the next input and the next gradient.
         temporary = round(layout.microbatch * (model.temporary_bytes + 2 * self.part.edge_bytes))
-        temporary += self._moving() + self._compressed()
+        temporary += self._moving()
+        owed, compression = 0, layout.compression
+        if compression.is_any:  # norms and biases, which travel whole, are counted in
+            numbers = 2 * model.parameters if compression.error_feedback else 0
+            numbers += 2 * compression.factor_rank * model.columns if compression.policy == "powersgd" else 0
+            owed = self._slice_of(numbers * self.itemsize)
+            # The vectors that are compressed, where they are not kept as owed, and one bucket's average.
+            temporary += min(layout.bucket_bytes, self.slice) + (0 if compression.error_feedback else self.slice)
         whole = 0 if layout.is_fully_sharded else self.computed
         # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
         masters, host = self.slice if is_cut else self.full if self.computed_apart else 0, 0
         gradients = self.slice if layout.sharing.gradients else self.full
-        optimizer = self._optimizer_bytes()
+        # Of the optimizer's state, norms and biases of Muon's blocks count as matrices.
+        spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in model.blocks)
+        optimizer = self.states.optimizer_slots * (self.slice if layout.sharing.optimizer else self.full)
+        optimizer -= spared // layout.shards if layout.sharing.optimizer else spared
         if offload.updates_on_host:
             low_slice = self._slice_of(self.computed)
             staged = low_slice if self.computed != self.full else 0
@@ -186,33 +187,8 @@ class _Estimate:
             temporary=temporary,
             framework=framework_bytes(self.states.device),
             host=host,
-            compression=self._owed(),
+            compression=owed,
         )
-
-    def _optimizer_bytes(self) -> int:
-        """Returns the optimizer's state of this rank. Norms and biases of Muon's blocks count as matrices."""
-        spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in self.model.blocks)
-        if not self.layout.sharing.optimizer:
-            return self.states.optimizer_slots * self.full - spared
-        return self.states.optimizer_slots * self.slice - spared // self.layout.shards
-
-    def _owed(self) -> int:
-        """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
-        compression = self.layout.compression
-        if not compression.is_any:
-            return 0
-        numbers = 2 * self.model.parameters if compression.error_feedback else 0
-        numbers += 2 * compression.factor_rank * self.model.columns if compression.policy == "powersgd" else 0
-        return self._slice_of(numbers * self.itemsize)
-
-    # What communication holds for a while: units that are gathered, gradients on their way.
-
-    def _compressed(self) -> int:
-        """Returns the vectors that are compressed, where they are not kept as owed, and one bucket's average."""
-        if not self.layout.compression.is_any:
-            return 0
-        feeds_back = self.layout.compression.error_feedback
-        return min(self.layout.bucket_bytes, self.slice) + (0 if feeds_back else self.slice)
 
     def _moving(self) -> int:
         layout, model, full = self.layout, self.model, self.model.parameters
@@ -244,15 +220,8 @@ class _Estimate:
         return -(-num_bytes // self.layout.shards)
 
 
-# The estimate as others ask for it: of a config, of a plan, and of layouts in a search.
-
-
 def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
-
-    Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
-    code, a schedule of the user's own, or a model that cannot be cut so.
-    """
+    """Estimates what ranks of each stage hold, for a config whose ranks are settled; () where that is not known."""
     parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy):
         return ()
@@ -301,3 +270,124 @@ class EngineMemory:
             except UsageError:
                 self._known[layout] = None
         return self._known[layout]
+
+
+# The same by coarser formulas, for frameworks of published runs and for models that this package does not build.
+#
+#     activations   of the microbatches in flight in the first stage; with full recomputation a block's input for each
+#                   block, and one block in whole
+#     temporary     the logits and their gradient, unsharded blocks under FSDP. The logits are gone before a block is
+#                   computed again: with full recomputation the larger of the two counts
+#     framework     the device's context, and the allocator's cut pieces
+#
+# Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments. States of
+# experts are cut by the ranks that hold the same experts, which are fewer.
+
+_CONTEXT_BYTES = 1.5 * GIB
+_CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
+
+
+def footprint(workload: Workload) -> MemoryEstimate:
+    model, layout = workload.model, workload.layout
+    if model.is_sampled:
+        return MemoryEstimate(
+            parameters=model.params * 4,
+            gradients=model.params * 4,
+            optimizer=model.params * 8,
+            activations=workload.micro_batch * model.activations * (4 if workload.run.is_wide else 2) * 2.5,
+            framework=_CONTEXT_BYTES,
+        )
+    layers = stage_layers(model.layers, layout.pipeline)[0]
+    dense = (layers * model.attention_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
+    experts = layers * model.mlp_params / layout.expert / layout.tensor
+    params = dense + experts
+    cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
+    weights, gradients, optimizer = _bytes_per_parameter(workload)
+    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
+    # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
+    flight = min(workload.microbatches, layout.pipeline)
+    more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
+    activations = layers * flight * more
+    if workload.recompute == "full":
+        across = layout.tensor if layout.sequence_parallel else 1
+        activations = activations * workload.tokens * model.width * 2 / across + _recomputed_bytes(workload)
+    else:
+        activations *= _block_bytes(workload)
+    temporary = max(0.0, logits - _recomputed_bytes(workload)) + units
+    return MemoryEstimate(
+        parameters=(cut if layout.sharing.parameters else params) * weights,
+        gradients=(cut if layout.sharing.gradients else params) * gradients,
+        optimizer=cut * optimizer,
+        activations=activations,
+        temporary=temporary,
+        framework=_CONTEXT_BYTES + _CUT_PIECES * (activations + temporary),
+    )
+
+
+def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
+    """Weights, gradients, optimizer.
+
+    Megatron: masters and moments in fp32, gradients summed in fp32. Eager: fp32 throughout under autocast; else
+    low-precision weights and gradients, and of the rank's share of them flat copies (4), gradients in fp32 (4), masters
+    and moments (12). Compiled: bf16 throughout, with gradients in fp32 where they are reduced so.
+    """
+    run, layout = workload.run, workload.layout
+    if run.is_wide:
+        return 4, 4, 8
+    match run.framework:
+        case "megatron":
+            return 2, 4, 12
+        case "compiled":
+            return (2, 4, 4) if layout.is_fully_sharded else (2, 2, 4)
+        case _:
+            is_flat = run.is_flat and not run.autocast
+            return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
+
+
+def _recomputed_bytes(workload: Workload) -> float:
+    """A block that is computed again. torch holds its gradients beside it; Megatron frees one as it makes the other."""
+    if workload.recompute != "full":
+        return 0.0
+    return _block_bytes(workload) * (1 if workload.run.framework == "megatron" else 2)
+
+
+def _block_bytes(workload: Workload) -> float:
+    """Of one block: the count of Korthikanti and others (arXiv 2205.05198), 34 h + 5 a s bytes a token for a GPT."""
+    model, layout, run = workload.model, workload.layout, workload.run
+    tensor = layout.tensor
+    across = tensor if layout.sequence_parallel else 1
+    hidden = model.width
+    width = 2 if run.is_wide else 1
+    # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
+    norms = (10 if run.framework == "megatron" else 8) * hidden / across
+    # Queries and what goes into the output's product; keys and values.
+    inner = (4 * model.query_width + 2 * model.kv_width) / tensor
+    wide = (4 if not model.gated else 6) * model.mlp_width / tensor * (model.active_experts or 1)
+    scores = 0.0
+    if not run.fused_attention and workload.recompute in ("none", "full"):
+        scores = 5 * model.heads * run.seq_len / tensor
+    if workload.recompute == "selective":
+        # Every second product's result is kept (queries, values, one of the MLP's wide ones, its last), the block's
+        # input and attention's result.
+        norms = 4 * hidden / across
+        inner = (4 * model.query_width + model.kv_width) / tensor
+        wide = 2 * model.mlp_width / tensor * (model.active_experts or 1)
+    return workload.tokens * width * (norms + inner + wide + scores)
+
+
+def _logit_bytes(workload: Workload) -> float:
+    """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
+
+    Tensor-parallel ranks of torch gather a half of them (or none, where the loss is split), Megatron's keep them split.
+    Fused losses, which Megatron has and the frameworks with flat parameters, keep one copy in fp32 and write the
+    gradient over the logits.
+    """
+    tensor = workload.layout.tensor
+    match workload.run.framework:
+        case "megatron":
+            return 6 / tensor
+        case "compiled":
+            return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
+        case _:
+            return (6 if workload.run.is_flat else 16) / tensor

@@ -29,7 +29,7 @@ from paceline.cluster.kernels import (
     work_seconds,
 )
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import LOSS, Event, Hold, Issue, Run, Wait
+from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Run, Wait
 
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
 # Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
@@ -47,13 +47,9 @@ _SCALAR_BYTES = 8  # what a reduction of a whole tensor writes at most: one numb
 
 
 class KernelCosts:
-    """Prices kernels, each kind of them once."""
-
     def __init__(self, device: Device, constants: Constants, *, is_compiled: bool, is_graphed: bool = False) -> None:
-        self._device = device
-        self._constants = constants
+        self._device, self._constants = device, constants
         self._is_compiled, self._is_graphed = is_compiled, is_graphed
-        self._is_measured = bool(device.memory_rates)
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def __call__(self, run: Run) -> tuple[float, float]:
@@ -74,7 +70,7 @@ class KernelCosts:
         return found
 
     def _work(self, kernel: Operation) -> float:
-        if self._is_measured:
+        if self._device.memory_rates:  # measured
             return work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":
@@ -139,14 +135,11 @@ def _written(events: Sequence[Event]) -> set[int]:
 
 def _kept(events: Sequence[Event]) -> dict[int, int]:
     """Tensors, and their bytes, that the forward of blocks writes and something of the backward reads."""
-    made: dict[int, int] = {}
-    kept: dict[int, int] = {}
+    made, kept = dict[int, int](), dict[int, int]()
     for event in events:
-        if not isinstance(event, Run):
-            continue
-        if event.operation.phase != "forward":
+        if isinstance(event, Run) and event.operation.phase != "forward":
             kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
-        elif event.block:
+        elif isinstance(event, Run) and event.block:
             made |= dict(event.operation.writes)
     return kept
 
@@ -154,9 +147,8 @@ def _kept(events: Sequence[Event]) -> dict[int, int]:
 def _without_copies(events: Sequence[Event]) -> list[Event]:
     """Leaves out what a block computes a second time in its forward: the same operator of the same tensors.
 
-    Autocast converts a tensor for each layer that reads it, and products of 8 bits take its maximum, cast it and copy
-    the cast. A compiler does all that once. Nor does it store a tensor in a wider dtype: every kernel that reads it
-    converts as it reads.
+    Autocast converts a tensor for each layer that reads it. A compiler does that once, and stores no tensor in a wider
+    dtype: every kernel that reads it converts as it reads.
     """
     known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
     same: dict[int, tuple[int, int]] = {}
@@ -172,7 +164,11 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
         if kernel.family == "convert" and is_widened and event.block not in ("", LOSS):  # that stays as it was measured
             same[kernel.writes[0][0]] = kernel.reads[0]
             continue
-        is_repeatable = _is_repeatable(kernel) or _is_transposed_cast(event)
+        # An operator gives the same result each time if it draws no numbers, and changes nothing in place.
+        is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
+        is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # at least a constant
+        is_drawn = kernel.family not in FUSED or kernel.family in ("random", "strided")
+        is_repeatable = (is_made and not is_in_place and not is_drawn) or _is_transposed_cast(event)
         if event.block and kernel.phase == "forward" and is_repeatable:
             sizes = tuple(size for _, size in kernel.writes)
             first = known.setdefault((event.block, kernel.name, kernel.reads, sizes), kernel.writes)
@@ -183,19 +179,8 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def _is_repeatable(kernel: Operation) -> bool:
-    """Whether an operator gives the same result each time: it draws no numbers, and changes nothing in place."""
-    read = {tensor for tensor, _ in kernel.reads}
-    is_in_place = any(tensor in read for tensor, _ in kernel.writes)
-    is_made = bool(read) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # a constant, at the least
-    return kernel.family in FUSED and kernel.family not in ("random", "strided") and is_made and not is_in_place
-
-
 def _recast(events: Sequence[Event]) -> list[Event]:
-    """Moves the transposed copies of 8 bits to the backward, where a compiler makes them from what is kept anyhow.
-
-    Torch's partitioner does so: it keeps the tensor that is cast, or what that is made of, and no copy in 8 bits.
-    """
+    """Moves transposed copies of 8 bits to the backward, as torch's partitioner does: it keeps their sources."""
     makers = {tensor: each.operation for each in events if isinstance(each, Run) for tensor, _ in each.operation.writes}
     moved: dict[int, Run] = {}
     found: list[Event] = []
@@ -232,38 +217,26 @@ def _sources(kernel: Operation, makers: dict[int, Operation]) -> dict[int, int]:
 
 
 def _delayed(events: Sequence[Event]) -> list[Event]:
-    """Moves kernels that go through memory to the first one that reads their results, where both may be fused.
-
-    An activation function whose result waits for a product's is then made beside what reads both.
-    """
+    """Moves kernels that go through memory to the first one that reads their results, where both may be fused."""
     first: dict[int, int] = {}
     for place, event in enumerate(events):
         for tensor, _ in event.operation.reads if isinstance(event, Run) else ():
             first.setdefault(tensor, place)
     later: dict[int, list[Event]] = {}
     found: list[Event] = []
-
-    def put(place: int, event: Event) -> None:
-        found.extend((*later.pop(place, ()), event))
-
     for place, event in enumerate(events):
         written = {tensor for tensor, _ in event.operation.writes} if isinstance(event, Run) else set()
         target = min((first[tensor] for tensor in written if tensor in first), default=-1)
-        if target > place and _may_precede(event, events[target]):
-            later.setdefault(target, []).extend([*later.pop(place, ()), event])
-        else:
-            put(place, event)
+        reader = events[target] if target > place else None
+        here = [*later.pop(place, ()), event]
+        if isinstance(event, Run) and isinstance(reader, Run) and _can_fuse(event) and _can_fuse(reader):
+            is_in_place = any(tensor in written for tensor, _ in event.operation.reads)
+            is_same = reader.block == event.block and reader.operation.phase == event.operation.phase
+            if is_same and not is_in_place:
+                later.setdefault(target, []).extend(here)
+                continue
+        found.extend(here)
     return found
-
-
-def _may_precede(event: Event, reader: Event) -> bool:
-    """Whether a kernel may be put right before another that reads its results: both may be fused."""
-    assert isinstance(event, Run)
-    assert isinstance(reader, Run)
-    written = {tensor for tensor, _ in event.operation.writes}
-    is_in_place = any(tensor in written for tensor, _ in event.operation.reads)
-    is_same = reader.block == event.block and reader.operation.phase == event.operation.phase
-    return is_same and not is_in_place and _can_fuse(event) and _can_fuse(reader)
 
 
 def _can_fuse(event: Run) -> bool:

@@ -1,20 +1,21 @@
 """What one rank does in one step, as data: kernels, communication and memory in the order in which the host issues it.
 
-A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
-program may be replayed on any.
+    Run     a kernel                  Issue   an operation of the communicator starts
+    Hold    memory is taken           Wait    what follows needs it
+    Drop    memory is given back      EventMark    an action of a pipeline's schedule begins
+    OnHost  the host works itself     Turn    an action is done once more, for another microbatch
 
-A step of many microbatches is recorded with few, and events are repeated: so kernels of a pipeline are priced, and
-fused, as often as they were recorded.
+A dry run writes it down (dryrun/), ``replay`` prices it for any cluster. A step of many microbatches is recorded with
+few, and events are repeated: so kernels of a pipeline are priced, and fused, as often as they were recorded.
 
 ``repeat``, without a pipeline. Three microbatches are recorded. The first makes what the others find, the last one
-synchronises, and all between them are alike: the second stands for each of these. Every copy has tensors, memory and
-operations of its own; what crosses from one microbatch into the next does so from copy to copy.
+synchronises, and the second stands for all between. Every copy has tensors, memory and operations of its own; what
+crosses from one microbatch into the next does so from copy to copy.
 
-``play``, in a pipeline: its actions are done again in the order of the whole schedule.
-
-An action of one microbatch (its forward at a stage, a send, ...) is like that of any other, but for the first, which
-makes what the others find, and the last, which reduces. So three are recorded, each action under an ``EventMark``, and
-the second stands for all between. In every copy
+``Player``, in a pipeline: actions are done again in the order of the whole schedule. An action of one microbatch (its
+forward at a stage, a send, ...) is like that of any other, but for the first, which makes what the others find, and the
+last, which reduces. So three are recorded, each action under an ``EventMark``, and the second stands for all between.
+In every copy
 
     what the same microbatch made      is the copy's own: operations, and memory that a later action gives back
     what the first one made            is there once, as are gradients
@@ -32,8 +33,93 @@ from itertools import count
 from typing import Literal, TypeAlias
 
 from paceline.cluster.kernels import Operation
-from paceline.predict.replay.events import END, Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 
+LOSS = "loss"  # the block of a compiled loss: its kernels are fused, softmax and all
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A kernel, and the block of the model that it belongs to; no block: the ends, the engine or the optimizer."""
+
+    operation: Operation
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
+
+    ``ranks``: of a message, its sender and its receiver. A collective that is made of messages has an ``algorithm``,
+    ``share`` is the part of its rounds that starts here, ``messages`` are this rank's: kind, number and bytes.
+    """
+
+    number: int
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    lane: str
+    tag: int = 0
+    phase: str = "forward"
+    algorithm: str = ""
+    share: float = 1.0
+    messages: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    number: int
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """The host works itself, and launches nothing; before, it waits, if it ``reads`` for all compute."""
+
+    name: str
+    num_bytes: int
+    waits: tuple[int, ...] = ()
+    reads: bool = False
+    phase: str = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Memory is taken. ``tensors`` are those of kernels that lie in it."""
+
+    number: int
+    num_bytes: int
+    category: str
+    tensors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventMark:
+    """What follows, up to the next mark, is one action of a schedule; after all actions, of the ``END``."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An action of the whole step, ``like`` a recorded microbatch's; ``arrived``: sends that it learns have arrived."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    like: int
+    arrived: tuple[tuple[str, int, int], ...] = ()
+
+
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop | EventMark | OnHost
+END = "end"
+COPIES = TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
@@ -41,10 +127,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", 
 class Program:
     """One step of one rank.
 
-    ``resident``: bytes by category that are there before the step and after it. ``samples`` are those of the global
-    batch, and ``elements`` what these count as: tokens, or samples. ``model_flops`` are what this rank's part of the
-    model takes by the usual count: three times its forward, attention in full, nothing twice. ``graphs``: whether the
-    step is replayed from a CUDA graph; auto: where the host would be what limits it.
+    ``resident``: bytes by category that are there before the step and after it. ``elements``: what the samples of the
+    global batch count as. ``model_flops``: of this rank's part, three times its forward, attention in full.
+    ``graphs``: whether the step is replayed from a CUDA graph; auto: where the host would be what limits it.
     """
 
     name: str
@@ -64,21 +149,12 @@ class Program:
     stages: int = 1
     order: tuple[Turn, ...] = ()
 
-    @property
-    def all_events(self) -> Iterator[Event]:
-        """Iterates over the events of the whole step."""
-        return play(self.events, self.order) if self.order else iter(self.events)
-
-    @property
-    def kernels(self) -> Iterator[Operation]:
-        return (event.operation for event in self.all_events if isinstance(event, Run))
-
     def peak_memory(self) -> dict[str, int]:
         """Returns bytes by category at the moment when they are most together."""
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()
-        for event in play(memory_alone(self.events), self.order) if self.order else self.events:
+        for event in Player(memory_alone(self.events), self.order).run() if self.order else self.events:
             if isinstance(event, Hold):
                 held[event.number] = event
                 now[event.category] += event.num_bytes
@@ -93,11 +169,6 @@ class Program:
 
 
 _Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an action
-
-
-def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
-    """Iterates over the events of the whole step, of which ``events`` were recorded."""
-    return _Player(events, order).run()
 
 
 def counted(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[tuple[Event, int]]:
@@ -124,10 +195,7 @@ def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
 
 
 def memory_alone(events: Sequence[Event]) -> list[Event]:
-    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment.
-
-    What is most together in a whole step stays the same, since an action is done as a whole.
-    """
+    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment."""
     found: list[Event] = []
     piece: list[Hold | Drop] = []
     sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
@@ -154,12 +222,11 @@ def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event
     return [event for event in piece if event.number not in left_out]
 
 
-class _Player:
-    """Gives the numbers of every copy."""
+class Player:
+    """The events of the whole step, of which some were recorded."""
 
     def __init__(self, events: Sequence[Event], order: Sequence[Turn]) -> None:
-        self._order = order
-        self._pieces = _pieces(events)
+        self._order, self._pieces = order, _pieces(events)
         self._last = {turn.like: turn.microbatch for turn in order}  # whose turn it is last
         self._first = {turn.like: turn.microbatch for turn in reversed(order)}
         self._is_send: set[int] = set()
@@ -221,7 +288,7 @@ class _Player:
             if turn.microbatch == self._first[turn.like]:
                 yield event if holder is None else self._of_last(event, holder)  # None: there before the step
         elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
-            yield _renumbered(event, self._number("held", event.number, turn.microbatch))
+            yield replace(event, number=self._number("held", event.number, turn.microbatch))
 
     def _end(self, piece: Sequence[Event]) -> Iterator[Event]:
         """What follows the actions: kernels that read what one microbatch's forward made run for each of them."""
@@ -246,7 +313,7 @@ class _Player:
 
     def _of_last(self, event: Hold | Drop, holder: int) -> Event:
         """Returns the event for the memory of the last microbatch that is like its holder."""
-        return _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
+        return replace(event, number=self._number("held", event.number, self._last.get(holder, holder)))
 
     def _number(self, kind: str, number: int, microbatch: int) -> int:
         key = (kind, number, microbatch)
@@ -255,16 +322,11 @@ class _Player:
         return self._numbers[key]
 
 
-def _renumbered(event: Hold | Drop, number: int) -> Event:
-    return Hold(number, event.num_bytes, event.category) if isinstance(event, Hold) else Drop(number)
-
-
 _BEFORE: _Key = ("", 0, 0)
 _BEHIND: _Key = (END, 0, 0)
 
 
 def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
-    """Returns the events of each action."""
     found: dict[_Key, list[Event]] = {}
     piece = found.setdefault(_BEFORE, [])
     for event in events:
@@ -291,23 +353,15 @@ def _readings(piece: Sequence[Event], makers: Mapping[int, int]) -> list[tuple[i
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
-    """Returns the events with those from ``start`` up to ``stop`` that many times; once: as they are.
-
-    What lies between must be alike in every copy: begun in the state in which the one before ends.
-    """
+    """Returns the events with those from ``start`` up to ``stop``, which are alike in every copy, that many times."""
     if times <= 1 or stop <= start:
         return tuple(events)
     middle = _Middle(events, start, stop)
-    found = list(events[:start])
-    for copy in range(times):
-        found += middle.copy(copy, is_last=copy == times - 1)
-    found += middle.follow(events[stop:], times - 1)
-    return tuple(found)
+    copies = (event for copy in range(times) for event in middle.copy(copy, is_last=copy == times - 1))
+    return (*events[:start], *copies, *middle.follow(events[stop:], times - 1))
 
 
 class _Middle:
-    """What is repeated, and how numbers go on from copy to copy."""
-
     def __init__(self, events: Sequence[Event], start: int, stop: int) -> None:
         self._events = events[start:stop]
         issued = [event.number for event in self._events if isinstance(event, Issue)]
@@ -315,43 +369,33 @@ class _Middle:
         self._num_issues = max(issued, default=-1) + 1 - self._first_issue
         self._held = {event.number for event in self._events if isinstance(event, Hold)}
         self._dropped = {event.number for event in self._events if isinstance(event, Drop)}
-        before = {tensor for event in events[:start] if isinstance(event, Run) for tensor in _tensors(event)}
-        inside = {tensor for event in self._events if isinstance(event, Run) for tensor in _tensors(event)}
-        self._fresh = inside - before
+        self._fresh = set(_tensors(self._events)) - set(_tensors(events[:start]))
         # Room for the numbers of all copies, past any number that there is.
-        numbers = [event.number for event in events if isinstance(event, Hold | Drop)]
-        tensors = [tensor for event in events if isinstance(event, Run) for tensor in _tensors(event)]
-        self._memory_step = max(numbers, default=0) + 1
-        self._tensor_step = max(tensors, default=0) + 1
+        self._memory_step = max((event.number for event in events if isinstance(event, Hold | Drop)), default=0) + 1
+        self._tensor_step = max(_tensors(events), default=0) + 1
 
-    def copy(self, number: int, *, is_last: bool) -> list[Event]:
-        """Returns one of the copies; the first is what was recorded."""
-        found: list[Event] = []
+    def copy(self, number: int, *, is_last: bool) -> Iterator[Event]:
         for event in self._events:
             if isinstance(event, Hold):
                 if event.number in self._dropped or is_last:  # what lives on does so once
                     further = self._tensor_step * number
                     tensors = tuple(each + further if each in self._fresh else each for each in event.tensors)
-                    found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
+                    yield replace(event, number=self._memory(event.number, number), tensors=tensors)
             elif isinstance(event, Drop):
                 if event.number in self._held or number == 0:
-                    found.append(Drop(self._memory(event.number, number)))
+                    yield Drop(self._memory(event.number, number))
             elif not isinstance(event, EventMark):
-                found.append(self._moved(event, number, first=0))
-        return found
+                yield self._moved(event, number, first=0)
 
-    def follow(self, events: Sequence[Event], last: int) -> list[Event]:
-        """Returns what comes behind: it refers to the last copy."""
-        found: list[Event] = []
+    def follow(self, events: Sequence[Event], last: int) -> Iterator[Event]:
         for event in events:
             if isinstance(event, Drop):
                 is_own = event.number in self._held and event.number not in self._dropped
-                found.append(Drop(self._memory(event.number, last)) if is_own else event)
+                yield Drop(self._memory(event.number, last)) if is_own else event
             elif isinstance(event, Hold | EventMark):
-                found.append(event)
+                yield event
             else:
-                found.append(self._moved(event, last, first=self._first_issue))
-        return found
+                yield self._moved(event, last, first=self._first_issue)
 
     def _moved(self, event: Run | Issue | Wait | OnHost, copy: int, *, first: int) -> Event:
         """Gives an event the numbers of a copy; operations before ``first`` keep theirs.
@@ -374,5 +418,6 @@ class _Middle:
         return number + self._memory_step * copy if number in self._held else number
 
 
-def _tensors(event: Run) -> list[int]:
-    return [tensor for tensor, _ in (*event.operation.reads, *event.operation.writes)]
+def _tensors(events: Sequence[Event]) -> Iterator[int]:
+    runs = (event.operation for event in events if isinstance(event, Run))
+    return (tensor for kernel in runs for tensor, _ in (*kernel.reads, *kernel.writes))

@@ -10,10 +10,8 @@ A rank has a host that launches one thing after another, a compute stream, and o
     offload       copies over the bus are waited for like collectives, and slow no kernel; while the host works itself,
                   at the rate of its memory, it launches nothing
 
-So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
-alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow: all that it does itself
-takes longer, on host and device. Programs of stages are replayed together, their messages matched in order. The same
-programs give the same times, to the bit.
+Ranks that are alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow. Programs
+of stages are replayed together, their messages matched in order. The same programs give the same times, to the bit.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ from paceline.predict.formulas.constants import Constants, constants_for, fitted
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
-from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import Program, play
+from paceline.predict.replay.program import COPIES, Drop, Event, Hold, Issue, OnHost, Player, Program, Run, Wait
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
@@ -49,14 +46,17 @@ def replay(
 ) -> ReplayedStep:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
-    ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
-    of the fitted ones. ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run,
-    with the next batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not
-    fit the cluster, and for programs that wait for one another for ever.
+    ``slow`` makes ranks take so many times as long. ``constants`` take the place of the fitted ones. ``with_loop``
+    prices a step of a run, with the next batch, records and hooks. Raises UsageError where the ranks do not fit the
+    cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
-    _check(rows)
-    slow = slow or {}
+    stages, slow = [row.stage for row in rows], slow or {}
+    if stages != list(range(rows[0].stages)):
+        raise UsageError(
+            f"programs of the stages {stages} of {rows[0].stages}\n"
+            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
+        )
     check_slow(slow, rows[0].ranks)
     framework = "compiled" if rows[0].is_compiled else "eager"
     fitted, is_fitted = constants_for(fitted_constants(), cluster.device.generation, framework)
@@ -70,7 +70,9 @@ def replay(
         for actor in actors:
             actor.begin(0.0 if is_graphed else cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
         _Actors(actors, wire_cost(cluster, rows[0].ranks), cluster, used).run()
-        return tuple(actor.times() for actor in actors)
+        for actor in actors:
+            actor.found.seconds, actor.found.spans = actor.clock.now, tuple(actor.spans or ())
+        return tuple(actor.found for actor in actors)
 
     graphs = "off" if cluster.device.is_cpu else rows[0].graphs
     is_graphed = graphs == "on"
@@ -97,24 +99,8 @@ def check_slow(slow: Mapping[int, float], ranks: int) -> None:
             )
 
 
-def _check(rows: Sequence[Program]) -> None:
-    if [row.stage for row in rows] != list(range(rows[0].stages)) and len(rows) > 1:
-        raise UsageError(
-            f"programs of the stages {[row.stage for row in rows]} of {rows[0].stages}\n"
-            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
-        )
-    if len(rows) == 1 and rows[0].stages > 1:
-        raise UsageError(
-            f"the program of one stage of {rows[0].stages}\n"
-            "  it waits for the others\n  give the programs of all stages: record_stages"
-        )
-
-
 def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:
-    """Returns which programs are replayed, the ranks that they stand for, and how slow these are.
-
-    In a pipeline the rank that matters to a stage is its slowest: all wait for it at the end.
-    """
+    """Returns which programs are replayed, the ranks that they stand for, of a stage its slowest, and how slow."""
     if len(rows) == 1:
         row, own = rows[0], slow.get(rows[0].rank, 1.0)
         worst = max(slow, key=lambda rank: slow[rank], default=row.rank)
@@ -140,16 +126,14 @@ def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> d
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 
-_COPIES = (TO_HOST, TO_DEVICE)
 _HOST_BOUND = 0.1  # share of a step in which the device waits: from there on a run is measured to gain by a graph
 
 
 class _Stretch:
     """Kernels that follow one another.
 
-    Where nothing comes between them the device is done with them at
-
-        max(when it was free + all work, when the host began + max over kernels (launches up to it + work from it on))
+    Where nothing comes between them the device is done with them at max(when it was free + all work, when the host
+    began + max over kernels (launches up to it + work from it on)).
     """
 
     __slots__ = ("kernels", "late", "launch", "phase", "work")
@@ -172,12 +156,11 @@ class _Meeting:
     members: list[tuple[_Actor, str]] = field(default_factory=list)  # who has come, and on which lane
     ready: list[float] = field(default_factory=list)
     start: float = 0.0
-    end: float | None = None
+    end: float = 0.0
+    is_settled: bool = False
 
 
 class _Actor:
-    """One rank: its streams, and how far it has come."""
-
     def __init__(
         self,
         program: Program,
@@ -189,9 +172,7 @@ class _Actor:
         keeps_spans: bool,
         is_graphed: bool,
     ) -> None:
-        self.program = program
-        self.is_cpu = cluster.device.is_cpu
-        self.factor = factor
+        self.program, self.is_cpu, self.factor = program, cluster.device.is_cpu, factor
         events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
         self.costs = KernelCosts(
             slowest_device(cluster.device, program.ranks),
@@ -200,7 +181,7 @@ class _Actor:
             is_graphed=is_graphed,
         )
         timed = [event for event in events if not isinstance(event, Hold | Drop)]
-        self.events = list(self._stretches(play(timed, program.order) if program.order else timed))
+        self.events = list(self._stretches(Player(timed, program.order).run() if program.order else timed))
         self.contention = cluster.node.inside.busy if self.is_cpu else constants.contention
         self.call_s = cluster.device.launch_s * factor
         self.host_rate = host_bytes_per_s(cluster) / factor
@@ -214,11 +195,10 @@ class _Actor:
 
     def begin(self, step_s: float, loop_s: float) -> None:
         """Lets the host do what a step costs it besides its operations, and what surrounds it in a run."""
-        clock = self.clock
         step_s, loop_s = step_s * self.factor, loop_s * self.factor
-        clock.host = step_s + loop_s
+        self.clock.host = step_s + loop_s
         if self.is_cpu:
-            clock.compute = clock.host
+            self.clock.compute = self.clock.host
             self.found.loop, self.found.launch_wait = loop_s, step_s
             for phase, seconds in (("loop", loop_s), ("forward", step_s)):
                 if seconds:
@@ -242,7 +222,7 @@ class _Actor:
     def run_stretch(self, stretch: _Stretch) -> None:
         """Runs kernels: all at once where nothing comes between them, else one by one."""
         clock = self.clock
-        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > clock.compute]
+        self.busy_lanes = [each for each in self.busy_lanes if each.end > clock.compute]
         if self.spans is not None or (self.busy_lanes and self.contention):
             for kernel, work, launch in stretch.kernels:
                 self.run(kernel, work, launch)
@@ -266,7 +246,9 @@ class _Actor:
         else:
             start = clock.now
         found.launch_wait += launch if self.is_cpu else start - clock.compute
-        lost = self._lost(start, work)
+        self.busy_lanes = [each for each in self.busy_lanes if each.end > start]
+        beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
+        lost = self.contention * max(0.0, *beside, 0.0)  # what communication beside a kernel costs it
         end = start + work + lost
         found.add_phase(phase, end - clock.compute + (launch if self.is_cpu else 0.0))
         found.compute += work
@@ -279,7 +261,6 @@ class _Actor:
             self.spans.append(Span(f"compute {phase}", name, start, end))
 
     def issue(self, event: Issue) -> float:
-        """Returns when this rank is ready for an operation."""
         clock = self.clock
         clock.host += self.call_s
         if self.is_cpu:
@@ -287,22 +268,20 @@ class _Actor:
         return max(clock.now, clock.free(event.lane))
 
     def settle(self, meeting: _Meeting, lane: str) -> None:
-        """Notes when an operation of a lane is done."""
         event = meeting.event
-        assert meeting.end is not None
         self.clock.occupy(lane, meeting.end)
-        if event.kind not in _COPIES:  # the bus has engines of its own
+        if event.kind not in COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
         moved = round(event.num_bytes * event.share)
-        self.found.add_communication(event.kind, meeting.end - meeting.start, moved)
+        seconds, sizes = self.found.communication, self.found.moved
+        seconds[event.kind] = seconds.get(event.kind, 0.0) + (meeting.end - meeting.start)
+        sizes[event.kind] = sizes.get(event.kind, 0) + moved
         if self.spans is not None:
             size = f"{moved / 1e6:.1f} MB on {len(event.ranks)}"
             self.spans.append(Span(f"lane {lane}", f"{event.kind} {size}", meeting.start, meeting.end))
 
     def wait(self, event: Wait, meeting: _Meeting) -> None:
-        """Holds compute until an operation is done."""
         clock, now = self.clock, self.clock.now
-        assert meeting.end is not None
         stood = meeting.end - now
         if stood <= 0:
             return
@@ -322,7 +301,7 @@ class _Actor:
     def work_on_host(self, event: OnHost) -> None:
         """Lets the host work itself; the device has nothing to do once it has come to the end of what was launched."""
         clock = self.clock
-        ends = [self.meetings[each].end or 0.0 for each in event.waits if each in self.meetings]
+        ends = [self.meetings[each].end for each in event.waits if each in self.meetings]
         start = max(clock.host, *ends, clock.compute if event.reads else 0.0)
         clock.host = start + event.num_bytes / self.host_rate
         if clock.host <= clock.compute:
@@ -337,42 +316,29 @@ class _Actor:
             self.spans.append(Span("host", event.name, start, clock.host))
         clock.compute = clock.host
 
-    def _lost(self, start: float, work: float) -> float:
-        """Returns what communication beside a kernel costs it."""
-        if not self.busy_lanes or not self.contention:
-            return 0.0
-        self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > start]
-        end = start + work
-        beside = 0.0
-        for each in self.busy_lanes:
-            assert each.end is not None
-            beside = max(beside, min(end, each.end) - max(start, each.start))
-        return self.contention * max(0.0, beside)
-
-    def times(self) -> ReplayedRank:
-        self.found.seconds = self.clock.now
-        self.found.spans = tuple(self.spans or ())
-        return self.found
-
 
 class _Actors:
-    """All actors, and the operations between them."""
-
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
-        self._actors = actors
-        self._wires = wires
-        self._cluster = cluster
+        self._actors, self._wires, self._cluster = actors, wires, cluster
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
-        self._slowdown = constants.slowdown
-        self._bus = bus_bytes_per_s(cluster)
+        self._slowdown, self._bus = constants.slowdown, bus_bytes_per_s(cluster)
         self._open: dict[tuple[object, ...], _Meeting] = {}
 
     def run(self) -> None:
         """Lets each actor go on until it must wait for another, round and round."""
         while any(actor.place < len(actor.events) for actor in self._actors):
             moved = [self._advance(actor) for actor in self._actors]
-            if not any(moved):
-                raise UsageError(self._explain())
+            if any(moved):
+                continue
+            stuck = [(each, each.events[each.place]) for each in self._actors if each.place < len(each.events)]
+            waits = [(each, each.meetings[event.number].event) for each, event in stuck if isinstance(event, Wait)]
+            raise UsageError(
+                "the programs wait for one another for ever\n"
+                + "".join(
+                    f"  rank {a.program.rank} waits for {e.kind} of ranks {list(e.ranks)[:8]}\n" for a, e in waits
+                )
+                + "  record them together: record_stages(config)"
+            )
 
     def _advance(self, actor: _Actor) -> bool:
         before = actor.place
@@ -387,7 +353,7 @@ class _Actors:
             else:
                 meeting = actor.meetings.get(event.number)
                 if meeting is not None:  # else it was issued in the step before
-                    if meeting.end is None:
+                    if not meeting.is_settled:
                         break
                     actor.wait(event, meeting)
             actor.place += 1
@@ -427,20 +393,8 @@ class _Actors:
             else:
                 alone = self._wires(event.kind, event.num_bytes, event.ranks)
             seconds = (alone + self._extra) * self._slowdown * event.share
-        elif event.kind in _COPIES:
+        elif event.kind in COPIES:
             seconds = event.num_bytes / self._bus
-        meeting.end = meeting.start + seconds
+        meeting.end, meeting.is_settled = meeting.start + seconds, True
         for actor, lane in meeting.members:
             actor.settle(meeting, lane)
-
-    def _explain(self) -> str:
-        stuck = []
-        for actor in self._actors:
-            if actor.place < len(actor.events):
-                event = actor.events[actor.place]
-                assert isinstance(event, Wait)
-                other = actor.meetings[event.number].event
-                stuck.append(f"  rank {actor.program.rank} waits for {other.kind} of ranks {list(other.ranks)[:8]}")
-        return "\n".join(
-            ["the programs wait for one another for ever", *stuck, "  record them together: record_stages(config)"]
-        )

@@ -1,12 +1,9 @@
-"""What a replay found: the time of a step and where it goes, memory, rates, and what binds.
+"""What a replay found: the time of a step and where it goes, memory, rates, what binds; a trace for ui.perfetto.dev.
 
 step    = compute + contention + exposed communication + bubble + launch wait + work of the host + loop
           of the rank that ends last
 hidden  = what communication takes in all, less what is exposed
 MFU     = model FLOPs of a rank / (step x the device's peak)
-
-As a trace for chrome://tracing and ui.perfetto.dev it has one process a rank, one track a stream, and microseconds; the
-same replay gives the same bytes.
 """
 
 from __future__ import annotations
@@ -49,10 +46,6 @@ class ReplayedRank:
     def add_phase(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
-    def add_communication(self, kind: str, seconds: float, num_bytes: int) -> None:
-        self.communication[kind] = self.communication.get(kind, 0.0) + seconds
-        self.moved[kind] = self.moved.get(kind, 0) + num_bytes
-
     @property
     def hidden(self) -> float:
         """Communication that compute did not wait for; messages of a pipeline are in ``bubble`` where it did."""
@@ -67,8 +60,6 @@ class ReplayedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReplayedStep(Shown):
-    """A step on a cluster, replayed."""
-
     programs: tuple[Program, ...]  # one for each stage of a pipeline
     cluster: Cluster
     times: tuple[ReplayedRank, ...]
@@ -89,15 +80,11 @@ class ReplayedStep(Shown):
 
     @property
     def seconds(self) -> float:
-        """The step: until the last rank is done."""
         return max(each.seconds for each in self.times)
 
     @property
     def longest(self) -> ReplayedRank:
-        """The rank that the report describes: ``shown``, else the one that computes most, which others wait for.
-
-        Of a stage with a slow rank only that one was replayed; it stands for whichever of its ranks is ``shown``.
-        """
+        """The rank that the report describes: ``shown``, or its stage's; else the one that computes most."""
         if self.shown is not None:
             stage = self.shown // (self.program.ranks // (1 + max(each.stage for each in self.times)))
             own = [each for each in self.times if each.rank == self.shown]
@@ -112,7 +99,6 @@ class ReplayedStep(Shown):
 
     @property
     def elements_per_s(self) -> float:
-        """Tokens (or samples) per second, of all ranks."""
         return self.program.elements / self.seconds
 
     @property
@@ -123,7 +109,6 @@ class ReplayedStep(Shown):
 
     @property
     def total_memory(self) -> int:
-        """Bytes of the rank that needs the most, at its worst moment."""
         return sum(self.memory.values())
 
     @property
@@ -143,7 +128,6 @@ class ReplayedStep(Shown):
         }
 
     def usd_per_step(self, usd_per_device_hour: float) -> float:
-        """Returns what a step costs at a price for each device."""
         return self.program.ranks * self.seconds / 3600 * usd_per_device_hour
 
     @property
@@ -168,7 +152,6 @@ class ReplayedStep(Shown):
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Says where the replay goes beyond what was calibrated."""
         found = [self.rough] if self.rough else []
         if not self.is_fitted:
             generation = self.cluster.device.generation
@@ -182,7 +165,6 @@ class ReplayedStep(Shown):
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, without the spans."""
         program, rank, (low, high) = self.program, self.longest, self.band
         return {
             "name": program.name,
@@ -196,16 +178,8 @@ class ReplayedStep(Shown):
             f"{program.element}_per_s": self.elements_per_s,
             "samples_per_s": program.samples / self.seconds,
             "mfu": self.mfu,
-            "parts_s": {
-                "compute": rank.compute,
-                "contention": rank.contention,
-                "exposed_communication": rank.exposed,
-                "bubble": rank.bubble,
-                "launch_wait": rank.launch_wait,
-                "loop": rank.loop,
-                "on_host": rank.on_host,
-                "idle": rank.idle,
-            },
+            "parts_s": {"compute": rank.compute, "contention": rank.contention, "exposed_communication": rank.exposed}
+            | {name: getattr(rank, name) for name in ("bubble", "launch_wait", "loop", "on_host", "idle")},
             "hidden_communication_s": rank.hidden,
             "phases_s": dict(rank.phases),
             "communication_s": dict(rank.communication),
@@ -229,17 +203,12 @@ def trace_text(replay: ReplayedStep) -> str:
     if not any(each.spans for each in replay.times):
         raise UsageError("this replay kept no spans\n  a trace shows them\n  replay(..., keeps_spans=True)")
     events = [event for process, times in enumerate(replay.times) for event in _events(process, times)]
-    about = {
-        "name": replay.program.name,
-        "cluster": replay.cluster.name,
-        "step_s": replay.seconds,
-        "binds": replay.binds,
-    }
+    about: dict[str, Any] = {"name": replay.program.name, "cluster": replay.cluster.name}
+    about |= {"step_s": replay.seconds, "binds": replay.binds}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
 def write_trace(replay: ReplayedStep, path: Path) -> None:
-    """Writes the trace. Raises UsageError where it cannot be written."""
     try:
         path.write_text(trace_text(replay), encoding="utf-8")
     except OSError as error:

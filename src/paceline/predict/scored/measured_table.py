@@ -34,8 +34,6 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's inputs: text by column, without results."""
-
     line: int
     text: Mapping[str, str]
 
@@ -99,13 +97,11 @@ class Table:
                 f"{self.source}: no row has split {split!r}\n  the column split names the rows that belong together\n"
                 f"  splits of this file: {names}"
             )
-        return Table(
-            self.source, tuple(self.rows[place] for place in keep), tuple(self.measured[place] for place in keep)
-        )
+        rows, measured = zip(*((self.rows[place], self.measured[place]) for place in keep), strict=True)
+        return Table(self.source, rows, measured)
 
 
 def read_shipped() -> Table:
-    """Reads the collection that comes with the package."""
     return replace(read_table(SHIPPED), source="the published runs that come with paceline")
 
 
@@ -133,13 +129,9 @@ def read_table(path: Path) -> Table:
                 "  every row has as many as the header\n  a comma inside a cell needs quotes around the cell"
             )
         row = Row(line, {key: (text or "").strip() for key, text in record.items() if key not in RESULTS})
-        if not row.id:
-            raise UsageError(f"{path}, line {line}, column id is empty\n  every row has a name of its own")
-        if row.id in lines:
-            raise UsageError(
-                f"{path}, line {line}, column id: {row.id} is on line {lines[row.id]} already\n"
-                "  every row has a name of its own"
-            )
+        if not row.id or row.id in lines:
+            wrong = f": {row.id} is on line {lines[row.id]} already" if row.id else " is empty"
+            raise UsageError(f"{path}, line {line}, column id{wrong}\n  every row has a name of its own")
         lines[row.id] = line
         rows.append(row)
     return Table(str(path), tuple(rows), tuple((record["value"] or "").strip() for _, record in records))
@@ -153,10 +145,8 @@ def _check_header(path: Path, header: list[str]) -> None:
         )
     for sign, name in ((";", ";"), ("\t", "tabs")):
         if len(header) == 1 and sign in header[0]:
-            raise UsageError(
-                f"{path}: cells are separated by {name}, not by commas\n  a CSV file has commas between cells\n"
-                "  save it with commas"
-            )
+            what = f"{path}: cells are separated by {name}, not by commas"
+            raise UsageError(f"{what}\n  a CSV file has commas between cells\n  save it with commas")
     doubled = list(dict.fromkeys(name for name in header if header.count(name) > 1))
     if doubled:
         raise UsageError(

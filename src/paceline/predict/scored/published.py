@@ -3,16 +3,15 @@
 A row that cannot be predicted says why, naming its line and column; the others are not affected.
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
-DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
-than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
-losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
-chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
-knows is refused, and not taken for the nearest; of a sentence, what is known in it counts. Models that tables name
-without printing their sizes have their shapes in known_models.yaml.
+DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older;
+Megatron's loss is fused with eight-bit layers and on Blackwell; a recompute that is "not stated" is none, but for the
+question whether a run fits; a microbatch or a number of chunks that is not stated and the ranks that share a layer's
+experts are chosen by prediction. A word that none of this knows is refused; of a sentence, what is known in it counts.
+Models that tables name without printing their sizes have their shapes in known_models.yaml.
 
-FLOP conventions: predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed
-forward where everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model
-FLOPs; both count attention in full, as their sources do.
+Predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed forward where
+everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model FLOPs; both count
+attention in full, as their sources do.
 """
 
 from __future__ import annotations
@@ -32,21 +31,16 @@ from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Framework, Running, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import Prediction, model_flops, predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 from paceline.units import GIB
 
-METRICS = {
-    *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"),
-    *("img_per_s", "seq_per_s", "mem_gib"),
-}
-
+METRICS = ("img_per_s", "mem_gib", "mfu_pct", "seq_per_s", "step_time_s", "tflops_per_gpu", "tokens_per_s_per_gpu")
 # Lengths of an encoder's texts fall off as exp(-length / this), cut at the sequence's length. Of 512 tokens 289 are
 # left: counted in full, V100s would have done 21 TFLOP/s in fp32, which end at 15.7 (split calib).
 _DOCUMENT_TOKENS = 400
 
-_NUMBERS = ("params_b", "global_batch")
-_COUNTS = (*("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"), *("n_gpus", "dp", "tp", "pp", "cp"))
+_COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
 _NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
 _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
 _COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
@@ -56,10 +50,7 @@ _STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses.
-
-    ``expert_ranks``: degrees of expert parallelism that a mixture of experts may have; no table has a column for it.
-    """
+    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses."""
 
     workload: Workload
     cluster: Cluster
@@ -73,17 +64,14 @@ class PublishedRun:
 def read_case(row: Row) -> PublishedRun:
     """Turns a row into a workload and a cluster. Raises RowError, naming the column, where that cannot be."""
     if row.metric not in METRICS:
-        raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(sorted(METRICS))}")
-    for column in _NUMBERS:  # also those that this row's model does not need
+        raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(METRICS)}")
+    for column in ("params_b", "global_batch"):  # also where this row's model does not need it
         row.number(column)
     for column in _COUNTS:
         row.whole(column, 0)
-    model = _model(row)
-    cluster = _cluster(row)
-    layout = _layout(row, cluster, model)
-    framework = _framework(row)
+    model, cluster = _model(row), _cluster(row)
+    layout, framework = _layout(row, cluster, model), _framework(row)
     micro_batch = _micro_batch(row, model, layout)
-    chunks = _chunks(row)
     compute, generation = _compute(row), cluster.device.generation
     has_fused_attention = not (
         generation in ("volta", "turing") or (framework == "megatron" and compute == "fp16") or _is_encoder(row)
@@ -114,13 +102,10 @@ def read_case(row: Row) -> PublishedRun:
         cluster=cluster,
         metric=row.metric,
         chooses_micro_batch=micro_batch is None,
-        chooses_chunks=layout.pipeline > 1 and chunks is None,
+        chooses_chunks=layout.pipeline > 1 and _chunks(row) is None,
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
         expert_ranks=_expert_degrees(model, layout.data * layout.context, layout.expert),
     )
-
-
-# What a row says, column by column.
 
 
 def _is_encoder(row: Row) -> bool:
@@ -139,7 +124,8 @@ def _model(row: Row) -> ModelShape:
             f"column {'layers' if row.number('layers') is None else 'hidden'} is empty, and model_family {name!r} is "
             "none whose shape is known"
         )
-    hidden, heads = row.whole("hidden"), row.whole("heads", 0) or max(1, row.whole("hidden") // 128)
+    hidden = row.whole("hidden")
+    heads = row.whole("heads", 0) or max(1, hidden // 128)
     kv_heads = row.whole("kv_heads", heads)
     if hidden % heads:
         raise RowError(f"column heads: {heads} heads do not divide hidden = {hidden}")
@@ -154,11 +140,8 @@ def _model(row: Row) -> ModelShape:
         vocab_size=row.whole("vocab", 51200),
         causal=not _is_encoder(row),
     )
-    return _fit_shape(shape, row.number("params_b"), name)
-
-
-def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelShape:
-    """Finds out whether the MLP is gated and the head tied: what comes nearest to the count of parameters."""
+    # Whether the MLP is gated and the head tied is what comes nearest to the count of parameters.
+    billions = row.number("params_b")
     if billions is None:
         gated = any(word in name.lower() for word in ("llama", "qwen", "mistral", "internlm", "nemotron"))
         return replace(shape, mlp="swiglu" if gated else "gelu", tied=not gated)
@@ -167,40 +150,29 @@ def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelSha
 
 
 def _cluster(row: Row) -> Cluster:
-    devices = row.whole("n_gpus")
-    node_devices = _node_devices(row)
+    devices, text = (
+        row.whole("n_gpus"),
+        row.text["gpus_per_node"],
+    )  # a number, or a text such as "4 per tray / 72 per NVLink domain"
+    if re.search(r"[a-z]", text.lower()):
+        node_devices = max((int(each) for each in re.findall(r"\d+", text)), default=0)
+    else:
+        node_devices = row.whole("gpus_per_node", 0)
+    if not node_devices:
+        raise RowError(f"column gpus_per_node: {text!r} holds no number above 0")
     if node_devices > 16:  # a tray of a larger NVLink domain: racks hold 72, of which jobs use 64
         node_devices = 64
     try:
         cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
-    return _with_interconnect(cluster, row.text["interconnect"], node_devices)
-
-
-def _node_devices(row: Row) -> int:
-    """A number, or the largest of a text such as "4 per tray / 72 per NVLink domain"."""
-    text = row.text["gpus_per_node"]
-    if not re.search(r"[a-z]", text.lower()):
-        found = row.whole("gpus_per_node", 0)
-    else:
-        found = max((int(each) for each in re.findall(r"\d+", text)), default=0)
-    if not found:
-        raise RowError(f"column gpus_per_node: {text!r} holds no number above 0")
-    return found
-
-
-def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
-    """Takes the network's rate from a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU"."""
-    if cluster.between is None or cluster.nodes == 1:
+    # The network's rate is in a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU".
+    network = row.text["interconnect"]
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", network)
+    if cluster.between is None or cluster.nodes == 1 or found is None or "reference" in network:
         return cluster
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", text)
-    if found is None or "reference" in text:
-        return cluster
-    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
-    if "per GPU" in text:
-        rate *= node_devices
-    kind = "roce" if "roce" in text.lower() else cluster.between.kind
+    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8 * (node_devices if "per GPU" in network else 1)
+    kind = "roce" if "roce" in network.lower() else cluster.between.kind
     return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
 
 
@@ -209,9 +181,8 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
     devices = cluster.devices
     data = row.whole("dp", max(1, devices // (tensor * pipeline * context)))
     if data * tensor * pipeline * context != devices:
-        raise RowError(
-            f"columns dp, tp, pp, cp: {data} x {tensor} x {pipeline} x {context} ranks are not n_gpus = {devices}"
-        )
+        ranks = f"{data} x {tensor} x {pipeline} x {context} ranks"
+        raise RowError(f"columns dp, tp, pp, cp: {ranks} are not n_gpus = {devices}")
     strategy, group, overlap = _sharing(row, data)
     framework, chunks = _framework(row), _chunks(row) or 1
     is_cut = "sequence" in row.text["activation_recompute"].lower() or framework == "compiled"
@@ -232,10 +203,7 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
 
 
 def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]:
-    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many.
-
-    The others are for experts that a node cannot hold.
-    """
+    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many."""
     if not model.experts:
         return (1,)
     found = [max(size for size in range(1, min(near, 64) + 1) if near % size == 0 and model.experts % size == 0)]
@@ -252,10 +220,7 @@ def _chunks(row: Row) -> int | None:
 
 
 def _sharing(row: Row, data: int) -> tuple[Strategy, int, bool]:
-    """Returns the strategy, the ranks that share states (0: all), and whether gradients are sent beside the backward.
-
-    Where a row says nothing of data-parallel ranks, Megatron reduces the gradients when the backward is done.
-    """
+    """Returns the strategy, the ranks that share states (0: all), and whether gradients go beside the backward."""
     text = row.text["zero_stage_or_fsdp"]
     low = text.lower()
     stage = _STAGE.search(low)
@@ -309,9 +274,8 @@ def _is_word(text: str) -> bool:
 def _compute(row: Row) -> Compute:
     low = row.text["precision"].lower()
     names: tuple[Compute, ...] = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
-    for name in names:
-        if name in low:
-            return name
+    if found := [name for name in names if name in low]:
+        return found[0]
     raise RowError(f"column precision: {row.text['precision']!r} names none of fp32, tf32, fp16, bf16, fp8")
 
 
@@ -320,17 +284,14 @@ def _micro_batch(row: Row, model: ModelShape, layout: Layout) -> float | None:
     text = row.text["micro_batch"]
     if found := re.fullmatch(r"(\d+)\s*tok\w*", text):
         return float(found[1])
-    if text.startswith("(") or "not stated" in text.lower():
-        return None
-    count = row.number("micro_batch")
+    is_stated = not text.startswith("(") and "not stated" not in text.lower()
+    count = row.number("micro_batch") if is_stated else None
     if count is None:
         return None
     batch = row.number("global_batch")
     if batch is not None and count * layout.data > batch:
-        raise RowError(
-            f"columns micro_batch, global_batch: {text} samples on each of {layout.data} data ranks are more than "
-            f"{batch:g}"
-        )
+        asked = f"{text} samples on each of {layout.data} data ranks"
+        raise RowError(f"columns micro_batch, global_batch: {asked} are more than {batch:g}")
     if not model.is_sampled:
         return count
     # The unit of a batch is a sentence or a segment, that of the model a token.
@@ -349,14 +310,8 @@ def _known_models() -> dict[str, dict[str, Any]]:
     return {name: entry for section in sections.values() for name, entry in section.items()}
 
 
-# What a row does not state is chosen, and the result is in its own metric.
-
-
 def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Prediction:
-    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits.
-
-    Of experts, the fewest ranks are taken that hold them: more cost more messages.
-    """
+    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits."""
     found = [predict(each, case.cluster, sets) for each in _choices(case)]
     chosen = min(found, key=lambda each: (not each.fits, each.seconds / each.workload.global_batch))
     if chosen.fits:
@@ -366,9 +321,8 @@ def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Predic
     if case.chooses_recompute:
         workload = replace(workload, layout=replace(workload.layout, checkpoint_activations="full"))
     memory = footprint(workload)
-    return (
-        replace(chosen, memory=memory, fits=True) if memory.device_bytes <= case.cluster.device.memory_bytes else chosen
-    )
+    fits = memory.device_bytes <= case.cluster.device.memory_bytes
+    return replace(chosen, memory=memory, fits=True) if fits else chosen
 
 
 def _choices(case: PublishedRun) -> list[Workload]:
@@ -384,20 +338,17 @@ def _choices(case: PublishedRun) -> list[Workload]:
         if not case.chooses_micro_batch or (size <= local and local % size == 0)
         for count in chunks
     ] or [workload]
-    return [_holding_experts(each, case) for each in found]
 
+    def holding_experts(workload: Workload) -> Workload:
+        """Returns it with as many expert-parallel ranks as it takes to fit; the least number where none does."""
+        spread = [replace(workload, layout=replace(workload.layout, expert=ranks)) for ranks in case.expert_ranks]
+        memory = case.cluster.device.memory_bytes
+        return next((each for each in spread if footprint(each).device_bytes <= memory), workload)
 
-def _holding_experts(workload: Workload, case: PublishedRun) -> Workload:
-    """Returns the workload with as many expert-parallel ranks as it takes to fit; the least number where none does."""
-    for ranks in case.expert_ranks:
-        spread = replace(workload, layout=replace(workload.layout, expert=ranks))
-        if footprint(spread).device_bytes <= case.cluster.device.memory_bytes:
-            return spread
-    return workload
+    return [holding_experts(each) for each in found]
 
 
 def in_metric(case: PublishedRun, prediction: Prediction) -> float:
-    """Returns a prediction in the metric of its row."""
     workload = prediction.workload
     run, devices = workload.run, workload.layout.ranks
     match case.metric:
@@ -410,8 +361,7 @@ def in_metric(case: PublishedRun, prediction: Prediction) -> float:
         case "img_per_s" | "seq_per_s":
             return prediction.samples_per_s
         case "tokens_per_s_per_gpu":
-            each = 1 if workload.model.is_sampled else run.seq_len
-            return prediction.samples_per_s * each / devices
+            return prediction.samples_per_s * (1 if workload.model.is_sampled else run.seq_len) / devices
         case "tflops_per_gpu":
             flops = model_flops(workload)
             if workload.recompute == "full" and not workload.model.is_sampled:

@@ -31,15 +31,12 @@ MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
 _ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
 _SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
-
-
 LEAST_ALTERNATIVES = 4
+_SCORES = ("time", "memory", "ranking", "scaling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorScores:
-    """Relative errors of some rows."""
-
     rows: int
     mean: float
     median: float
@@ -64,8 +61,6 @@ def errors_of(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """How well groups of alternatives are ordered."""
-
     groups: int
     alternatives: int
     spearman: float
@@ -117,8 +112,7 @@ def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingS
     for group in groups:
         first = min(devices for devices, _, _ in group)
         bases = [(measured, predicted) for devices, measured, predicted in group if devices == first]
-        measured_base = statistics.fmean(base[0] for base in bases)
-        predicted_base = statistics.fmean(base[1] for base in bases)
+        measured_base, predicted_base = (statistics.fmean(side) for side in zip(*bases, strict=True))
         more = [each for each in group if each[0] > first]
         used += bool(more)
         for _, measured, predicted in more:
@@ -145,10 +139,7 @@ class Scored:
 
     @property
     def pair(self) -> tuple[float, float] | None:
-        """Measured and predicted; None where one is missing."""
-        if self.measured is None or self.predicted is None:
-            return None
-        return self.measured, self.predicted
+        return None if self.measured is None or self.predicted is None else (self.measured, self.predicted)
 
     @property
     def times(self) -> tuple[float, float]:
@@ -163,33 +154,26 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scores:
-    """What is scored of all rows and of each family alike; None where no row tells it."""
+class FamilyScores:
+    """What is scored of each family, and of all rows alike; None where no row tells it.
 
+    ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows.
+    """
+
+    family: str = ""
+    baseline: float | None = None
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
     scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
-        return {name: _plain(getattr(self, name)) for name in ("time", "memory", "ranking", "scaling")}
+        return {name: getattr(self, name) and asdict(getattr(self, name)) for name in _SCORES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyScores(_Scores):
-    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
-
-    family: str
-    baseline: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation(_Scores):
-    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
-
-    ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
-    ``false_misfits``: runs that ran and were not.
-    """
+class Validation(FamilyScores):
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
 
     source: str
     split: str | None
@@ -199,8 +183,8 @@ class Validation(_Scores):
     outside: ErrorScores | None
     mean_over_families: float | None
     ran_out: int
-    false_fits: int
-    false_misfits: int
+    false_fits: int  # ran out of memory, and were said to fit
+    false_misfits: int  # ran, and were not
 
     @property
     def skipped(self) -> tuple[Scored, ...]:
@@ -217,7 +201,13 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
     chosen = table.of_split(split)
     predicted = [_predict(row, shown, sets) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
-    references = _references(table, rows, sets)
+    # Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row".
+    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
+    references = [
+        _with_result(_predict(row, "all", sets), text)
+        for row, text in zip(table.rows, table.measured, strict=True)
+        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
+    ]
     families = tuple(
         FamilyScores(
             family=name,
@@ -253,33 +243,17 @@ def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, A
     }
 
 
-def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
-    """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
-    have = {each.row.id for each in rows}
-    wanted = {_key(each, _SCALED) for each in rows}
-    found = []
-    for row, text in zip(table.rows, table.measured, strict=True):
-        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted:
-            found.append(_with_result(_predict(row, "all", sets), text))
-    return found
-
-
 def _shown(rows: Sequence[Row]) -> list[Shown]:
     """What a row of memory counts. Where a table lists states apart, whatever is recomputed ("any"), its other rows of
     such runs count activations alone."""
     keys = ("model_family", "zero_stage_or_fsdp", "precision", "gpu")
-    apart = {
-        tuple(row.text[key] for key in keys)
-        for row in rows
-        if row.metric == MEMORY and row.text["activation_recompute"].lower() == "any"
-    }
-    found: list[Shown] = []
-    for row in rows:
-        if row.metric != MEMORY or tuple(row.text[key] for key in keys) not in apart:
-            found.append("all")
-        else:
-            found.append("states" if row.text["activation_recompute"].lower() == "any" else "activations")
-    return found
+    runs = [tuple(row.text[key] for key in keys) if row.metric == MEMORY else () for row in rows]
+    is_any = [row.text["activation_recompute"].lower() == "any" for row in rows]
+    apart = {run for run, of_any in zip(runs, is_any, strict=True) if run and of_any}
+    return [
+        "all" if run not in apart else "states" if of_any else "activations"
+        for run, of_any in zip(runs, is_any, strict=True)
+    ]
 
 
 def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
@@ -291,13 +265,10 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
     prediction = predict_case(case, sets)
     workload = prediction.workload
     # Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time.
-    ranks = workload.layout.ranks
-    units: dict[str, tuple[float, float]] = {
-        "step_time_s": (workload.global_batch, ranks),
-        "tokens_per_s_per_gpu": (1, 1 if workload.model.is_sampled else workload.run.seq_len),
-        **dict.fromkeys(("img_per_s", "seq_per_s"), (1, ranks)),
-    }
-    many, devices = units.get(case.metric, (0, 1))
+    tokens = 1 if workload.model.is_sampled else workload.run.seq_len
+    ranks, metric = workload.layout.ranks, case.metric
+    many = {"step_time_s": workload.global_batch, "tflops_per_gpu": 0, "mfu_pct": 0, MEMORY: 0}.get(metric, 1)
+    devices = tokens if metric == "tokens_per_s_per_gpu" else ranks
     return Scored(
         row=row,
         predicted=in_metric(case, prediction),
@@ -338,13 +309,10 @@ def _timed(rows: Iterable[Scored]) -> list[Scored]:
 def _baseline(rows: Sequence[Scored]) -> float | None:
     """The mean absolute error of "so many FLOP/s for this device", the median of these rows."""
     errors = []
-    for _, group in _grouped(
-        _timed(rows), lambda each: (each.row.text["gpu"], each.row.text["precision"], each.row.metric)
-    ):
+    for _, group in _grouped(_timed(rows), lambda each: _key(each, ("gpu", "precision"))):
         slower = group[0].row.metric == "step_time_s"
-        rates = [
-            each.flops / each.measured if slower else each.measured * each.flops for each in group if each.measured
-        ]
+        pairs = [(each.measured, each.flops) for each in group if each.measured]
+        rates = [flops / measured if slower else measured * flops for measured, flops in pairs]
         rate = statistics.median(rates)
         errors += [abs((own / rate if slower else rate / own) - 1) for own in rates]
     return statistics.fmean(errors) if errors else None
@@ -392,7 +360,6 @@ def rows_csv(validation: Validation) -> str:
 
 
 def to_json(validation: Validation) -> dict[str, Any]:
-    """Returns the scores as plain data, errors as shares of 1."""
     return {
         "source": validation.source,
         "split": validation.split,
@@ -400,8 +367,8 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "overall": {
             "mean_over_families": validation.mean_over_families,
             **validation.scores_json(),
-            "inside_calibrated_domain": _plain(validation.inside),
-            "outside_calibrated_domain": _plain(validation.outside),
+            "inside_calibrated_domain": validation.inside and asdict(validation.inside),
+            "outside_calibrated_domain": validation.outside and asdict(validation.outside),
             "ran_out_of_memory": validation.ran_out,
             "false_fits": validation.false_fits,
             "false_misfits": validation.false_misfits,
@@ -409,7 +376,3 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "families": {each.family: each.scores_json() | {"baseline": each.baseline} for each in validation.families},
         "skipped": [{"id": each.row.id, "reason": each.skipped} for each in validation.skipped],
     }
-
-
-def _plain(value: ErrorScores | Ranking | ScalingScore | None) -> dict[str, Any] | None:
-    return None if value is None else asdict(value)

@@ -1,17 +1,15 @@
 """What a run is expected to take, by a dry run: any model and engine, kernel by kernel, on the present machine.
 
-    python -m paceline.rehearse.dryrun.expected --config YAML [--threads N] [--cores 0,1] [--entry FILE]
+    python -m paceline.rehearse.dryrun.expected '{"config": YAML, "threads": N, "cores": [0, 1], "entry": FILE}'
 
-It prints what prediction.json holds. It runs in a process of its own, below the priority of the ranks, while these
-start: a run is neither delayed nor ended by it. Where ranks are forked from a process that has torch loaded, so is this
-one: to load torch would take longer than all else, beside the first seconds of a run. What it cannot say (a model that
-cannot be traced, say) is left to the formulas.
+It prints what prediction.json holds, in a process of its own below the priority of the ranks, while these start. Where
+ranks are forked from a process that has torch loaded, so is this one. What it cannot say is left to the formulas.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +26,7 @@ from paceline.errors import PacelineError
 from paceline.predict.memory.memory import WORKSPACE_BYTES
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.expectation import Expectation
+from paceline.untrusted import parse_json
 
 _MODULE = "paceline.rehearse.dryrun.expected"
 _NICENESS = 19
@@ -72,16 +71,14 @@ def expect_by_dry_run(
 
 
 def plain_start(command: Sequence[str]) -> list[str]:
-    """Returns the arguments of a Python that runs a module with its arguments."""
     return ["-m", *command]
 
 
 class Background:
     """A dry run beside a run. ``result`` is asked for when the run is done.
 
-    ``cores`` are those that the ranks share: it counts them, and runs on them. None given: those of the process that
-    it is started from. ``start`` makes the arguments of the Python that runs a module and its arguments: a process of
-    its own, unless somebody has one to fork it from.
+    ``cores`` are those that the ranks share: it counts them, and runs on them; none: those of this process. ``start``
+    makes the arguments of the Python that runs a module: a process of its own, unless there is one to fork it from.
     """
 
     def __init__(
@@ -93,14 +90,12 @@ class Background:
         entry: Path | None = None,
         start: Callable[[Sequence[str]], list[str]] = plain_start,
     ) -> None:
-        command = [_MODULE, "--config", config_yaml]
-        command += [] if threads is None else ["--threads", str(threads)]
-        command += ["--cores", ",".join(map(str, cores))] if cores else []
-        command += [] if entry is None else ["--entry", str(entry.absolute())]
+        path = None if entry is None else str(entry.absolute())
+        asked = json.dumps({"config": config_yaml, "threads": threads, "cores": list(cores), "entry": path})
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):  # no process to be had: the formulas have said something
             self._process = subprocess.Popen(
-                [sys.executable, *start(command)],
+                [sys.executable, *start([_MODULE, asked])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -121,7 +116,6 @@ class Background:
             self.stop()
 
     def stop(self) -> None:
-        """Ends it, whether it is done or not. Safe to call twice."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -131,10 +125,7 @@ class Background:
 
 
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
-    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
-
-    Where neither has any, both reasons are given.
-    """
+    """Returns the dry run's figures where there are any, with the estimate's memory if need be; else both reasons."""
     if dry is None or formula is None:
         return dry or formula
     if dry.step_s is None:
@@ -144,29 +135,23 @@ def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectati
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cores", type=lambda text: [int(word) for word in text.split(",")], default=[])
-    parser.add_argument("--entry", type=Path)
-    arguments = parser.parse_args()
-    _step_back(arguments.cores)
+    asked = parse_json(sys.argv[1])
+    _step_back(asked["cores"])
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
-    config = config_from_dict(parse_document(arguments.config, "--config").values, "--config")
+    config = config_from_dict(parse_document(asked["config"], "config").values, "config")
     import torch  # which takes seconds
 
     torch.set_num_threads(1)
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
-    found = expect_by_dry_run(config, machine, threads=arguments.threads, entry=arguments.entry)
-    sys.stdout.write(found.to_text())
+    entry = None if asked["entry"] is None else Path(asked["entry"])
+    sys.stdout.write(expect_by_dry_run(config, machine, threads=asked["threads"], entry=entry).to_text())
 
 
 def _step_back(cores: Sequence[int]) -> None:
     """Leaves the processors to the ranks: where the system can, this process gets only what nobody else wants.
 
-    Of the run's cores: a rank that started it may keep to its own, and what is outside of these is not the run's.
-    Linux shares the cores out among sessions first, if each is a group of its own; so this process gets a session, and
-    the session the least share.
+    ``cores`` are the run's: a rank that started it may keep to its own. Linux shares cores out among sessions first, if
+    each is a group of its own; so this process gets a session, and the session the least share.
     """
     if sys.platform == "linux":
         if cores:

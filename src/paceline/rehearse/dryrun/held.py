@@ -8,18 +8,31 @@ known when the step is over:
     others     activations, if they were made in forward (or while it is computed again) and lived on into backward;
                else temporary
     left out   what a device never has, such as the stages of other ranks, and what lies on the host: not counted
+
+``mark_host_work`` keeps what an engine that offloads does on the host apart from what its device does. In a dry run all
+tensors are alike; those in pinned memory are the host's. A kernel that was noted is then
+
+    on host tensors alone              work of the host, and what it makes is the host's too
+    from the device to the host        a copy over the bus, which the host waits for when it reads the result
+    from the host to the device        a copy over the bus, which the device waits for when it reads the result; or
+                                       before the next collective, as engines have it
+    on tensors of both                 the copy, and the work where its result lies
+
+Operations get new numbers, in order.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, count
 
 import torch
 
-from paceline.predict.replay.events import Drop, Hold
+from paceline.cluster.kernels import Operation
+from paceline.predict.replay.program import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 
 HOST = "host"
 _LEFT_OUT = "left out"
@@ -59,8 +72,7 @@ class HeldMemory:
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor's storage; those that were not noted yet are now."""
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata)
-        return (found or self._add(storage)).number
+        return (self._alive.get(storage._cdata) or self._add(storage)).number
 
     def follow(self, tensor: torch.Tensor, category: str) -> None:
         """Looks at the size of a storage from now on, which comes and goes."""
@@ -109,16 +121,23 @@ class HeldMemory:
     def events(
         self, phases: Sequence[str], again: set[int], tensors: Mapping[int, Sequence[int]]
     ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
-        """Returns what was taken and given back, in which action and before which place, and resident bytes.
-
-        ``phases`` are those of the places; ``again`` the places where forward is computed once more; ``tensors`` what
-        lies in storages.
-        """
+        """Returns what was taken and given back, in which action and before which place, and resident bytes."""
         found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}
-        backward = _next_backward(phases)
+        backward, following = [0] * len(phases), len(phases) + 1  # for each place the next one in a backward
+        for place in reversed(range(len(phases))):
+            following = place if phases[place] == "backward" else following
+            backward[place] = following
+
+        def purpose(storage: _HeldStorage) -> str:
+            if storage.begin < 0 or storage.begin >= len(phases):
+                return "temporary"
+            end = len(phases) if storage.end is None else storage.end
+            lives_on = phases[storage.begin] == "forward" and backward[storage.begin] < end
+            return "activations" if storage.begin in again or lives_on else "temporary"
+
         for storage in sorted([*self._ended, *self._alive.values()], key=lambda each: each.number):
-            category = self._categories.get(storage.number) or _purpose(storage, phases, again, backward)
+            category = self._categories.get(storage.number) or purpose(storage)
             if category in (_LEFT_OUT, HOST):
                 continue
             if storage.begin < 0 and storage.end is None:
@@ -150,21 +169,94 @@ class HeldMemory:
         self._ended.append(storage)
 
 
-def _purpose(storage: _HeldStorage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:
-    """Says what nobody has claimed: see the top of this file."""
-    if storage.begin < 0 or storage.begin >= len(phases):
-        return "temporary"
-    if storage.begin in again:
-        return "activations"
-    end = len(phases) if storage.end is None else storage.end
-    return "activations" if phases[storage.begin] == "forward" and backward[storage.begin] < end else "temporary"
+_COPIES = ("copy_", "_foreach_copy_")
 
 
-def _next_backward(phases: Sequence[str]) -> list[int]:
-    """Returns for each place the next one in a backward; past the end where there is none."""
-    found, following = [0] * len(phases), len(phases) + 1
-    for place in reversed(range(len(phases))):
-        if phases[place] == "backward":
-            following = place
-        found[place] = following
-    return found
+def mark_host_work(
+    events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int
+) -> tuple[tuple[Event, ...], tuple[int, ...]]:
+    """Returns the events with what the host does, whose storages ``host`` are, and where each of those given is."""
+    hosting = _Hosting(events, host, places, rank)
+    found = [list(hosting.place(event)) for event in events]
+    return tuple(chain.from_iterable(found)), tuple(accumulate(map(len, found), initial=0))
+
+
+class _Hosting:
+    """What is on its way over the bus, and how operations are numbered."""
+
+    def __init__(self, events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int) -> None:
+        self._host, self._places, self._rank = set(host), places, rank
+        self._next = count(min((event.number for event in events if isinstance(event, Issue)), default=0))
+        self._numbers: dict[int, int] = {}  # of operations, by those that they had
+        self._coming: dict[int, int] = {}  # copies to the device, by storage
+        self._leaving: dict[int, list[int]] = {}  # copies to the host, by storage
+
+    def place(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Run):
+            yield from self._run(event)
+        elif isinstance(event, Issue):
+            yield from self._arrived(list(self._coming), event.phase)
+            number = self._numbers[event.number] = next(self._next)
+            yield replace(event, number=number)
+        elif isinstance(event, Wait):
+            yield replace(event, number=self._numbers.get(event.number, event.number))
+        else:
+            yield event
+
+    def _run(self, event: Run) -> Iterator[Event]:
+        kernel = event.operation
+        reads, writes = self._storages(kernel.reads), self._storages(kernel.writes)
+        from_host, to_host = self._host & reads.keys(), self._host & writes.keys()
+        is_copy = kernel.name in _COPIES
+        if not from_host and not to_host:
+            yield from self._arrived([*reads, *writes], kernel.phase)
+            yield event
+        elif not reads.keys() - from_host and (to_host or not is_copy):
+            self._host |= writes.keys()
+            yield self._work(kernel, (*reads, *writes))
+        elif to_host:
+            sources = {each: size for each, size in reads.items() if each not in from_host}
+            yield from self._arrived(list(sources), kernel.phase)
+            copy = self._copy(TO_HOST, sum(sources.values()), kernel.phase)
+            yield copy
+            for each in writes:
+                self._leaving.setdefault(each, []).append(copy.number)
+            if not is_copy:
+                yield self._work(kernel, tuple(writes))
+        else:
+            size = sum(size for each, size in reads.items() if each in from_host)
+            copy = self._copy(TO_DEVICE, size, kernel.phase)
+            if waits := self._left(list(from_host)):  # the host waits until what it sends has come
+                yield OnHost("copy", 0, waits, phase=kernel.phase)
+            yield copy
+            self._coming |= dict.fromkeys(writes, copy.number)
+            if not is_copy:
+                yield from self._arrived([*reads, *writes], kernel.phase)
+                yield event
+
+    def _work(self, kernel: Operation, storages: Sequence[int]) -> OnHost:
+        """Returns work of the host, which waits for what it reads."""
+        touched = kernel.num_bytes
+        if kernel.name.startswith("_fused_"):  # an update writes all that it reads but the gradients
+            gradients = sum(size for _, size in kernel.writes)  # as large as the parameters, which are named as written
+            touched = 2 * sum(size for _, size in kernel.reads) - gradients
+        return OnHost(kernel.name, touched, self._left(storages), phase=kernel.phase)
+
+    def _left(self, storages: Sequence[int]) -> tuple[int, ...]:
+        """Returns the copies that the host waits for before it touches storages."""
+        return tuple(sorted({number for each in storages for number in self._leaving.pop(each, ())}))
+
+    def _arrived(self, storages: Sequence[int], phase: str) -> Iterator[Wait]:
+        """Yields what the device waits for before it touches storages."""
+        numbers = {self._coming.pop(each) for each in storages if each in self._coming}
+        yield from (Wait(number, phase) for number in sorted(numbers))
+
+    def _copy(self, kind: str, num_bytes: int, phase: str) -> Issue:
+        return Issue(next(self._next), kind, num_bytes, (self._rank,), kind, phase=phase)
+
+    def _storages(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for tensor, size in pairs:
+            place = self._places[tensor]
+            found[place] = found.get(place, 0) + size
+        return found

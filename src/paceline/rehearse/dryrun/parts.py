@@ -43,8 +43,8 @@ from paceline.models.hugging_face import text_settings
 from paceline.models.known_values import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
-from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
+from paceline.rehearse.dryrun.recorder import NoValues
 from paceline.shards import Region
 from paceline.train.assemble import build_compressor, build_policy, normalises_inside
 from paceline.train.loss import Loss, build_loss, fuses_loss
@@ -94,7 +94,9 @@ def build_parts(
     config: Config, layout: Layout, model: nn.Module, data: DataSplits, comm: DryCommunicator, memory: HeldMemory
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
-    dtype = _image_dtype(config, layout)
+    precision, dtype = precision_named(layout.precision), getattr(torch, config.train.dtype)
+    if normalises_inside(config, layout):  # images of bytes become what the first layer of the graph reads
+        dtype = precision.autocast_dtype or precision.param_dtype or dtype
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
     layout = replace(layout, compile="none", compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
@@ -102,12 +104,12 @@ def build_parts(
     compressor = build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
     engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
-    sample = tree_map(
-        lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, default_collate([data.train[0]])
-    )
-    microbatch = tree_map(
-        lambda value: value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value, sample
-    )
+
+    def without_values(value: Any) -> Any:
+        value = value.to(META) if isinstance(value, torch.Tensor) else value
+        return value.new_empty((layout.microbatch, *value.shape[1:])) if value.ndim else value
+
+    microbatch = tree_map(without_values, default_collate([data.train[0]]))
     samples = layout.microbatch * layout.accumulate * layout.data
     step = StepBatch(
         position=0,
@@ -131,16 +133,7 @@ def build_parts(
     )
 
 
-def _image_dtype(config: Config, layout: Layout) -> torch.dtype:
-    """Returns what images of bytes become: in a model that is one graph, what its first layer reads."""
-    precision = precision_named(layout.precision)
-    half = precision.autocast_dtype or precision.param_dtype
-    built: torch.dtype = getattr(torch, config.train.dtype)
-    return half if half is not None and normalises_inside(config, layout) else built
-
-
 def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
-    """Returns what the engine talks through: by the algorithm that the config asks for."""
     asked = config.comm.algorithm
     if asked == "native" or comm.size == 1:
         return comm
@@ -151,11 +144,7 @@ def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communica
 
 
 def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:
-    """Makes the optimizer as a device has it: torch's own is fused there, and its state is made in the first step.
-
-    On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before. One that updates
-    parameters on the host leaves it to the host whether to step at all.
-    """
+    """Makes the optimizer as a device has it: fused, which torch refuses on meta tensors, and with its state."""
     is_muon = config.optim.kind == "muon"
     optimizer = build_optimizer(config.optim, engine.named_parameters(), engine if is_muon else None)
     if config.optim.kind not in ("adamw", "sgd"):
@@ -176,8 +165,7 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
 def with_stand_in(config: Config, work: Callable[[Config], _Found]) -> tuple[_Found, str]:
     """Returns ``work(config)`` and nothing more to say; or that of the stand-in, and in words what it stands for.
 
-    Raises UntraceableError for a model of the user's own code that cannot be run without values, UsageError for one of
-    transformers that has no stand-in.
+    Raises UntraceableError for code of the user's that cannot run without values, UsageError without a stand-in.
     """
     try:
         return work(config), ""
@@ -227,10 +215,7 @@ def cut_of_run(config: Config, layout: Layout) -> list[Mapping[str, Region]]:
 
 
 def cut_of_training(make_model: Callable[[], nn.Module], layout: Layout) -> list[Mapping[str, Region]]:
-    """Returns by rank the regions that it writes of the model's parameters and buffers, by their names.
-
-    ``make_model`` makes the model on the meta device.
-    """
+    """Returns by rank the regions of parameters and buffers that it writes; ``make_model`` makes the model on meta."""
     world = DryWorld(layout.ranks)
     found: list[Mapping[str, Region]] = []
     for rank in range(layout.ranks):  # the first one tells the others where the model is cut

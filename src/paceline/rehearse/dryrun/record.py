@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -25,36 +25,39 @@ from paceline.cluster.devices import Cluster
 from paceline.comm.base import check_peer
 from paceline.comm.dry.communicator import DryWorld
 from paceline.config import Config, layout_of
-from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.pipeline import Pipeline
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.plan.plan import MARGIN
-from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
-from paceline.predict.replay.program import Program, counted, is_playable, repeat
+from paceline.predict.replay.program import (
+    END,
+    LOSS,
+    Event,
+    EventMark,
+    Program,
+    Run,
+    Turn,
+    counted,
+    is_playable,
+    repeat,
+)
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.calls import KnownCalls
-from paceline.rehearse.dryrun.functions import MetaFunctions
-from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.rehearse.dryrun.hosted import mark_host_work
-from paceline.rehearse.dryrun.operators import dtype_name
+from paceline.rehearse.dryrun.held import HOST, HeldMemory, mark_host_work
+from paceline.rehearse.dryrun.operators import KnownCalls, dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
-from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
+from paceline.rehearse.dryrun.recorder import MetaFunctions, Recorded, Recorder, no_answer
+from paceline.schedule.grid import Action, RankProgram
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import StepCallbacks, train_step
 
-# What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.
-
 
 def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
-    """Says what the engine and the optimizer hold."""
     engine = parts.engine
     for group in engine.flat_groups:
         if group.comes_and_goes:
@@ -94,27 +97,8 @@ def _claim_resident(group: FlatGroup, memory: HeldMemory) -> None:
         memory.claim([group.host.resident], "parameters")
 
 
-def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
-    """Says of gradients what they are as they arrive."""
-
-    def claim(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            memory.claim([parameter.grad], "gradients")
-
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
-
-
-def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
-    """Says before each update what gradients are."""
-
-    def claim(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        held = (*parts.engine.parameters(), *parts.engine.module.parameters())
-        memory.claim((p.grad for p in held if p.grad is not None), "gradients")
-
-    parts.optimizer.register_step_pre_hook(claim)
+def _claim_gradients(memory: HeldMemory, *parameters: torch.Tensor) -> None:
+    memory.claim((each.grad for each in parameters if each.grad is not None), "gradients")
 
 
 _RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
@@ -132,10 +116,9 @@ def record_stages(
 ) -> tuple[Program, ...]:
     """Runs the ranks that ``rank`` exchanges activations with, one of each stage, on meta tensors; returns their steps.
 
-    Where the model is not cut into stages, that is ``rank`` alone. ``node_ranks`` is how many ranks share a host; None:
-    all. Of many microbatches without a pipeline three are run, and the second stands for all but the first and the
-    last; with ``is_whole`` each of them is. ``calls`` are what is known of operators from other recordings. Raises
-    UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
+    ``node_ranks`` ranks share a host; None: all. Of many microbatches three are run, or with ``is_whole`` each of them.
+    ``calls`` are what is known of operators from other recordings. Raises UsageError for a model that cannot be traced
+    or does not fit its data, and for what has no price.
     """
     return _Recording(config, _layout_of(config, ranks, node_ranks), calls).stages(rank, is_whole=is_whole)
 
@@ -149,13 +132,9 @@ class _Recording:
         self._calls = KnownCalls() if calls is None else calls
         self._data = few_data(config)
 
-    @property
-    def stage_ranks(self) -> int:
-        return self._layout.ranks // self._layout.pipeline
-
     def stages(self, rank: int, *, is_whole: bool = False) -> tuple[Program, ...]:
         """Runs the ranks that pass their results to one another, one a stage: those of ``rank``."""
-        ranks, width = self._layout.ranks, self.stage_ranks
+        ranks, width = self._layout.ranks, self._layout.ranks // self._layout.pipeline
         check_peer("a dry run of", rank, ranks)
         first = rank % width
         if first and width < ranks:  # rank 0 tells all where the model is cut
@@ -163,35 +142,39 @@ class _Recording:
         return tuple(self.program(number, is_whole=is_whole) for number in range(first, ranks, width))
 
     def program(self, rank: int, *, is_whole: bool = False) -> Program:
-        """Runs a rank; those of earlier stages come first."""
         config, layout, world = self._config, self._layout, self._world
-        recorder = Recorder(self._calls)
-        autocast = precision_named(layout.precision).autocast_dtype
-        is_device = config.parallel.device != "cpu"
-        pools_in_bytes = is_device and layout.is_compiled
-        functions = MetaFunctions(recorder.attention, autocast, fuses_norms=is_device, pools_in_bytes=pools_in_bytes)
+        recorder, is_device = Recorder(self._calls), config.parallel.device != "cpu"
+        recorder.functions = MetaFunctions(
+            recorder.attention,
+            precision_named(layout.precision).autocast_dtype,
+            fuses_norms=is_device,
+            pools_in_bytes=is_device and layout.is_compiled,
+        )
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
-        recorder.watch(model_blocks(model), functions)
+        recorder.watch(model_blocks(model))
         if not layout.sharing.gradients:  # else whole gradients are there for a moment only
-            watch_gradients(recorder.memory, model)
-        with self._telling(model), _without_collections(), recorder, functions:
+            claim = functools.partial(_claim_gradients, recorder.memory)
+            for parameter in [each for each in model.parameters() if each.requires_grad]:
+                parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
+        with self._telling(model), _without_collections(), recorder, recorder.functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
             if layout.is_compiled and isinstance(parts.loss, CrossEntropy):
-                parts.loss.sum = recorder.watched(LOSS, parts.loss.sum, functions)
+                parts.loss.sum = recorder.watched(LOSS, parts.loss.sum)
             tell_inputs(recorder.values, parts, self._data)
             claim_states(recorder.memory, parts)
-            watch_update(recorder.memory, parts)
+            held = (*parts.engine.parameters(), *parts.engine.module.parameters())
+            parts.optimizer.register_step_pre_hook(lambda *_: _claim_gradients(recorder.memory, *held))
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
-            with recorder.at_rest():  # these steps teach; ddp makes buckets in both
-                for _ in range(2 if layout.strategy == "ddp" else 1):
-                    _run(recorder, functions, parts, 1)
-            done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
+            recorder.rests = True  # these steps teach; ddp makes buckets in both
+            for _ in range(2 if layout.strategy == "ddp" else 1):
+                _run(recorder, parts, 1)
+            recorder.rests = False
+            done, order = _recorded(recorder, parts, rank, is_whole=is_whole)
         return self._described(rank, parts, done, order)
 
     @contextlib.contextmanager
     def _telling(self, model: nn.Module) -> Iterator[None]:
-        """Tells of what the user's own model, data or loss raise as such."""
         try:
             yield
         except PacelineError:
@@ -232,26 +215,34 @@ class _Recording:
             dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
             is_compiled=layout.is_compiled,
             graphs=graphs,
-            stage=rank // self.stage_ranks,
+            stage=rank * layout.pipeline // layout.ranks,
             stages=layout.pipeline,
             order=order,
         )
 
 
-def _recorded(
-    recorder: Recorder, functions: MetaFunctions, parts: StepPieces, rank: int, *, is_whole: bool
-) -> tuple[Recorded, tuple[Turn, ...]]:
-    """Runs the step that is recorded: with few microbatches, where all others repeat these."""
-    count = len(parts.batch.microbatches)
-    few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
-    done = _run(recorder, functions, parts, few)
+def _recorded(recorder: Recorder, parts: StepPieces, rank: int, *, is_whole: bool) -> tuple[Recorded, tuple[Turn, ...]]:
+    """Runs a step; returns its events, or those of one with few microbatches and the order in which they come again."""
+    pipeline, count = parts.engine.pipeline, len(parts.batch.microbatches)
+    few = count if is_whole else _enough_microbatches(pipeline, count)
+    done = _run(recorder, parts, few)
     if host := recorder.memory.host_storages:  # an engine that offloads: what the host does itself
         events, starts = mark_host_work(done.events, host, recorder.places(), rank)
         done = replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
-    events, order = _compose(parts, done, few, count)
-    if order and not is_playable(events, order):
-        events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
-    return replace(done, events=events), order
+    if few == count:
+        return done, ()
+    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
+        return replace(done, events=repeat(done.events, done.laps[1], done.laps[3], 1 + count - few)), ()
+    marked: list[Event] = []  # a mark before the events of each action
+    actions = pipeline.program(few).actions
+    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
+        action = actions[number] if number < len(actions) else None
+        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
+        marked += (mark, *done.events[begin:end])
+    order = _order_of(pipeline.program(count), few)
+    if order and not is_playable(marked, order):
+        return replace(done, events=_run(recorder, parts, count).events), ()  # pipelines offload nothing
+    return replace(done, events=tuple(marked)), order
 
 
 @contextlib.contextmanager
@@ -266,7 +257,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microbatches: int) -> Recorded:
+def _run(recorder: Recorder, parts: StepPieces, microbatches: int) -> Recorded:
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
     pipeline = parts.engine.pipeline
     if pipeline is not None:
@@ -274,53 +265,29 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         recorder.memory.act = lambda: len(pipeline.journal)
     recorder.start()
 
-    def lap(phase: str) -> None:
-        recorder.lap(phase)
-        functions.forget_copies()
-
-    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, StepCallbacks(lap), parts.scaler)
+    callbacks = StepCallbacks(recorder.lap)
+    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, callbacks, parts.scaler)
     if parts.average is not None:
         parts.average.update()
     claim_states(recorder.memory, parts)
     return recorder.finish()
 
 
-def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
-    """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
-    pipeline = parts.engine.pipeline
-    if few == count:
-        return done.events, ()
-    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
-        return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
-    marked: list[Event] = []  # a mark before the events of each action
-    actions = pipeline.program(few).actions
-    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
-        action = actions[number] if number < len(actions) else None
-        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
-        marked += (mark, *done.events[begin:end])
-    return tuple(marked), _order_of(pipeline.program(count), few)
-
-
 def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
-    """Returns the layout that is recorded. Raises UsageError for what a dry run cannot do."""
-    problems = []
+    problem = ""
     if config.parallel.strategy == "auto":
-        problems.append(
-            "parallel.strategy = auto in a dry run\n  it runs one strategy\n"
-            "  name it, or let paceline plan find the fastest"
-        )
+        problem += "parallel.strategy = auto in a dry run\n  it runs one strategy\n"
+        problem += "  name it, or let paceline plan find the fastest\n"
     if config.comm.compression.policy == "threshold":
-        problems.append(
-            "comm.compression.policy = threshold in a dry run\n"
-            "  how much it sends follows from values, and a dry run has none\n"
-            "  take topk with the ratio that you expect, or paceline simulate, which has values"
-        )
-    if problems:
-        raise UsageError("\n".join(problems))
+        problem += "comm.compression.policy = threshold in a dry run\n"
+        problem += "  how much it sends follows from values, and a dry run has none\n"
+        problem += "  take topk with the ratio that you expect, or paceline simulate, which has values\n"
+    if problem:
+        raise UsageError(problem.rstrip())
     return layout_of(config, ranks, node_ranks)
 
 
-def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
+def _enough_microbatches(pipeline: Pipeline | None, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     if pipeline is None:
         return min(wanted, _FEW)
@@ -350,7 +317,7 @@ def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
     return tuple(found)
 
 
-def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
+def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
     """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
     try:
         program = pipeline.program(microbatches)
@@ -364,10 +331,7 @@ def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
 
 
 def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, rank: int = 0) -> Config:
-    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does.
-
-    One that names its microbatch is returned as it is; where none fits, the smallest is taken.
-    """
+    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does."""
     if config.train.microbatch != "auto":
         return config
     calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)

@@ -2,6 +2,12 @@
 
 A block's kernels are known by where they come from: in forward by the module that is being called, in backward by the
 node of the graph, whose number lies between those at the beginning and the end of the block's forward.
+
+Some functions of torch behave otherwise on meta tensors than on a device, and are put right. Attention has no fused
+kernel there: here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
+output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put down as the layer norm, which keeps its
+input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was; compiled for a GPU, one
+(``engines/compiled.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations
@@ -10,24 +16,187 @@ import bisect
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues
-from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
-from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
-from paceline.rehearse.dryrun.functions import MetaFunctions
+from paceline.models.known_values import KnownValues, indexed
+from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
+from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
 from paceline.train.resolve import first_line
+
+# Called for an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
+# reads; the last tensor is what it writes.
+SeesAttention: TypeAlias = Callable[..., None]
+
+
+def _named(owner: Any, names: str) -> set[Callable[..., Any]]:
+    return {getattr(owner, name) for name in names.split()}
+
+
+_GIVES_VALUES = (
+    _named(torch.Tensor, "normal_ uniform_ fill_ zero_")
+    | _named(nn.init, "normal_ uniform_ trunc_normal_ constant_ ones_ zeros_")
+    | _named(nn.init, "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_")
+)
+_IN_HALF = (
+    _named(F, "linear bilinear conv1d conv2d conv3d scaled_dot_product_attention")
+    | _named(F, "conv_transpose1d conv_transpose2d conv_transpose3d")
+    | _named(torch, "conv1d conv2d conv3d matmul mm bmm addmm baddbmm einsum")
+    | _named(torch.Tensor, "matmul __matmul__ mm bmm")
+)
+_IN_FULL = (
+    _named(F, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss")
+    | _named(torch, "softmax log_softmax layer_norm exp log pow rsqrt cumsum norm")
+    | _named(torch.Tensor, "softmax log_softmax exp log pow rsqrt cumsum norm")
+)
+
+
+_POOLS = {F.max_pool2d, torch.max_pool2d}
+
+
+class NoValues(TorchFunctionMode):
+    """Leaves out what gives first values to tensors that have none: torch would work out their shapes in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in _GIVES_VALUES:
+            tensor = kwargs.get("tensor", args[0] if args else None)
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+class MetaFunctions(TorchFunctionMode):
+    """Runs attention as one kernel, and casts as autocast does if there is a dtype for it."""
+
+    def __init__(
+        self,
+        seer: SeesAttention,
+        autocast: torch.dtype | None = None,
+        *,
+        fuses_norms: bool = False,
+        pools_in_bytes: bool = False,
+    ) -> None:
+        super().__init__()
+        self._seer, self._autocast, self._pools_in_bytes = seer, autocast, pools_in_bytes
+        self._fuses_norms = fuses_norms and hasattr(torch.ops.aten, "_fused_rms_norm")
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def back_on(self) -> contextlib.AbstractContextManager[object]:
+        """Returns what makes it work where it does not: backward leaves modes behind, and blocks are computed again."""
+        is_on = any(mode is self for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext() if is_on else self
+
+    def forget_copies(self) -> None:
+        """Lets go of the parameters' copies, as autocast does when a forward ends."""
+        self._copies.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self._autocast is not None:
+            if func in _IN_HALF:
+                args, kwargs = tree_map(self._halve, (args, kwargs))
+            elif func in _IN_FULL:
+                args, kwargs = tree_map(_widen, (args, kwargs))
+        if func is torch.Tensor.__getitem__:
+            return func(*indexed(args))
+        if func is F.scaled_dot_product_attention:
+            return self._attend(func, *args, **kwargs)
+        if func is F.rms_norm and self._fuses_norms:
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+            return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
+        if func in _POOLS and self._pools_in_bytes and not kwargs.get("return_indices"):
+            names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+            given = dict(zip(("input", *names), args, strict=False)) | kwargs
+            defaults = {"stride": given["kernel_size"], "padding": 0, "dilation": 1, "ceil_mode": False}
+            settings = [given.get(name, defaults.get(name)) for name in names]
+            pooled: torch.Tensor = _MetaPool.apply(given["input"], settings)  # type: ignore[no-untyped-call]
+            return pooled
+        return func(*args, **kwargs)
+
+    def _halve(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or not value.is_meta:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(self._autocast)
+        kept = self._copies.get(id(value))  # a parameter is cast once in a forward
+        if kept is None:
+            kept = self._copies[id(value)] = (value, value.to(self._autocast))
+        return kept[1]
+
+    def _attend(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query = given["query"]
+        if not query.is_meta or query.ndim < 3:
+            return func(*args, **kwargs)
+        inputs = (query, given["key"], given["value"])
+        return _MetaAttention.apply(*inputs, bool(given.get("is_causal", False)), self._seer)  # type: ignore[no-untyped-call]
+
+
+class _MetaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, seer: SeesAttention
+    ) -> torch.Tensor:
+        # Fused kernels write their output so that heads lie side by side, as the queries do that come out of a product.
+        same = value.shape[-1] == query.shape[-1]
+        output = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        ctx.is_causal, ctx.seer = is_causal, seer
+        seer([query, key, value, output], is_causal=is_causal, is_back=False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, _ = ctx.saved_tensors
+        found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+        ctx.seer([query, key, value, output, gradient, *found], is_causal=ctx.is_causal, is_back=True)
+        return *found, None, None
+
+
+class _MetaPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, settings: list[Any]) -> torch.Tensor:
+        pooled, where = torch.ops.aten.max_pool2d_with_indices(x, *map(_pair, settings))
+        ctx.save_for_backward(torch.empty(where.shape, dtype=torch.int8, device=where.device))
+        ctx.shape, ctx.settings = x.shape, settings
+        found: torch.Tensor = pooled
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (where,) = ctx.saved_tensors
+        x = gradient.new_empty(ctx.shape)
+        back = torch.ops.aten.max_pool2d_with_indices_backward
+        found: torch.Tensor = back(gradient, x, *map(_pair, ctx.settings), where.to(torch.int64))
+        return found, None
+
+
+def _pair(value: Any) -> Any:
+    return [value, value] if type(value) is int else value
+
+
+def _widen(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
 
 _ROOMS = tuple(f"{Path(__file__).parents[2] / room}" for room in ("engines", "train", "comm"))
 _OURS = str(Path(__file__).parent)
@@ -36,10 +205,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A step that was written down: its events, bytes that were there all the time, and where its phases end.
-
-    ``acts``: where each action of a pipeline begins, and what comes behind the last one.
-    """
+    """A step that was written down: its events, bytes that were there all the time, where phases and actions end."""
 
     events: tuple[Event, ...]
     resident: dict[str, int]
@@ -60,31 +226,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is run inside; ``start`` forgets what came before."""
 
     def __init__(self, calls: KnownCalls) -> None:
-        """Takes what is known of operators: ranks that run the same model may share it."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory = HeldMemory()
-        self.values = KnownValues()
-        self._calls = calls
+        self.memory, self.values, self._calls = HeldMemory(), KnownValues(), calls
+        self.functions = MetaFunctions(self.attention)
         self._places: dict[tuple[int, int], int] = {}
-        self._events: list[_Kernel | Issue | Wait | OnHost] = []
-        self._acts: list[int] = []
-        self._phases: list[str] = []
-        self._laps: list[int] = []
-        self._again: set[int] = set()
-        self._block = ""
-        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
-        self._owners: list[str] = []
-        self._rests = False
+        self._block, self.rests = "", False  # rests: notes no kernels, but follows memory
+        self._forget()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Says that nobody compiles what is recorded: torch need not load its compiler, and ask it at each operator."""
         return False
 
-    # What happens.
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator on tensors without values, and notes the kernel that a device would run."""
         del types
         kwargs = kwargs or {}
         kind = _kind(func)
@@ -96,10 +250,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._read(func, args, kwargs)
             if value is not None:
                 return value
-        call = updates(args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
+        call = whole_call(None, args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
         self.values.note(func, args, kwargs, call.result)
         if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
-            if not self._rests:
+            if not self.rests:
                 self._note(self._calls.kernels(func, args, kwargs, call), call.tensors)
             self.memory.note(call.returned)
             if kwargs.get("pin_memory"):
@@ -119,36 +273,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
+        self.functions.forget_copies()
 
-    # What surrounds it.
-
-    def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
-            block.forward = self.watched(f"block {index}", block.forward, functions)
+            block.forward = self.watched(f"block {index}", block.forward)
 
-    def watched(self, label: str, function: Callable[..., Any], functions: MetaFunctions) -> Callable[..., Any]:
-        """Returns a function whose kernels are those of a block."""
-        return functools.partial(self._call_block, label, function, functions)
-
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Notes no kernels inside, for steps that nobody wants to know of; memory is followed all the same."""
-        self._rests = True
-        try:
-            yield
-        finally:
-            self._rests = False
+    def watched(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._call_block, label, function)
 
     def start(self) -> None:
-        self._events, self._acts, self._phases, self._laps, self._again = [], [], [], [], set()
-        self._starts, self._owners = [], []
+        self._forget()
         self.memory.start()
+
+    def _forget(self) -> None:
+        self._events: list[_Kernel | Issue | Wait | OnHost] = []
+        self._acts: list[int] = []
+        self._phases: list[str] = []
+        self._laps: list[int] = []
+        self._again: set[int] = set()
+        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
+        self._owners: list[str] = []
 
     def finish(self) -> Recorded:
         """Ends a step; of one that nobody wants to know of there is nothing to tell."""
         self.memory.look()
-        if self._rests:
+        if self.rests:
             return Recorded(events=(), resident={}, laps=())
         self.lap("optimizer")
         lying: dict[int, list[int]] = {}
@@ -159,14 +310,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
             done: Event
             if isinstance(event, _Kernel):
-                kernel = replace(event.kind, reads=event.reads, writes=event.writes, phase=phase)
-                done = Run(kernel, event.block)
+                done = Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
             else:
                 done = replace(event, phase=phase)
             rows.append(((self._acts[place], place, True), done))
         rows.sort(key=lambda row: row[0])
-        places = [row[0][1] for row in rows]
-        acts = [row[0][0] for row in rows]
+        acts, places = [row[0][0] for row in rows], [row[0][1] for row in rows]
         return Recorded(
             events=tuple(event for _, event in rows),
             resident=resident,
@@ -174,16 +323,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             acts=tuple(bisect.bisect_left(acts, act) for act in range(1 + max(acts, default=0))),
         )
 
-    def _call_block(
-        self, label: str, forward: Callable[..., Any], functions: MetaFunctions, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call_block(self, label: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(label)
         try:
-            with functions.back_on():
+            with self.functions.back_on():
                 return forward(*args, **kwargs)
         finally:
             if torch._C._current_graph_task_id() != -1:  # computed again: copies of parameters belong to this graph
-                functions.forget_copies()
+                self.functions.forget_copies()
             self._enter("")
 
     def _enter(self, label: str) -> None:
@@ -203,15 +350,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, kernels: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
         """Notes the kernels of a call, which know tensors by their places; all memory is taken before the first."""
-        numbered = [
-            _Kernel(
-                kernel,
-                tuple([(self._number(tensors[place]), size) for place, size in kernel.reads]),
-                tuple([(self._number(tensors[place]), size) for place, size in kernel.writes]),
-                self._owner(),
-            )
-            for kernel in kernels
-        ]
+        numbered = []
+        for kernel in kernels:
+            reads = tuple([(self._number(tensors[place]), size) for place, size in kernel.reads])
+            writes = tuple([(self._number(tensors[place]), size) for place, size in kernel.writes])
+            numbered.append(_Kernel(kernel, reads, writes, self._owner()))
         is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         for each in numbered:
             if is_again:
@@ -224,15 +367,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.place = len(self._events)
 
     def places(self) -> dict[int, int]:
-        """Returns the storages in which the tensors of kernels lie."""
         return {tensor: storage for (storage, _), tensor in self._places.items()}
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Returns a number for what a tensor lies in: parts of one buffer are different things."""
         key = (self.memory.number(tensor), int(tensor.storage_offset()))
         return self._places.setdefault(key, len(self._places))
-
-    # What has no answer.
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         try:
@@ -244,13 +384,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Answers who asks for a value: what is known of it, and an engine gets 0; else a model is refused."""
-        name = func._overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            is_read = args[0].is_meta
-        else:
-            device = kwargs.get("device") if name == "_to_copy" else None
-            is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
-        if not is_read:
+        name, device = func._overloadpacket.__name__, kwargs.get("device")
+        is_moved = device is not None and torch.device(device).type != "meta"
+        if not args[0].is_meta or (name == "_to_copy" and not is_moved):
             return None
         known = self.values.value(args[0])
         if known is not None:
@@ -280,7 +416,6 @@ def _kind(func: Any) -> str:
 
 
 def _asker() -> tuple[str, str]:
-    """Returns the file that asks, and what to call the place."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,7 +1,6 @@
 """What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
 
-    on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else
-                                by the formulas with fitted constants (predict/replay/kernel_costs.py)
+    on a device of the catalog  the kernels that a dry run would count, priced as there (predict/replay/kernel_costs.py)
     on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
     on a host                   + what it takes to call it
     on a GPU                    at least what it takes to launch it: launches run ahead of the device
@@ -22,8 +21,8 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import Operation
 from paceline.models.measured import operator_flops
 from paceline.predict.formulas.constants import constants_for, fitted_constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
+from paceline.predict.replay.program import Run
 from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -53,8 +52,6 @@ class Rates:
 
 
 class KernelPrices:
-    """What calls take on a device of the catalog, kernel by kernel."""
-
     def __init__(self, device: Device) -> None:
         constants, _ = constants_for(fitted_constants(), device.generation, "eager")
         self.name = device.name

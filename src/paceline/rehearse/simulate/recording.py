@@ -1,28 +1,44 @@
-"""Records of a simulated rank: those of a real one, with the times of its clock.
+"""What a simulated run leaves: records of its ranks, what their clocks come to, a time line in a file, rows of letters.
 
 A record's ``time`` counts seconds since the ranks began; ``memory_bytes`` is what a rank is estimated to hold, on the
 GPU of the cluster where there is one, since the process holds all of them; 0 where nobody has described the model.
+For N ranks, over all steps (evaluations and set-up are left out):
+
+    step        the longest of the ranks, median over the steps
+    exposed     what ranks waited for others and for the network
+    hidden      the share of the time of operations in which their rank computed, in steps whose spans it has kept
+    efficiency  compute of all ranks / (N x time of the steps): 1 where nobody ever waits
+
+The trace is for chrome://tracing or ui.perfetto.dev. Every rank has the rows of a profiled one: its steps, what it
+computes and waits for, and what is on its way for it. It begins with the first step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline import __version__
+from paceline.chrome_trace import Event, name_process, name_tracks, span, write_events
 from paceline.comm.traced import Trace
-from paceline.comm.virtual.clock import VirtualClock
+from paceline.comm.virtual.clock import ClockSpan, VirtualClock
 from paceline.errors import RunFolderError
+from paceline.notebook import Shown
 from paceline.records.meter import StepFacts, StepMeter
-from paceline.records.records import Record, RunRecord, StepRecord
+from paceline.records.records import EndRecord, EvalRecord, Record, RunRecord, StepRecord
 from paceline.records.sinks import JsonlSink, Sink
+from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.simulate.prices import KernelPrices
+from paceline.schedule.clock import time_in_all
 from paceline.train.trainer import Trainer
+from paceline.units import format_seconds
 
 
 class KeptRecords:
@@ -52,10 +68,7 @@ class KeptRecords:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """From when to when a step lasted, on one rank's clock.
-
-    ``busy_s`` is how long a modelled GPU ran kernels that compute; None where the host computes itself.
-    """
+    """From when to when a step lasted, on one rank's clock; ``busy_s``: how long a modelled GPU computed."""
 
     step: int
     start_s: float
@@ -64,11 +77,7 @@ class StepBounds:
 
 
 class ClockMeter(StepMeter):
-    """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase.
-
-    With ``launches``, those of modelled kernels, records say how long the host took to issue a step that the device was
-    waiting for, as on a GPU.
-    """
+    """Takes a step apart as any meter does, on a rank's clock; ``launches``: of modelled kernels, as a GPU's host."""
 
     launches: KernelPrices | None = None
 
@@ -139,9 +148,7 @@ def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord
         num_trained=trainer.parts.engine.num_trained,
         strategy=" x ".join([*degrees, plan.layout.strategy]),
         backend="virtual",
-        global_batch=plan.batch.global_batch,
-        microbatch=plan.batch.microbatch,
-        accumulate=plan.batch.accumulate,
+        **{name: getattr(plan.batch, name) for name in ("global_batch", "microbatch", "accumulate")},
         total_steps=plan.total_steps,
         unit=trainer.parts.sample.unit,
         units_per_sample=trainer.parts.sample.units,
@@ -164,3 +171,146 @@ def write_records(records: Sequence[Sequence[Record]], folder: Path, hosts: Sequ
             raise RunFolderError(
                 f"cannot write records in {folder}: {error.strerror or error}\n  give a folder that can be written"
             ) from error
+
+
+LETTERS = {"data": "d", "forward": "F", "backward": "B", "optimizer": "U", "evaluation": "e"}
+LEGEND = "F forward  B backward  U update  d data  e evaluation  . waiting  = communication"
+_WIDTH = 64
+_ROWS = {"compute": "phases", "wait": "waits", "communication": "collectives"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRankTimes:
+    """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
+
+    rank: int
+    compute_s: float
+    exposed_s: float
+    hidden_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SimulationSummary(Shown):
+    ranks: int
+    steps: int
+    seconds: float
+    step_s: float
+    samples_per_s: float
+    exposed_share: float
+    efficiency: float
+    final_loss: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    by_rank: tuple[SimulatedRankTimes, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "step": format_seconds(self.step_s),
+            "samples/s": self.samples_per_s,
+            "efficiency": self.efficiency,
+            "loss": self.final_loss,
+            "test loss": self.test_loss,
+            "test accuracy": self.test_accuracy,
+        }
+
+
+def summarize_clocks(
+    records: Sequence[Sequence[Record]], clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]
+) -> SimulationSummary:
+    by_rank = [[each for each in own if isinstance(each, StepRecord)] for own in records]
+    table = StepTable(dict(enumerate(row)) for row in zip(*by_rank, strict=True))
+    totals = add_up(chain.from_iterable(by_rank))
+    evaluations = [each for each in records[0] if isinstance(each, EvalRecord)]
+    return SimulationSummary(
+        ranks=len(records),
+        steps=len(table),
+        seconds=max(each.seconds for own in records for each in own if isinstance(each, EndRecord)),
+        step_s=table.step_s or 0.0,
+        samples_per_s=table.samples_per_s or 0.0,
+        exposed_share=totals.comm_share,
+        efficiency=totals.efficiency(len(records), table.took_s),
+        final_loss=table.last(FINAL_STEPS).totals().loss,
+        test_loss=evaluations[-1].loss if evaluations else None,
+        test_accuracy=evaluations[-1].accuracy if evaluations else None,
+        by_rank=tuple(
+            _rank_times(rank, add_up(own), clock, bounds)
+            for rank, (own, clock, bounds) in enumerate(zip(by_rank, clocks, steps, strict=True))
+        ),
+    )
+
+
+def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> SimulatedRankTimes:
+    inside = [(max(each.start_s, 0.0), each.end_s) for each in steps]
+    ways = [(each.start_s, each.end_s) for each in clock.spans if each.row == "communication"]
+    busy = [(each.start_s, each.end_s) for each in clock.spans if each.row == "compute"]
+    on_the_way_s = time_in_all(ways, inside)
+    return SimulatedRankTimes(
+        rank=rank,
+        compute_s=totals.compute_s,
+        exposed_s=totals.comm_s,
+        hidden_share=time_in_all(ways, busy, inside) / on_the_way_s if on_the_way_s else 0.0,
+    )
+
+
+def trace_events(clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]) -> list[Event]:
+    """Returns the spans of all ranks as trace events, in the order of ranks and times, from the first step on."""
+    zero_s = min((bounds[0].start_s for bounds in steps if bounds), default=0.0)
+    events: list[Event] = []
+    for clock, bounds in zip(clocks, steps, strict=True):
+        events += name_process(clock.rank, f"rank {clock.rank}, simulated")
+        events += name_tracks(clock.rank, ("steps", *_ROWS.values()))
+        events += [
+            span(clock.rank, "steps", f"step {each.step}", each.start_s - zero_s, each.end_s - zero_s)
+            for each in bounds
+        ]
+        later = [each for each in clock.spans if each.end_s > zero_s]
+        for each in sorted(later, key=lambda one: (one.start_s, one.end_s, one.row)):
+            name = f"wait for {each.name}" if each.row == "wait" else each.name
+            more = {"bytes": each.num_bytes, "ranks": list(each.ranks)} if each.row == "communication" else None
+            start_s = max(each.start_s, zero_s) - zero_s
+            events.append(span(clock.rank, _ROWS[each.row], name, start_s, each.end_s - zero_s, more))
+    return events
+
+
+def write_trace(path: Path, clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]) -> None:
+    """Writes the trace, compressed where its name ends in ``.gz``. Raises UsageError if it cannot be written."""
+    write_events(path, trace_events(clocks, steps), {"kind": "simulated"})
+
+
+def draw_step(clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]], *, most: int = 8) -> list[str]:
+    """Draws the last step of the first ``most`` ranks: two rows each, a letter for what took most of its time."""
+    if not steps or not all(steps):
+        return []
+    start_s = min(bounds[-1].start_s for bounds in steps)
+    end_s = max(bounds[-1].end_s for bounds in steps)
+    if end_s <= start_s:
+        return []
+    lines = []
+    for clock in clocks[:most]:
+        spans = [each for each in clock.spans if each.end_s > start_s and each.start_s < end_s]
+        own = [(LETTERS.get(each.name, "?") if each.row == "compute" else ".", each) for each in spans]
+        compute = _row([each for each in own if each[1].row != "communication"], start_s, end_s)
+        network = _row([("=", each) for each in spans if each.row == "communication"], start_s, end_s)
+        lines += [f"rank {clock.rank:<3} |{compute}|", f"{'':8} |{network}|"]
+    if len(clocks) > most:
+        lines.append(f"and {len(clocks) - most} ranks more: see the trace")
+    return lines
+
+
+def _row(spans: Iterable[tuple[str, ClockSpan]], start_s: float, end_s: float) -> str:
+    cell_s = (end_s - start_s) / _WIDTH
+    shares: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
+    for letter, each in spans:
+        first = max(0, int((each.start_s - start_s) / cell_s))
+        last = min(_WIDTH - 1, int((each.end_s - start_s) / cell_s))
+        for cell in range(first, last + 1):
+            low, high = start_s + cell * cell_s, start_s + (cell + 1) * cell_s
+            share = min(high, each.end_s) - max(low, each.start_s)
+            if share > 0:
+                shares[cell][letter] = shares[cell].get(letter, 0.0) + share
+    return "".join(max(sorted(share), key=lambda letter: share[letter]) if share else " " for share in shares)

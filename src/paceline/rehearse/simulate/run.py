@@ -18,19 +18,24 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
-from paceline.cluster.wires import WireCost, over_backend, wire_cost
+from paceline.cluster.wires import over_backend, wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.notebook import Shown, curve
-from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.recording import ClockMeter, KeptRecords, StepBounds, run_record
-from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
+from paceline.rehearse.simulate.recording import (
+    ClockMeter,
+    KeptRecords,
+    SimulationSummary,
+    StepBounds,
+    run_record,
+    summarize_clocks,
+)
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
@@ -44,9 +49,8 @@ class Conditions:
     """Where a simulated run takes place.
 
     ``cluster`` is whose wires the ranks talk over; None: processes of one host. ``compute`` is measured here, or
-    modelled for the cluster's device (without a cluster: for one core), which gives the same times on every machine.
-    ``slow`` multiplies the compute of ranks, ``slow_links`` the cost of operations that ranks take part in. ``backend``
-    is what the ranks would talk through there: a config's ``comm.backend``, before ``prepare`` makes it virtual.
+    modelled for the cluster's device (else for one core), the same on every machine. ``slow`` multiplies the compute of
+    ranks, ``slow_links`` the cost of their operations. ``backend``: the config's, before ``prepare`` makes it virtual.
     """
 
     cluster: Cluster | None = None
@@ -61,21 +65,22 @@ class Conditions:
 
     @property
     def gpu(self) -> str:
-        """The GPU that ranks are taken to have; empty where they have none."""
         return "" if self.cluster is None or self.cluster.device.is_cpu else self.cluster.device.name
 
-    def wire_cost(self, ranks: int, node_ranks: int | None) -> WireCost:
-        """Returns what operations between ranks cost. Raises UsageError for a backend that cannot be priced."""
-        if self.cluster is not None:
-            cluster = over_backend(self.cluster, self.backend) if ranks > 1 else self.cluster
-            return wire_cost(cluster, ranks)
-        if self.backend in ("nccl", "shared_memory"):
+    def timing(self, config: Config) -> VirtualTime:
+        """Returns the clocks of a config's ranks. Raises UsageError for a backend that cannot be priced."""
+        ranks, cluster = config.parallel.decided_ranks, self.cluster
+        if cluster is None and self.backend in ("nccl", "shared_memory"):
             usual = f"{ranks}x {'h100-sxm' if self.backend == 'nccl' else 'cpu-host'}"
             raise UsageError(
                 f"comm.backend = {self.backend} without a cluster\n  ranks are then processes that talk over Gloo\n"
                 f'  name one: --cluster "{usual}", or set comm.backend = auto'
             )
-        return wire_cost(None, ranks, node_ranks)
+        if cluster is not None:
+            cluster = over_backend(cluster, self.backend) if ranks > 1 else cluster
+        cost = wire_cost(cluster, ranks, config.parallel.node_ranks if cluster is None else None)
+        is_measured = self.compute == "measured"
+        return VirtualTime(cost=cost, measures=is_measured, slow=self.slow, slow_links=self.slow_links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -117,10 +122,7 @@ def prepare(
     source: str = "config",
     cluster: Cluster | None = None,
 ) -> Config:
-    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
-
-    ``source`` is what messages call the config: the name of its file. On a ``cluster`` the ranks share its hosts out.
-    """
+    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks."""
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
     if count < 1:
@@ -158,12 +160,11 @@ def simulate(
 ) -> Simulation:
     """Trains on virtual ranks, as many as the config (see ``prepare``) says, and tells what each rank's clock saw.
 
-    Rank 0's records also go to ``view``, as they come. ``watch(rank, trainer)`` is called on each rank when its
-    training is over. Raises what a rank raised.
+    Rank 0's records also go to ``view``. ``watch(rank, trainer)`` is called when training is over.
     """
     where = conditions or Conditions()
     check_conditions(config, where)
-    ranks, timing = _timing(config, where)
+    ranks, timing = config.parallel.decided_ranks, where.timing(config)
     found: list[tuple[KeptRecords, list[StepBounds]]] = []
     try:
         # As many threads as a rank of a real run on this machine has: the numbers, and the times, are its own.
@@ -200,18 +201,7 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
             "  operations inside a compiled block are not seen one by one\n"
             "  set model.compile = none, or take measured compute"
         )
-    ranks, timing = _timing(config, conditions)
-    timing.start(ranks, torch.device("cpu"))
-
-
-def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
-    ranks = config.parallel.decided_ranks
-    return ranks, VirtualTime(
-        cost=conditions.wire_cost(ranks, config.parallel.node_ranks),
-        measures=conditions.compute == "measured",
-        slow=conditions.slow,
-        slow_links=conditions.slow_links,
-    )
+    conditions.timing(config).start(config.parallel.decided_ranks, torch.device("cpu"))
 
 
 def _run_rank(
@@ -221,12 +211,15 @@ def _run_rank(
     view: Sink | None,
     watch: Callable[[int, Trainer], None] | None,
 ) -> tuple[KeptRecords, list[StepBounds]]:
-    """Trains one rank's share; returns what it recorded, and when its steps began and ended."""
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None
     hooks = [Every(config.train.eval_every, EvaluateHook())]
     trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks)
-    trace, memory = trainer.parts.engine.world.trace, _memory(config, where, trainer.parts.plan)
+    trace, plan = trainer.parts.engine.world.trace, trainer.parts.plan
+    memory = plan.memory
+    if where.gpu:  # what a rank needs on the GPU that it is taken to have
+        need = EngineMemory.of(config, "cuda")
+        memory = need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None
     assert trace is not None
     meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
     trainer.parts = replace(trainer.parts, meter=meter)
@@ -255,11 +248,3 @@ def _run_rank(
         with clock.paused():
             watch(comm.rank, trainer)
     return kept, meter.steps
-
-
-def _memory(config: Config, where: Conditions, plan: Plan) -> MemoryEstimate | None:
-    """Returns the estimate of a rank: on the GPU that it is taken to have, where that is another device."""
-    if not where.gpu:
-        return plan.memory
-    need = EngineMemory.of(config, "cuda")
-    return need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None

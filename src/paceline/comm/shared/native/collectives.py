@@ -4,9 +4,7 @@ An all-reduce of B bytes on N ranks at memory bandwidth W takes about 3 B/W for 
 tensors in a common buffer, of which every rank reduces a slice in place, for all.
 
 ``shared_memory.cpp`` is compiled with the machine's C++ compiler, once. The library is kept in the user's cache under a
-name that changes with the source, the compiler's command and the processor. It is written beside its place and moved
-there, so that several jobs may build it at the same time. Where there is no compiler, or it fails, ``load`` says why,
-and the same protocol runs in Python.
+name that changes with the source, the compiler's command and the processor; several jobs may build it at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,15 +38,13 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The compiled code, or why there is none."""
-
     code: ctypes.CDLL | None
     problem: str = ""
 
 
 @cache
 def load() -> Library:
-    """Returns the compiled code, built on the first call on a machine; never raises."""
+    """Returns the compiled code, built on the first call on a machine; never raises: the same runs in Python."""
     try:
         return Library(code=ctypes.CDLL(str(build(find_compiler(), _cache_folder()))))
     except (CommunicationError, OSError) as error:
@@ -56,7 +52,6 @@ def load() -> Library:
 
 
 def find_compiler() -> str:
-    """Returns the path of a C++ compiler; raises CommunicationError where there is none."""
     for name in _COMPILERS:
         if path := shutil.which(name):
             return path
@@ -64,21 +59,15 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, folder: Path) -> Path:
-    """Returns the library in ``folder``, compiled if it is not there yet."""
     source = _SOURCE.read_bytes()
     what = [compiler, *_FLAGS, platform.machine(), _processor()]
     name = hashlib.sha256(source + "\0".join(what).encode()).hexdigest()[:16]
-    library = folder / f"shared_memory-{name}.so"
-    if not library.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, library)
-    return library
-
-
-def _compile(compiler: str, library: Path) -> None:
-    problems = []
+    library, problem = folder / f"shared_memory-{name}.so", []
+    if library.is_file():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
     for tuning in ([_TUNED], []):
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # moved to its place when it is whole
             made = Path(scratch) / library.name
             command = [compiler, *_FLAGS, *tuning, str(_SOURCE), "-o", str(made)]
             try:
@@ -86,10 +75,9 @@ def _compile(compiler: str, library: Path) -> None:
             except subprocess.TimeoutExpired:
                 raise CommunicationError(f"{compiler} took more than {_TIMEOUT_S:g} s") from None
             if done.returncode == 0:
-                made.replace(library)
-                return
-            problems.append(done.stderr.strip().splitlines()[:1])
-    raise CommunicationError(f"{compiler} cannot compile {_SOURCE.name}: {problems[-1]}")
+                return made.replace(library)
+            problem = done.stderr.strip().splitlines()[:1]
+    raise CommunicationError(f"{compiler} cannot compile {_SOURCE.name}: {problem}")
 
 
 def _cache_folder() -> Path:
@@ -114,7 +102,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in text.splitlines() if line.startswith(relevant)}))
 
 
-_FINISHED, _WAITING, _MISMATCH = range(3)
+_MISMATCH = 2  # what a step returns; 0: finished, 1: waiting
 _KINDS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "broadcast": 4}
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)  # by their numbers
 _BYTES = 8
@@ -184,12 +172,8 @@ class CompiledCollectives(plain.Collectives):
         return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
-        """Makes a buffer known in which each rank has an area of so many bytes; returns what forgets it.
-
-        Called by every rank, in the same order. The ranks' tensors are reduced in place where all lie in one buffer.
-        """
-        number = self._num_buffers
-        self._num_buffers += 1
+        """Makes a buffer of an area for each rank known, on all in the same order; returns what forgets it."""
+        number, self._num_buffers = self._num_buffers, self._num_buffers + 1
         self._common[number], self._common_bytes[number] = address, area_bytes
         start = address + self.board.rank * area_bytes
         self._owned[number] = range(start, start + area_bytes)
@@ -224,20 +208,15 @@ class CompiledCollectives(plain.Collectives):
             *(_KINDS[kind], type_, plain.OPS.index(call.op), source, is_small, length),
             *(first if meets else 0, first + meets, rounds, stamp, place),
         )
-        yield from self._run(operation, (source,) if kind == "broadcast" else None)
-        del output, tensor  # alive until here: the operation has their addresses
-
-    def _run(self, operation: _CompiledOperation, sources: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
         group, address = ctypes.addressof(self._group), ctypes.addressof(operation)
         moves = 0
         while status := self._advance(group, address, self._progress.patience_ns):
             if status == _MISMATCH:
-                raise self.board.mismatch(operation.stamp, operation.culprit, operation.ticket)
+                raise board.mismatch(operation.stamp, operation.culprit, operation.ticket)
             if operation.moves != moves:
                 moves = operation.moves
                 self._progress.fence.crossings += 1
-            missing = self.board.behind(operation.counter, operation.ticket)
-            if sources is not None and operation.counter == plain.ARRIVED:
-                missing = sources
-            yield missing
+            missing = board.behind(operation.counter, operation.ticket)
+            yield (source,) if kind == "broadcast" and operation.counter == plain.ARRIVED else missing
         self._progress.fence.crossings += 1
+        del output, tensor  # alive until here: the operation has their addresses

@@ -1,0 +1,349 @@
+"""``paceline plan``, ``predict`` and ``validate``: how to train on a cluster, what a step takes, how right that is."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.options import ClusterName, ConfigPath, Overrides, check_file, check_picture, print_json, write_output
+from paceline.errors import UsageError
+from paceline.terminal import echo
+from paceline.units import format_seconds
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.plan.plan import BatchPlan
+    from paceline.predict.replay.replayed import ReplayedStep
+    from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation
+
+
+def plan(
+    cluster: ClusterName,
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
+    overrides: Overrides = None,
+    *,
+    hf: Path | None = typer.Option(None, metavar="FILE", help="A Hugging Face config.json or folder, not CONFIG."),
+    gpus: str | None = typer.Option(None, metavar="N,N,...", help="A table over so many devices; or 1,2,4,...,64."),
+    png: Path | None = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw --gpus; .svg, .pdf too."),
+    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
+    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
+    precision: str | None = typer.Option(None, metavar="auto|NAME", help="In place of the config's; auto: the best."),
+    host_gb: float | None = typer.Option(None, metavar="GIB", help="Host memory of a node, for offload; else enough."),
+    top: int = typer.Option(5, min=1, help="How many plans to show."),
+    output: Path | None = typer.Option(
+        None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
+    ),
+    trace: Path | None = typer.Option(None, callback=check_file, metavar="FILE", help="Write the first's time line."),
+    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
+) -> None:
+    """Find the fastest way to train a model on a cluster."""
+    from paceline.rehearse.planning import plan as find
+    from paceline.rehearse.planning import trace_plan
+
+    source, words = _source(config, list(overrides or []), hf)
+    counts = _counts(gpus, png)
+    found = find(
+        source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
+    )
+    if output is not None and found.request.no_config:
+        raise UsageError(f"{output} is not written: {found.request.no_config}\n  no config can\n  leave --output out")
+    if output is not None and found.winner is not None:
+        write_output(output, found.to_yaml(), "plan")
+    is_drawn = png is not None and any(row.best for rows in found.scaling.values() for row in rows)
+    if png is not None and is_drawn:
+        from paceline.search.scaling import draw_scaling
+
+        draw_scaling(found.scaling, png, f"{found.request.config.name} on {found.request.cluster.node.name}")
+    traced_s = None if trace is None or found.winner is None else trace_plan(found, trace).seconds
+    if as_json:
+        replayed = {} if traced_s is None else {"replayed_s": traced_s}
+        print_json(found.to_json(top) | replayed)
+    else:
+        echo(found.to_text(top))
+        if traced_s is not None:
+            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
+        if output is not None and found.winner is not None:
+            echo(f"\nwritten to {output}: paceline train {output}")
+        if png is not None:
+            why_not = "" if is_drawn else f"{png} is not drawn: no number of devices has a plan"
+            echo(f"\n{why_not or f'drawn into {png}'}")
+    if found.winner is None:
+        raise typer.Exit(1)
+
+
+def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:
+    """Returns the file of the model, and what replaces its values; without CONFIG the first of these stands there."""
+    if hf is None:
+        if config is None:
+            raise UsageError("nothing to plan\n  a plan is for a model\n  name a config, or --hf config.json")
+        return Path(config), overrides
+    if config is not None and "=" not in config:
+        raise UsageError(f"both {config} and --hf {hf} are given\n  a plan is for one model\n  leave one of them out")
+    source = hf / "config.json" if hf.is_dir() else hf
+    if source.suffix != ".json":
+        raise UsageError(f"--hf {hf}\n  it is a Hugging Face config.json, or folder\n  name a file that ends in .json")
+    return source, [*([config] if config else []), *overrides]
+
+
+def _counts(text: str | None, png: Path | None) -> list[int] | None:
+    if text is None:
+        if png is not None:
+            raise UsageError(f"--png {png}: nothing to draw\n  it is for the table of --gpus\n  add --gpus 8,16,32")
+        return None
+    found = _series(text.split(","))
+    if not found:
+        raise UsageError(
+            f"--gpus {text!r}\n  it is a list of whole numbers, in which ... goes on as the two before it do\n"
+            "  try --gpus 1,2,4,8,16 or --gpus 1,2,4,...,64"
+        )
+    return found
+
+
+def _series(words: list[str]) -> list[int]:
+    """Returns the numbers of a list, nothing where it is none; ``...`` goes on as the two before it do."""
+    found: list[int] = []
+    rest = [each.strip() for each in words]
+    while rest:
+        word = rest.pop(0)
+        if word.isdigit():
+            found.append(int(word))
+        elif word == "..." and rest and rest[0].isdigit() and len(found) > 1 and found[-2] < found[-1] < int(rest[0]):
+            first, number, last = found[-2], found[-1], int(rest[0])
+            step, factor = number - first, number // first if first and number % first == 0 else 0
+            while (number := number * factor if factor > 1 else number + step) < last:
+                found.append(number)
+        else:
+            return []
+    return found
+
+
+def predict(
+    config: ConfigPath,
+    cluster: ClusterName,
+    overrides: Overrides = None,
+    *,
+    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
+    rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline."),
+    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated."),
+    trace: Path = typer.Option(None, callback=check_file, help="Write the step's time line, for ui.perfetto.dev."),
+    price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
+    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
+) -> None:
+    """Predict the time and the memory of a step on a cluster."""
+    from paceline.cli.simulate import read_slow
+    from paceline.cluster.devices import load_cluster
+    from paceline.config import config_batch, why_not_sharded
+    from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
+
+    slow_ranks, slow_links = read_slow(slow)
+    if slow_links:
+        raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
+    if price is not None and not math.isfinite(price):
+        raise UsageError(f"--price {price}\n  it is dollars a device and hour\n  leave it out, or name it")
+    where = load_cluster(cluster)
+    chosen, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
+    keeps = trace is not None
+    chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
+    batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
+    if trace is not None:
+        from paceline.predict.replay.replayed import write_trace
+
+        write_trace(found, trace)
+    if as_json:
+        more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate, "memory_bound_bytes": bound}
+        cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
+        print_json(found.to_json() | more | cost)
+    else:
+        if alone := why_not_sharded(chosen, count):
+            echo(f"{alone}\n")
+        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]
+        echo("\n".join(lines))
+        if trace is not None:
+            echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, bound: int | None = None) -> list[str]:
+    """Returns what there is to say about a step, line by line."""
+    program, cluster, (low, high) = found.program, found.cluster, found.band
+    devices = f"{program.ranks} x {cluster.device.name}"
+    kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
+    lines = [
+        f"{program.name} on {cluster.name}: {devices}, {program.strategy}, {found.framework}",
+        "",
+        f"step          {format_seconds(found.seconds)}, between {format_seconds(low)} and "
+        f"{format_seconds(high)}{kind}",
+        f"{program.element:<13} {found.elements_per_s:,.0f} per second",
+        f"MFU           {found.mfu:.1%}",
+        f"batch         {batch.global_batch} samples: microbatch {batch.microbatch} x accumulate {batch.accumulate} x "
+        f"{batch.ranks} data rank{'' if batch.ranks == 1 else 's'}",
+    ]
+    if price is not None:
+        lines.append(f"cost          {found.usd_per_step(price):.4g} USD a step at {price:g} USD an hour and device")
+    lines += ["", *_breakdown(found), "", *_memory(found, bound), "", f"What binds: {found.binds}."]
+    lines += [f"Outside the calibrated domain: {each}." for each in found.outside]
+    return lines
+
+
+def _breakdown(found: ReplayedStep) -> list[str]:
+    rank, step = found.longest, found.seconds
+    rows = [
+        ("compute", rank.compute, "kernels of forward, backward and the optimizer"),
+        ("slowed", rank.contention, "what kernels take longer beside communication, on top of compute"),
+        ("exposed", rank.exposed, "communication that compute waits for"),
+        ("bubble", rank.bubble, "waiting for other stages of the pipeline"),
+        ("launches", rank.launch_wait, "the device waits for the host"),
+        ("loop", rank.loop, "the next batch, times, records and hooks"),
+        ("on the host", rank.on_host, "the host computes itself: it updates what is offloaded"),
+        ("hidden", rank.hidden, "communication beside compute, on top of the above: it costs nothing more"),
+    ]
+    slowed = "" if rank.slowed == 1 else f", {rank.slowed:g}x as slow"
+    lines = [f"{'where it goes':<13} {'seconds':>10} {'share':>7}  of rank {rank.rank}{slowed}"]
+    for name, seconds, what in rows:
+        if seconds > 0 or name in ("compute", "exposed"):
+            lines.append(f"{name:<13} {seconds:>10.4f} {seconds / step:>7.1%}  {what}")
+    lines += ["", f"{'phase':<13} {'seconds':>10} {'share':>7}  with what is waited for in it"]
+    for phase, seconds in rank.phases.items():
+        lines.append(f"  {phase:<11} {seconds:>10.4f} {seconds / step:>7.1%}")
+    if rank.communication:
+        lines += ["", f"{'communication':<14} {'seconds':>9} {'share':>7}  hidden or not"]
+    for kind, seconds in rank.communication.items():
+        moved: Any = rank.moved[kind]
+        lines.append(f"  {kind:<14} {seconds:>7.4f} {seconds / step:>7.1%}  {moved / 1e6:,.1f} MB")
+    return lines
+
+
+def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
+    lines = [f"{'memory':<13} {'GiB':>10}  of a rank at its worst moment, by the dry run"]
+    for name, size in found.memory.items():
+        if size:
+            lines.append(f"  {name:<11} {size / 2**30:>10.3f}")
+    verdict = "fits" if found.fits else "OUT OF MEMORY"
+    room = found.cluster.device.memory_bytes / 2**30
+    lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {room:.1f}: {verdict}")
+    if bound is not None:
+        why = "what paceline plan shows: all gradients beside all activations"
+        lines.append(f"  {'upper bound':<11} {bound / 2**30:>10.3f}  {why}")
+    return lines
+
+
+def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
+    """Says what to do about a step that does not fit."""
+    from paceline.config import layout_of
+
+    if found.fits:
+        return []
+    ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
+    if config.memory.checkpoint_activations == "none":
+        ways.append("memory.checkpoint_activations=full")
+    if batch.ranks > 1 and not layout_of(config).is_fully_sharded:
+        ways.append("parallel.strategy=fsdp")
+    less = f"Less memory: {', '.join(ways)}. " if ways else ""
+    return [f"{less}What fits:", f"  paceline plan {shlex.quote(str(path))} --cluster {shlex.quote(cluster)}"]
+
+
+_LISTED = 20
+_HELD_OUT, _ALL = "dev", "all"
+
+
+def validate(
+    file: Path | None = typer.Argument(None, metavar="[FILE.csv]", help="Measurements.  [default: the published runs]"),
+    split: str | None = typer.Option(None, metavar="NAME", help="This split, or all.  [default: dev; of FILE, all]"),
+    rows: Path | None = typer.Option(None, callback=check_file, metavar="OUT.csv", help="Write every row, scored."),
+    as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
+) -> None:
+    """Score predictions on measurements that others published."""
+    from paceline.predict.scored.measured_table import read_shipped, read_table
+    from paceline.predict.scored.validation import rows_csv, to_json
+    from paceline.predict.scored.validation import validate as score
+
+    chosen = split or (_HELD_OUT if file is None else _ALL)
+    found = score(read_shipped() if file is None else read_table(file), None if chosen == _ALL else chosen)
+    if rows is not None:
+        write_output(rows, rows_csv(found), "rows")
+    if as_json:
+        print_json(to_json(found))
+    elif found.has_scores:
+        _show_scores(found)
+    else:
+        _show_skipped(found)
+    if not found.has_scores:
+        echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
+        raise typer.Exit(1)
+
+
+def _show_scores(found: Validation) -> None:
+    skipped = len(found.skipped)
+    of_split = f", split {found.split}" if found.split else ""
+    echo(f"{found.source}{of_split}: {len(found.rows)} rows, {skipped} without a score\n")
+    echo(
+        f"{'family':<12}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'bias':>8}{'constant':>10}{'memory':>9}{'Spearman':>10}"
+    )
+    for each in found.families:
+        echo(_line(each))
+    echo("\nconstant     the error of one FLOP/s figure for each device and precision,")
+    echo("             fitted on the very rows it is scored on")
+    if found.mean_over_families is not None and found.time is not None:
+        echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_scores(found.time)} over rows")
+    for where, errors in (("inside", found.inside), ("outside", found.outside)):
+        if errors is not None:
+            echo(f"{where:<13}{_scores(errors)} over {errors.rows} rows {where} the calibrated domain")
+    if found.memory is not None:
+        echo(f"memory       {_scores(found.memory)} over {found.memory.rows} rows")
+    timed = 0 if found.time is None else found.time.rows
+    echo(
+        f"fits         {found.false_fits} of {found.ran_out} runs that ran out of memory were predicted to fit, and "
+        f"{found.false_misfits} of {timed} that ran were predicted not to fit"
+    )
+    if found.ranking is not None:
+        ranking = found.ranking
+        echo(
+            f"ranking      Spearman {ranking.spearman:.2f}, regret {_percent(ranking.mean_regret)} (worst "
+            f"{_percent(ranking.worst_regret)}), best among the first three {_percent(ranking.top_three)}; "
+            f"{ranking.groups} groups of {ranking.alternatives} alternatives"
+        )
+    if found.scaling is not None:
+        scaling = found.scaling
+        echo(
+            f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
+            f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
+        )
+        by_family = ", ".join(
+            f"{one.family} {_percent(one.scaling.given_first.mean)}"
+            for one in found.families
+            if one.scaling is not None
+        )
+        echo(f"             given the smallest run, by family: {by_family}")
+    _show_skipped(found)
+
+
+def _show_skipped(found: Validation) -> None:
+    for row in found.skipped[:_LISTED]:
+        echo(f"skipped      {row.row.id}: {row.skipped}")
+    if len(found.skipped) > _LISTED:
+        echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
+
+
+def _line(each: FamilyScores) -> str:
+    time = each.time
+    numbers = "".join(
+        f"{_percent(value):>8}" for value in ((time.mean, time.median, time.p90, time.bias) if time else (None,) * 4)
+    )
+    ranking = f"{each.ranking.spearman:.2f}" if each.ranking else "-"
+    memory = _percent(each.memory.mean if each.memory else None)
+    return (
+        f"{each.family:<12}{time.rows if time else 0:>5}{numbers}{_percent(each.baseline):>10}{memory:>9}{ranking:>10}"
+    )
+
+
+def _scores(errors: ErrorScores) -> str:
+    return f"{_percent(errors.mean)} mean, {_percent(errors.median)} median, {_percent(errors.p90)} p90"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

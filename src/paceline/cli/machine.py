@@ -1,0 +1,291 @@
+"""``paceline calibrate``, ``cluster`` and ``doctor``: what machines are, and whether this one is fit for runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.options import Overrides, check_entry, print_json, tells_for_host, write_output
+from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.terminal import echo, plain
+from paceline.units import format_bytes
+
+if TYPE_CHECKING:
+    from paceline.calibrate.machine import MachineFigures
+    from paceline.cluster.devices import Cluster
+    from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
+
+
+def calibrate(
+    *,
+    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
+    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
+    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", callback=check_entry, metavar="FILE.yaml", help="Write the entry to this file."
+    ),
+    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
+    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
+    run: Path | None = typer.Option(None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a run."),
+    cluster: Path | None = typer.Option(None, metavar="FILE.yaml", help="What --from fits.  [default: cpu-host]"),
+) -> None:
+    """Measure this machine, so that steps on it can be predicted."""
+    given = {"--device": device != "auto", "--ranks": ranks is not None, "--name": name is not None}
+    given |= {"--no-compiled": not compiled, "--noisy": noisy, "--cluster": cluster is not None}
+    _check_options(run, {option for option, is_given in given.items() if is_given}, name)
+    if run is not None:
+        _refit(run, cluster, output, as_json=as_json)
+        return
+    import torch
+
+    from paceline.calibrate.entry import entry_of
+    from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
+
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
+    more = (2 * count,) if chosen == "cpu" and count > 1 else ()
+    wanted = Wanted(
+        device=chosen, ranks=count, with_compiled=compiled, accepts_noise=noisy, more_ranks=more, alone=True
+    )
+    check_wanted(wanted)
+    if not as_json:
+        echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
+    measured = measure_machine(wanted)
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    entry_name, text = entry_of(measured, command, torch.__version__, name)
+    if output is not None:
+        write_output(output, text, "entry")
+    if as_json:
+        print_json({"name": entry_name, **asdict(measured)})
+        return
+    _show_measured(measured)
+    wrote = f"wrote {output}: use it as --cluster {output}\n"
+    echo(f"\n{text if output is None else wrote}", nl=False)
+
+
+def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
+    """Raises UsageError for options that nobody would read, and for a name that is none."""
+    if run is None and "--cluster" in given:
+        raise UsageError("--cluster without --from\n  it is what is fitted to a run\n  name one: --from RUN")
+    unread = sorted(given - {"--cluster"})
+    if run is not None and unread:
+        fix = f"leave out {' and '.join(unread)}"
+        raise UsageError(f"{', '.join(unread)} beside --from {run}\n  nothing is measured\n  {fix}, or --from")
+    if name is not None and not any(letter.isalnum() for letter in name):
+        raise UsageError(f"--name {name!r}\n  it is found by the letters and digits of its name\n  try my-host")
+
+
+def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
+    from paceline.calibrate.entry import refit
+    from paceline.cluster.detect import detect_machine
+
+    found = refit(run, detect_machine(), base)
+    if output is not None:
+        write_output(output, found.text, "entry")
+    if as_json:
+        print_json(found.to_json())
+        return
+    echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
+    for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
+        echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
+    echo(f"kernels           {found.compute:10.4g} times what the entry said")
+    echo(f"collectives       {found.communication:10.4g} times")
+    for doubt in found.doubts():
+        echo(f"paceline: doubtful: {doubt}", err=True)
+    if output is None:
+        echo(f"\n{found.text}", nl=False)
+    else:
+        echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
+
+
+def _show_measured(measured: MachineFigures) -> None:
+    from paceline.calibrate.entry import best_rates
+
+    kernels = measured.kernels
+    for dtype, rate in best_rates(kernels.rates).items():
+        echo(f"products in {dtype:<5} {rate / 1e12:10.4g} TFLOP/s at most")
+    attention = [rate.flops for rate in kernels.rates if rate.kind == "attention"]
+    if attention:
+        echo(f"attention         {max(attention) / 1e12:10.4g} TFLOP/s at most")
+    echo(f"memory            {kernels.memory_bandwidth / 1e9:10.4g} GB/s")
+    echo(f"launch, eager     {kernels.launch_s * 1e6:10.4g} us")
+    if kernels.compiled_launch_s is not None:
+        echo(f"launch, compiled  {kernels.compiled_launch_s * 1e6:10.4g} us")
+    for kind, link in measured.links.items():
+        shown = f"{link.bandwidth / 1e9:10.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop"
+        echo(f"{kind:<17} {shown}; the fit is off by {100 * link.worst:.0f} % at worst")
+    echo(f"samples spread    {100 * measured.spread:10.1f} %")
+
+
+cluster_app = typer.Typer(no_args_is_help=True, help="List known machines, and show what one is made of.")
+
+
+@cluster_app.command("ls")
+def list_known(as_json: bool = typer.Option(False, "--json", help="Print the names as JSON.")) -> None:
+    """List the devices, nodes and networks of the catalog."""
+    from paceline.cluster.devices import Catalog
+    from paceline.cluster.entries import shipped
+
+    known = shipped()
+    if as_json:
+        print_json({kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")})
+        return
+    echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
+    for name in known.devices:
+        device = Catalog().device(name)
+        dtype = "fp32" if device.is_cpu else "bf16" if "bf16" in device.peak_flops else "fp16"
+        rate = f"{device.ceiling(dtype) / 1e12:.4g} TFLOP/s"
+        echo(
+            f"{name:<20} {device.memory_bytes / 2**30:6.4g} GiB {device.memory_bandwidth / 1e9:6.4g} GB/s "
+            f"{rate:>13} {dtype}  {device.generation}"
+        )
+    echo(f"\n{'node':<20} devices")
+    for name, entry in known.nodes.items():
+        node = Catalog().node(name)
+        echo(f"{name:<20} {node.devices}x {node.device.name}, {node.inside.name}; {entry.network or 'no network'}")
+    echo(f"\n{'network':<29} one way, a node")
+    for name in known.networks:
+        echo(f"{name:<29} {Catalog().network(name).bandwidth / 1e9:7.4g} GB/s")
+
+
+@cluster_app.command()
+def show(
+    name: str | None = typer.Argument(None, metavar="NAME", help="Such as dgx-h100, or a file; none: this machine."),
+    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+) -> None:
+    """Show a cluster: its devices, links and network. Without a name: this machine."""
+    from paceline.cluster.detect import detect_cluster, detect_machine
+    from paceline.cluster.devices import load_cluster
+
+    detected = detect_cluster(detect_machine()) if name is None else None
+    cluster = detected.cluster if detected is not None else load_cluster(str(name))
+    if as_json:
+        found: dict[str, Any] = {} if cluster is None else {**asdict(cluster), "devices": cluster.devices}
+        if detected is not None:
+            found |= {"machine": asdict(detected.machine), "assumed": list(detected.assumed)}
+        print_json(found)
+        return
+    if detected is not None:
+        machine = detected.machine
+        gpus, memory = ", ".join(machine.gpus) or "no GPU", format_bytes(machine.memory_bytes)
+        echo(f"this machine: {machine.processor}, {machine.cores} cores, {memory}, {gpus}")
+        for line in detected.assumed:
+            echo(f"  assumed: {line}")
+    if cluster is not None:
+        _show_cluster(cluster)
+
+
+def _show_cluster(cluster: Cluster) -> None:
+    device, inside, between = cluster.device, cluster.node.inside, cluster.between
+    echo(f"{cluster.name}: {cluster.devices} devices, {cluster.nodes} x {cluster.node.devices} ({cluster.node.name})")
+    echo(f"  device   {device.name}, {device.vendor} {device.generation}, {device.memory_bytes / 2**30:.4g} GiB")
+    echo(f"  memory   {device.memory_bandwidth / 1e9:.4g} GB/s, of which kernels reach {device.memory_share:.0%}")
+    for dtype, peak in device.peak_flops.items():
+        most = device.matmul_ceiling.get(dtype)
+        shown = f"{most / 1e12:.4g} measured" if most is not None else "not measured"
+        echo(f"  {dtype:<8} {peak / 1e12:.4g} TFLOP/s dense, {shown}")
+    echo(f"  launch   {device.launch_s * 1e6:.3g} us eager, {device.compiled_launch_s * 1e6:.3g} us compiled")
+    one_way, ring = inside.bandwidth / 1e9, inside.ring_bandwidth(cluster.node.devices) / 1e9
+    echo(f"  inside   {inside.name} ({inside.kind}): {one_way:.4g} GB/s one way, a ring reaches {ring:.4g}")
+    if between is not None:
+        echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")
+
+
+_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+def doctor(
+    config: Path = typer.Argument(None, metavar="CONFIG", help="A YAML file: checks the machine for this run too."),
+    overrides: Overrides = None,
+    quick: bool = typer.Option(False, "--quick", help="Start no ranks, and compile nothing."),
+    ranks: int = typer.Option(0, min=0, help="Also test so many ranks; under torchrun, those that it started."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Check this machine: what is there, and what to do about it."""
+    from paceline.doctor.findings import examine, missing_packages
+
+    findings = missing_packages()
+    if not findings:
+        surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
+        reports = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
+        if reports:
+            findings += examine(_checks(), surroundings)
+        if ranks:
+            findings += _test_ranks(ranks)
+        if not reports:
+            return  # one rank of each host does, and of those that talk the first
+    is_well = all(each.status != "problem" for each in findings)
+    if as_json:
+        print_json({"ok": is_well, "findings": [asdict(each) for each in findings]})
+    else:
+        _print(findings)
+    raise typer.Exit(0 if is_well else 1)
+
+
+def _surroundings(
+    path: Path | None, overrides: list[str], *, is_quick: bool
+) -> tuple[DoctorInputs, list[MachineFinding]]:
+    """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
+    from paceline.config import load_config
+    from paceline.doctor.findings import DoctorInputs
+    from paceline.doctor.network import problem_finding
+
+    inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
+    if path is None:
+        return inputs, []
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        return inputs, [problem_finding("config", problem) for problem in error.problems]
+    return replace(inputs, config=config, runs=Path(config.monitor.folder)), []
+
+
+def _checks() -> list[MachineCheck]:
+    from paceline.doctor import machine, network, self_test
+
+    return [
+        *(machine.python, machine.torch_build, machine.driver, machine.gpus, machine.processors, machine.memory),
+        machine.half_precision,
+        *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
+        *(machine.packages, network.launcher, network.interfaces, network.host_name, network.chosen_interfaces),
+        network.ports,
+        *(network.listening, network.variables, network.nccl_files, network.run, self_test.handshake),
+    ]
+
+
+def _test_ranks(ranks: int) -> list[MachineFinding]:
+    """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
+    from paceline.comm.torch_dist import connect, disconnect
+    from paceline.doctor.self_test import PATIENCE_S, failed_test, report_findings, self_test
+    from paceline.run.processes import run_processes
+
+    try:
+        if "RANK" not in os.environ:
+            return list(report_findings(run_processes(self_test, ranks, timeout_s=PATIENCE_S)[0]))
+        comm = connect(timeout_s=PATIENCE_S)
+        if comm.size != ranks:
+            raise UsageError(f"--ranks {ranks}, and the launcher started {comm.size}\n  give the number that it starts")
+        reports = self_test(comm)
+        disconnect()
+        return list(report_findings(reports))
+    except PacelineError as error:
+        return [failed_test(error)]
+
+
+def _print(findings: Sequence[MachineFinding]) -> None:
+    width = max(len(each.name) for each in findings)
+    for each in findings:
+        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
+        echo(f"{each.name:<{width}}  {each.found}")
+        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
+            if line:
+                typer.secho(" " * (width + 11) + plain(line), dim=True)
+    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
+    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")
