@@ -40,12 +40,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "autoscale": (r"yes|no", "yes: Ray nodes that are missing will come"),
     "pythonpath": (r"\S+", "PYTHONPATH of the runs, where Paceline is not installed"),
 }
-_NOT_HERE = {
-    "--array": "it is an option of Slurm",
-    "--hosts": "Ray chooses the machines",
-    "--time": "Ray has no time limits",
-    "--queue": "Ray has no queues",
-}
+_NOT_HERE = {"--hosts": "Ray chooses the machines", "--time": "Ray has no time limits", "--queue": "Ray has no queues"}
 _STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
 
 
@@ -176,11 +171,10 @@ class RayCluster:
 
     def nodes(self) -> list[RayNode]:
         """Returns the nodes that live, in the order of their addresses."""
-        found = [
-            RayNode(id=str(each["NodeID"]), address=str(each["NodeManagerAddress"]), resources=each["Resources"])
-            for each in self.ray.nodes()
-            if each["Alive"]
-        ]
+        found = []
+        for each in (node for node in self.ray.nodes() if node["Alive"]):
+            address = str(each["NodeManagerAddress"])
+            found.append(RayNode(id=str(each["NodeID"]), address=address, resources=each["Resources"]))
         return sorted(found, key=lambda node: (node.address, node.id))
 
     def reserve(self, options: RayOptions, count: int) -> Any:
