@@ -94,10 +94,8 @@ def read_options(job: LaunchJob) -> RayOptions:
     )
 
 
-_NAMESPACE = "paceline"
 _CALLS = 4  # of an actor at once: one waits for output while others signal
 _ANSWER_S = 120.0
-_LISTEN_S = 10.0
 _ACCELERATOR = "accelerator_type:"
 _NEWS_S = 1.0  # that a call waits for output
 _MOST_LINES = 1000
@@ -158,8 +156,8 @@ class RayCluster:
             try:
                 host, _, port = address.rpartition(":")
                 if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute where nothing listens
-                    socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
-                ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                    socket.create_connection((host, int(port)), timeout=10.0).close()
+                ray.init(address=address, namespace="paceline", log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
                 raise UsageError(
