@@ -16,8 +16,8 @@ from view_runs import steps_of, write_run
 from paceline.records.records import CommRecord, EventRecord, HostRecord, parse_line, to_line
 from paceline.run.records import append_event
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
-from paceline.view.follow import glance
 from paceline.view.runs import ShownRun, find_runs, names_of
+from paceline.view.server import glance
 
 
 def read(folder: Path) -> ShownRun:

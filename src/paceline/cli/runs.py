@@ -73,8 +73,7 @@ def watch(
 ) -> None:
     """Show runs on a page that follows them."""
     require_server()
-    from paceline.view.follow import Follower
-    from paceline.view.server import is_loopback, listen, make_app, make_server
+    from paceline.view.server import Follower, is_loopback, listen, make_app, make_server
 
     folders, token = runs or [Path("runs")], "" if is_loopback(host) else secrets.token_urlsafe(24)
     # With a parent, the folder of its first run may not be there yet.
