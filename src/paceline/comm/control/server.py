@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.comm.control import wire
-from paceline.comm.control.wire import from_text
+from paceline.comm.control.wire import encode, from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
@@ -204,7 +204,7 @@ class Values:
                 while key not in self._values:
                     future = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
                     await asyncio.shield(future)
-        return [_text(self._values[key]) for key in keys]
+        return [encode(self._values[key]) for key in keys]
 
     def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(check_name(key), b"0")) + int(amount)
@@ -225,7 +225,7 @@ class Values:
         wanted, found = _bytes(expected), self._values.get(check_name(key))
         if found == wanted or (found is None and not wanted):
             self._put(key, _bytes(desired))
-        return _text(self._values.get(key, wanted))
+        return encode(self._values.get(key, wanted))
 
     def _delete(self, key: str) -> bool:
         gone = self._values.pop(check_name(key), None)
@@ -251,10 +251,6 @@ def check_name(text: object) -> str:
 
 def _bytes(text: object) -> bytes:
     return base64.b64decode(check_name(text), validate=True)
-
-
-def _text(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 @dataclass(slots=True, kw_only=True)
