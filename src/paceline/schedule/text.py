@@ -9,9 +9,6 @@ many microbatches as the highest number says.
         ,F1.0,B1.0,F1.1,B1.1,
 
 Messages (SF, RF, SB, RB) and reduces (R) may be in the rows; without them they are placed by ``lower``.
-
-A picture has a bar for each action, to scale, one line a rank. Forwards are blue, whole backwards green, and their
-parts green (input) and yellow (weights); later chunks of the model are darker. What is white is idle.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,11 +156,8 @@ class ActivationRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
         self._handles = [model.register_forward_pre_hook(lambda *_: self._passes.append([]))]
-        self._handles += [
-            module.register_forward_hook(self._keep(name))
-            for name, module in model.named_modules()
-            if not any(module.children())
-        ]
+        leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        self._handles += [module.register_forward_hook(partial(self._keep, name)) for name, module in leaves]
 
     def stop(self, microbatches: Sequence[int]) -> dict[int, Calls]:
         """Stops listening and hands over what was kept, by microbatch: each made as many passes as the others."""
@@ -171,13 +169,10 @@ class ActivationRecorder:
             for place, number in enumerate(microbatches)
         }
 
-    def _keep(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            del module, inputs
-            if isinstance(output, torch.Tensor) and self._passes:
-                self._passes[-1].append((name, output.detach().clone()))
-
-        return hook
+    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        if isinstance(output, torch.Tensor) and self._passes:
+            self._passes[-1].append((name, output.detach().clone()))
 
 
 class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,8 +1,5 @@
 """The store of a run, in a thread of the launcher: keys and values, and which hosts take part.
 
-    with ControlServer(listener, secret, Hosts(most=2)):
-        ...
-
 Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
 done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
 or unpickled: keys are texts, values are bytes in base64. Waiting for a key costs nothing until it comes.
