@@ -196,10 +196,7 @@ def _rank_events(profile: RankProfile, zero_s: float) -> Iterator[Event]:
 
 
 def beside(events: Sequence[Event], path: Path) -> list[Event]:
-    """Adds the processes of another trace file below those of ``events``, under the name of the file.
-
-    Raises UsageError for a file that is no trace.
-    """
+    """Adds the processes of another trace file below those of ``events``, by its name. Raises UsageError for none."""
     try:
         data = read_regular(path, _MOST_BYTES)
         if path.suffix == ".gz":  # no more than is read below: a small file may hold a large one

@@ -6,10 +6,9 @@ one process, without an engine.
 Exact, in float64: on whole batches. Only a model whose results depend on the number of passes (BatchNorm takes its
 statistics over one, and moves them with each) is given microbatches, those of all ranks together.
 
-In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch
-is cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so the
-reference *follows* the ranks: it starts each step from their parameters and updates with their gradients. What it says
-about a step is about that step alone. A model of float64 that computes parts in float32 is followed in the same way.
+In mixed precision: the same policy, on a batch that is cut as the ranks cut it, so that what is left to differ is the
+reduction. Roundings multiply from step to step, so the reference *follows* the ranks: it starts each step from their
+parameters and updates with their gradients. A model of float64 that computes parts in float32 is followed as well.
 """
 
 from __future__ import annotations

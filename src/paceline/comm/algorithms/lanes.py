@@ -26,8 +26,7 @@ from paceline.comm.base import Communicator, ReduceOp, Work, reduce_pair
 class MessageLane:
     """A part of a tensor on its way through its rounds.
 
-    Sends are awaited at the end: where one is overwritten before, it is by a sum that its receiver had a part in, so
-    that it has left. Memory for what is added is taken once.
+    Sends are awaited at the end: one that is overwritten before has left, as its receiver had a part in the sum.
     """
 
     def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
@@ -102,9 +101,6 @@ class InFlight:
 
     def __init__(self) -> None:
         self._operations: deque[RoundsWork] = deque()
-
-    def __len__(self) -> int:
-        return len(self._operations)
 
     def issue(self, lanes: list[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
         """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""
