@@ -283,7 +283,7 @@ class MicrobatchTrainer:
         everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
         ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
-        self._calls.settle(wait=True)
+        self._calls.read_times(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
         list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
