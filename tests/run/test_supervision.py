@@ -52,7 +52,7 @@ def test_a_run_whose_folder_is_gone_when_hosts_change_says_so(project: Path) -> 
 
         folder, has_others = gone.folder, True
 
-        def start(self, command: list[str]) -> None:
+        def start(self, _: list[str]) -> None:
             raise HostsChangedError
 
         def agree_on_end(self, ended: object) -> tuple[list[object], bool, bool]:
