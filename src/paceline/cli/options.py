@@ -40,10 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def tells_for_host() -> bool:
-    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so.
-
-    A rank that somebody starts by hand has no LOCAL_RANK.
-    """
+    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

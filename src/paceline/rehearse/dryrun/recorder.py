@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues, indexed
+from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
@@ -102,7 +102,6 @@ class MetaFunctions(TorchFunctionMode):
         return contextlib.nullcontext() if is_on else self
 
     def forget_copies(self) -> None:
-        """Lets go of the parameters' copies, as autocast does when a forward ends."""
         self._copies.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,7 +269,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(Wait(number))
 
     def lap(self, phase: str) -> None:
-        """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
         self.functions.forget_copies()
