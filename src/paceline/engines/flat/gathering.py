@@ -40,14 +40,17 @@ Table = dict[str, nn.Parameter | None]
 
 
 class AskingTable(Table):
-    """A module's table of parameters that asks ``current`` for the one that holds now, at each read.
+    """A module's table of parameters that asks at each read whether those of ``whole`` are there, or its own hold.
 
     ``module.weight`` looks into ``module._parameters``. This table in its place notices whoever reads a weight.
     """
 
-    def __init__(self, table: Table, current: Callable[[], Table]) -> None:
+    def __init__(self, table: Table, whole: Table, ask: Callable[[], bool]) -> None:
         super().__init__(table)
-        self._current = current
+        self._whole, self._ask = whole, ask
+
+    def _current(self) -> Table:
+        return self._whole if self._ask() else dict(self)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         return self._current()[name]
@@ -123,8 +126,8 @@ class Gathering:
             place = last(map(id, table.values()))
             if place >= 0:
                 self._tables[place].append((module.__dict__, table))
-                wait = functools.partial(self._wait_for_table, table, place)
-                self._awaited.append((module.__dict__, AskingTable(table, wait)))
+                wait = functools.partial(self._wait_for, place)
+                self._awaited.append((module.__dict__, AskingTable(table, table, wait)))
 
     @property
     def version(self) -> int:
@@ -159,17 +162,14 @@ class Gathering:
         self._works = [group.gather() for group in self._groups]
         self._num_ready = 0
 
-    def _wait_for(self, place: int) -> None:
-        """Waits for the groups up to ``place``, and gives modules that are ready their tables back."""
+    def _wait_for(self, place: int) -> bool:
+        """Waits for the groups up to ``place``, which are there then; gives modules that are ready their own tables."""
         while self._num_ready <= place:
             self._works[self._num_ready].wait()
             for attributes, table in self._tables[self._num_ready]:
                 attributes["_parameters"] = table
             self._num_ready += 1
-
-    def _wait_for_table(self, table: Table, place: int) -> Table:
-        self._wait_for(place)
-        return table
+        return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""

@@ -103,11 +103,11 @@ class Unit:
         """Asks ``on_read`` when somebody takes a parameter that is not gathered; returns the tables of each module."""
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for module in {place.module: None for place, _, _ in self.places}:
-            whole, pieces = module._parameters, dict(module._parameters)
-            asking = AskingTable(pieces, partial(_current, whole, pieces, partial(on_read, module)))
+            whole = module._parameters
+            asking = AskingTable(whole, whole, partial(on_read, module))
             module.__dict__["_parameters"] = asking
             self._tables.append((module.__dict__, whole, asking))
-            tables[module] = (whole, pieces, asking)
+            tables[module] = (whole, asking)
             if keeps_second_list(module):  # its forward reads that list, not the table
                 module.register_forward_pre_hook(lambda module, _: None if self._is_shown else on_read(module))
         self._put = [each for each in self.places if keeps_second_list(each[0].module)]
@@ -274,10 +274,6 @@ class Pass:
     landing: Unit | None = None  # the one before: its gradients may be on their way to the host
     read: set[Unit] = field(default_factory=set)  # in this forward, beside their calls
     used: set[str] = field(default_factory=set)  # parameters with gradients, since the last backward that synchronised
-
-
-def _current(whole: Table, pieces: Table, on_read: Callable[[], bool]) -> Table:
-    return whole if on_read() else pieces
 
 
 def _reduce(gradients: ShardGradients, whole: Tensor, mine: Tensor, taken: list[Tensor | None], scale: float) -> Work:
