@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "judges.md"
 HEAD = """# Judges from outside
 
 Our own tests prove what we thought of. A judge is a test or a catalogue that somebody else wrote, run against our
-engines. `make judges` runs every case (minutes) and writes this page; `make test` runs a fortieth of them, another one
+engines. `make judges` runs every case (minutes) and writes this page; `make test` runs a tenth of them, another one
 each day.
 
 A case is passed when our result is that of one process, refused when Paceline says before anything is trained that

@@ -50,8 +50,7 @@ class BoundedLoader(yaml.SafeLoader):
         if len(text) > MOST_BYTES:
             raise BoundError(f"it has {len(text):,} characters, and YAML is read up to {MOST_BYTES:,}")
         super().__init__(text)
-        self._level = 0
-        self._num_values = 0
+        self._level = self._num_values = 0
         self._extents: dict[int, tuple[int, int]] = {}  # of a node: how many values it has, and how many levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -94,8 +93,7 @@ class BoundedLoader(yaml.SafeLoader):
 def _integer(_: yaml.SafeLoader, node: yaml.Node) -> int:
     digits = str(node.value).replace("_", "")
     if len(digits) > MOST_DIGITS:
-        problem = f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most"
-        raise BoundError(problem, node.start_mark)
+        raise BoundError(f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most", node.start_mark)
     return int(digits)
 
 

@@ -21,10 +21,8 @@ Event = dict[str, Any]
 
 def name_process(process: int, name: str) -> list[Event]:
     """Names a rank, and keeps processes in the order of their numbers."""
-    return [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
-    ]
+    about = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}}
+    return [{"ph": "M", "name": key, "pid": process, "tid": 0, "args": value} for key, value in about.items()]
 
 
 def name_track(process: int, track: int, name: str) -> Event:
@@ -59,6 +57,5 @@ def write_events(path: Path, events: Sequence[Event], about: Mapping[str, Any] |
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     except OSError as error:
-        raise UsageError(
-            f"cannot write the trace {path}: {error.strerror or error}\n  give a file in a folder that can be written"
-        ) from error
+        why = f"cannot write the trace {path}: {error.strerror or error}"
+        raise UsageError(f"{why}\n  give a file in a folder that can be written") from error

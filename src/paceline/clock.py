@@ -1,8 +1,7 @@
 """Time on a device, read without stopping it.
 
-A mark on a CPU is the time now. A mark on CUDA is an event in the current stream: it costs microseconds to set, and
-its time is asked for later, when the device has passed it anyway. So a step can be taken apart into phases without a
-single synchronisation.
+A mark on a CPU is the time now. A mark on CUDA is an event in the current stream: it costs microseconds to set, and its
+time is asked for later, when the device has passed it anyway. So a step's phases are timed without a synchronisation.
 """
 
 from __future__ import annotations
@@ -71,11 +70,9 @@ class Clock(Protocol):
     """What takes marks: a device's own time, or a virtual rank's."""
 
     @property
-    def take(self) -> Callable[[], Mark | float]:
-        """Takes a mark, perhaps a bare number."""
+    def take(self) -> Callable[[], Mark | float]: ...  # perhaps a bare number
 
-    def mark(self) -> Mark:
-        """Takes a mark now."""
+    def mark(self) -> Mark: ...
 
 
 class DeviceClock:

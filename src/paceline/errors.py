@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 
 class PacelineError(Exception):
@@ -61,11 +62,7 @@ class ConfigError(PacelineError):
         return self.problems[0].what.partition("\n")[0]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_config_error, (self.problems, self.source)
-
-
-def _rebuild_config_error(problems: list[Problem], source: str) -> ConfigError:
-    return ConfigError(problems, source=source)
+        return partial(ConfigError, source=self.source), (self.problems,)
 
 
 class UsageError(PacelineError):

@@ -19,15 +19,20 @@ def free_host_bytes() -> int:
     return psutil.virtual_memory().available
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most memory that this process has held: the allocator's on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def measure_machine(device: str, ranks: int, node_ranks: int) -> RunMachine:
     """Returns ranks and their memory: of the smallest GPU, or shares of what is free on the host; allocates nothing."""
     available = free_host_bytes()
-    memory = available // node_ranks
-    if device == "meta":  # holds nothing
-        memory = _UNLIMITED
+    memory = _UNLIMITED if device == "meta" else available // node_ranks  # meta holds nothing
     if device == "cuda":
-        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        memory = min(sizes)
+        memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     return RunMachine(device=device, device_bytes=memory, host_bytes=available, ranks=ranks, node_ranks=node_ranks)
 
 
@@ -39,9 +44,7 @@ class MemoryGauge:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._status = Path("/proc/self/status")
-        self._clear = Path("/proc/self/clear_refs")
+        self._device, self._clear = device, Path("/proc/self/clear_refs")
 
     def reset(self) -> None:
         if self._device.type == "cuda":
@@ -53,12 +56,10 @@ class MemoryGauge:
     def peak_bytes(self) -> int:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            return torch.cuda.max_memory_allocated(self._device)
-        if self._clear.exists():
-            line = next(line for line in self._status.read_text().splitlines() if line.startswith("VmHWM"))
-            return int(line.split()[1]) * 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        elif self._clear.exists():
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+        return peak_memory_bytes(self._device)
 
     def now_bytes(self) -> int:
         if self._device.type == "cuda":

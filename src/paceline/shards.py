@@ -8,10 +8,7 @@ beginning at a multiple of ``align`` elements, and is padded to a multiple of th
 
 A *region* says which elements of a whole tensor somebody holds: what is left of the dims that are cut (by tensor
 parallelism, by experts), and of that an interval in the order of memory. What two regions have in common comes out as
-*runs*, elements that follow one another in both; there are as many as rows that a cut goes through, and one for
-regions that are cut along the first dim.
-
-``own_states`` tells the state of what a rank holds from a whole one, for the torch objects that can give both.
+*runs*, elements that follow one another in both: as many as rows that a cut goes through, one along the first dim.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Shape: TypeAlias = tuple[int, ...]
 Places: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -85,9 +83,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def flat_layout(
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[Shape],
     *,
-    strides: Sequence[tuple[int, ...]] | None = None,
+    strides: Sequence[Shape] | None = None,
     align: int = 1,
     num_shards: int = 1,
     tail: int = 0,

@@ -1,8 +1,7 @@
 """What reaches a terminal: text that it shows and does not obey.
 
-Names of runs and tensors, messages in records, lines of logs: whoever wrote the files of a run may have put escapes
-into them that clear a screen, change a title or hide a line. They are shown as what they are, ``\\x1b[2J``. Nor is
-anything in square brackets taken for the markup of rich.
+Whoever wrote the files of a run may have put escapes into names, messages and logs that clear a screen or hide a line.
+They are shown as what they are, ``\\x1b[2J``. Nor is anything in square brackets taken for the markup of rich.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_an_arm_that_fails_leaves_its_reason_and_the_others_go_on(monkeypatch: p
             raise OSError("out of\n  memory")
         return ArmTurn(step_s=[0.1] * 6, losses=[1.0] * 6, peak_bytes=None, first_step_at=0.0, samples=4)
 
-    monkeypatch.setattr(arms_module, "_run_process", run)
+    monkeypatch.setattr(arms_module, "_take_turn", run)
     rows = bench_gpu(TINY, 2, None, ["plain autocast", "paceline engine"], lambda _: None)
     found = {row["arm"]: row.get("error") for row in rows}
     assert found["paceline engine"] == "out of memory"

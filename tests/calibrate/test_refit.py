@@ -8,7 +8,7 @@ from pathlib import Path
 import made_records as records
 import pytest
 
-from paceline.calibrate.refit import Refit, read_times, refit, rescale
+from paceline.calibrate.entry import Refit, read_times, refit, rescale
 from paceline.cluster.detect import Machine
 from paceline.cluster.entries import parse_catalog
 from paceline.config import config_from_dict, dump_yaml

@@ -8,7 +8,7 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.retention import Retention, Saved, steps_to_remove
+from paceline.checkpoint.find import Retention, Saved, steps_to_remove
 
 
 def removed(policy: Retention, values: dict[int, float | None], newest: int | None = None) -> list[int]:

@@ -77,7 +77,7 @@ def test_engines_shows_a_table_of_the_arms_asked_for(call: Call) -> None:
     ("arguments", "message"),
     [
         (["engines", "--device", "tpu"], "--device tpu is not here"),
-        (["gpu", "--device", "tpu"], "--device tpu: torch reaches no such device here"),
+        (["gpu", "--device", "tpu"], "--device tpu is not here"),
         (["gpu", "--device", "cpu", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are gpt-tiny, resnet-tiny"),
         (["gpu", "--device", "cpu", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
         (["engines", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are mlp, gpt-11m"),
@@ -106,7 +106,7 @@ def test_a_benchmark_of_the_authors_is_told_where_it_is(call: Call) -> None:
 def test_without_a_gpu_there_is_nothing_to_time(call: Call) -> None:
     called = call("bench", "gpu")
     assert called.code == 2
-    assert "--device cuda: torch reaches no such device here" in called.err
+    assert "--device cuda is not here\n  run it where torch reaches a GPU" in called.err
     assert "--device cpu" in called.err
 
 

@@ -20,7 +20,7 @@ runner = CliRunner()
         (["--ranks", "9999", "--device", "cpu"], "9999 ranks on"),
         (["--name", ""], "--name ''"),
         (["--name", " - "], "letters and digits of its name"),
-        (["--output", "m.txt"], "write to m.yaml"),
+        (["--output", "m.txt"], "try m.yaml"),
         (["--from", "runs/digits", "--ranks", "2"], "--ranks beside --from runs/digits"),
         (["--from", "runs/digits", "--name", "x", "--noisy"], "leave out --name and --noisy, or --from"),
         (["--cluster", "mine.yaml"], "--cluster without --from"),

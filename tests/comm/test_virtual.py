@@ -320,3 +320,12 @@ def test_wrong_arguments_are_refused(call: Callable[[VirtualCommunicator], Any],
 def test_there_is_at_least_one_rank() -> None:
     with pytest.raises(UsageError, match="ranks = 0"):
         run_virtual(lambda comm: comm.rank, 0)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast"])
+def test_a_sparse_tensor_is_refused_before_anything_is_sent(verb: str) -> None:
+    def attempt(comm: VirtualCommunicator) -> None:
+        with pytest.raises(UsageError, match=rf"{verb} of a tensor with layout torch.sparse_coo[\s\S]*to_dense"):
+            getattr(comm, verb)(torch.eye(2).to_sparse())
+
+    run_virtual(attempt, 2)

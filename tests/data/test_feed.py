@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from paceline.data.datasets import InMemoryDataset, Pair, SampleSubset, TensorPairs
-from paceline.data.feed import FeedSource, read_ahead
-from paceline.data.fetch import BatchRequest, DirectSource, LoaderOptions
+from paceline.data.fetch import BatchRequest, DirectSource, FeedSource, LoaderOptions, read_ahead
 from paceline.data.loader import EvalLoader, StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 

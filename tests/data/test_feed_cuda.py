@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from paceline.data.datasets import TensorPairs, gather
-from paceline.data.feed import _Copies
-from paceline.data.fetch import LoaderOptions
+from paceline.data.fetch import LoaderOptions, _Copies
 from paceline.data.loader import TrainLoader
 from paceline.data.order import DataOrder
 

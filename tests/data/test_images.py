@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from paceline.config.data_sections import ImagesDataConfig, may_ignore
+from paceline.data.datasets import IGNORED
 from paceline.data.fetch import LoaderOptions, fetch_batch
-from paceline.data.images import IGNORED, ImageFolder
 from paceline.data.loader import TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
+from paceline.data.rows import ImageFolder
 from paceline.errors import DataError
 
 

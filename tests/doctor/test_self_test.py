@@ -12,7 +12,7 @@ from paceline.doctor.self_test import RankReport, failed_test, report_findings, 
 from paceline.errors import PacelineError
 
 ONE = RankReport(
-    rank=0, host="a", device="cpu", versions=("3.11", "2.13"), latency_s=1e-3, bandwidth=1e9, clock_ahead_s=0.0,
+    rank=0, host="a", versions=("3.11", "2.13"), latency_s=1e-3, bandwidth=1e9, clock_ahead_s=0.0,
     clock_error_s=0.0,
 )  # fmt: skip
 

@@ -14,8 +14,8 @@ from torch import nn
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines import agree
-from paceline.engines.agree import broadcast_tensors, check_same_model, tensors_in
+from paceline.engines import groups as agree
+from paceline.engines.groups import broadcast_tensors, check_same_model, tensors_in
 from paceline.errors import RankFailedError, UsageError
 
 Pair = namedtuple("Pair", ["first", "second"])

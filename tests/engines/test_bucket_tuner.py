@@ -23,9 +23,9 @@ from paceline.engines.buckets.buckets import (
     BucketPolicy,
     ParameterSize,
     bucket_parameters,
+    probe_link,
     trial_policies,
 )
-from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.ddp import DataParallel
 from paceline.engines.groups import make_groups
 from paceline.engines.precision import PRECISIONS

@@ -15,7 +15,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.shard_layout import dense_stride, full_shape
+from paceline.engines.flat.shard import dense_stride, full_shape
 from paceline.engines.groups import ParameterGroups, make_groups
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.models.hugging_face import mark_unfilled

@@ -16,7 +16,7 @@ from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.shard import ShardGradients
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.layout import Compression
 

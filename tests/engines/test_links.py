@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.agree import tensors_in
+from paceline.engines.groups import tensors_in
 from paceline.engines.stages.links import Links, TensorShape, describe, hand_over, map_tensors, shape_key
 from paceline.errors import RankFailedError
 

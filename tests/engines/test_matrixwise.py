@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.engines.flat import matrixwise
-from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat import optimizer_state as matrixwise
+from paceline.engines.flat.optimizer_state import check_elementwise
 from paceline.errors import UsageError
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

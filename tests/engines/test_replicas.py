@@ -19,8 +19,8 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import LedgerCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.own_loader import shard
-from paceline.engines.agree import fingerprint, first_equal, is_due, sum_of_bits
 from paceline.engines.apply import parallelize
+from paceline.engines.groups import fingerprint, first_equal, is_due, sum_of_bits
 from paceline.errors import UsageError
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.flat.route import Leg, Route, complete, issue_plan
+from paceline.engines.flat.gathering import Leg, Route, complete, issue_plan
 from paceline.errors import RankFailedError
 
 UNITS = 5

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.base import Communicator, Work, WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.blocks import checkpoint_blocks
 from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel, plan_for, ready_plans
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear, SplitLogits
 from paceline.errors import RankFailedError, UsageError
@@ -630,6 +630,14 @@ def test_a_pattern_that_fits_nothing() -> None:
         name="mine", rules=(*ready_plans()["paceline GPT"].rules, SplitRule(pattern="layers.*.moe", role="input"))
     )
     assert "layers.*.moe fits no module" in refused(lambda: make("current"), plan=plan)
+
+
+def test_a_split_part_that_begins_at_no_input() -> None:
+    rules = [rule for rule in ready_plans()["paceline GPT"].rules if rule.pattern != "layers.*.mlp"]
+    plan = TensorPlan(name="mine", rules=tuple(rules))
+    message = refused(lambda: make("current"), plan=plan)
+    assert "layers.0.mlp.up is inside no module with the role input" in message
+    assert "attention" not in message
 
 
 def test_a_model_that_is_split_already() -> None:

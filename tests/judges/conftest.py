@@ -1,7 +1,7 @@
 """The judges: other people's tests and catalogues, run against ours. See docs/judges.md, and ``make judges``.
 
-By default a fortieth of the cases runs, another one each day; ``--all-judges`` runs them all, and
-``--judges-record FILE`` keeps what came out.
+By default a tenth of the cases runs, another one each day, and of a case with many inputs a tenth of these;
+``--all-judges`` runs them all, and ``--judges-record FILE`` keeps what came out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-TURNS = 40
+TURNS = 10
 HERE = Path(__file__).parent
 
 
@@ -26,10 +28,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves to ``make judges`` the cases whose turn it is not."""
     if config.getoption("--all-judges"):
         return
-    turn = datetime.datetime.now(tz=datetime.UTC).toordinal() % TURNS
     for item in items:
-        if item.get_closest_marker("judge") and zlib.crc32(item.nodeid.encode()) % TURNS != turn:
+        if item.get_closest_marker("judge") and zlib.crc32(item.nodeid.encode()) % TURNS != turn():
             item.add_marker(pytest.mark.exhaustive)
+
+
+def turn() -> int:
+    return datetime.datetime.now(tz=datetime.UTC).toordinal() % TURNS
+
+
+@pytest.fixture
+def of_turn(pytestconfig: pytest.Config) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Takes from a case's inputs those whose turn it is; all of them with ``--all-judges``."""
+    if pytestconfig.getoption("--all-judges"):
+        return lambda inputs: inputs
+    return lambda inputs: inputs[turn() % len(inputs) :: TURNS] if inputs else inputs
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

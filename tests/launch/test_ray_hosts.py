@@ -14,7 +14,7 @@ from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps
 from paceline.launch import ray_cluster
 from paceline.launch.job import LaunchJob
 from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker, read_options
-from paceline.launch.ray_hosts import HostEnd, _Host, _names, code_of, ended_by, rank_variables
+from paceline.launch.ray_hosts import HostEnd, _names, code_of, ended_by, rank_variables
 
 JOB = LaunchJob(
     name="tiny",
@@ -128,8 +128,7 @@ def test_hosts_that_fit_are_counted() -> None:
 
 def test_ranks_of_a_node_share_its_gpus() -> None:
     workers = [PlacedWorker(actor=None, node=node, address=node, gpus=(gpu,)) for node, gpu in ("a0", "a3", "b1")]
-    hosts = [_Host(name=str(rank), worker=worker, is_first=rank == 0) for rank, worker in enumerate(workers)]
-    found = list(rank_variables(hosts, 29500))
+    found = list(rank_variables(workers, 29500))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,3", "0,3", "1"]
     assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in found] == [
         ("0", "0", "2"),
@@ -151,7 +150,7 @@ def test_a_worker_hands_over_orders_output_and_the_exit_code(tmp_path: Path) -> 
     while code is None:
         lines, code = worker.news()
     assert (lines, code) == ([], 7)
-    worker.close()
+    worker._process.communicate()
     dumb = RemoteWorker(["bash", "-c", "echo no such module; exit 1"], str(tmp_path))
     assert dumb.ask({"do": "look"}) == "does not start Paceline: no such module"
-    dumb.close()
+    dumb._process.communicate()

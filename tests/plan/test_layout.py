@@ -16,6 +16,7 @@ from paceline.config.schema import CommConfig, MemoryConfig, ParallelConfig, Tra
 from paceline.errors import UsageError
 from paceline.plan.layout import STRATEGIES, Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
+from paceline.plan.rule_case import RuleCase
 from paceline.plan.rules import RULES, check_layout, rules
 from paceline.schedule.schedules import make_schedule
 
@@ -66,14 +67,14 @@ def test_the_config_has_the_defaults_of_the_layout() -> None:
 
 def test_messages_name_fields_or_keys() -> None:
     layout = Layout(strategy="ddp", offload=Offload(optimizer=True))
-    (of_code,), (of_config,) = rules(layout), rules(layout, keys=CONFIG_KEYS)
+    (of_code,), (of_config,) = rules(RuleCase(layout)), rules(RuleCase(layout, keys=CONFIG_KEYS))
     assert of_code.what == "offload = [optimizer] with strategy = ddp"
     assert of_config.what == "memory.offload = [optimizer] with parallel.strategy = ddp"
 
 
 def test_everything_that_is_wrong_comes_at_once() -> None:
     layout = Layout(strategy="zero1", prefetch=-1, pipeline=3, schedule="interleaved", chunks=1, shard_ranks=2)
-    found = [problem.what for problem in rules(layout, ranks=8)]
+    found = [problem.what for problem in rules(RuleCase(layout, ranks=8))]
     for part in ("prefetch = -1", "pipeline = 3 does not divide ranks = 8", "chunks = 1", "shard_ranks = 2"):
         assert any(part in each for each in found), (part, found)
     with pytest.raises(UsageError, match="pipeline = 3 does not divide ranks = 8"):
@@ -82,14 +83,14 @@ def test_everything_that_is_wrong_comes_at_once() -> None:
 
 def test_rules_that_need_the_ranks_are_silent_without_them() -> None:
     layout = Layout(strategy="hybrid", pipeline=3, shard_ranks=5)
-    assert rules(layout) == []
-    assert len(rules(layout, ranks=8)) == 1
+    assert rules(RuleCase(layout)) == []
+    assert len(rules(RuleCase(layout, ranks=8))) == 1
 
 
 def test_rules_know_the_model() -> None:
     layout = Layout(tensor=4, sequence_parallel=True)
     model = ModelShape(kind="gpt", heads=6, kv_heads=3, context=10)
-    assert [problem.what for problem in rules(layout, model=model)] == [
+    assert [problem.what for problem in rules(RuleCase(layout, model=model))] == [
         "tensor = 4 does not divide heads = 6",
         "tensor = 4 does not divide kv_heads = 3",
         "tensor = 4 does not divide the 10 tokens of a sample",
@@ -109,7 +110,7 @@ def test_every_rule_says_what_it_reads() -> None:
 
 
 def test_a_sequence_over_ranks_is_predicted_and_not_run() -> None:
-    (problem,) = rules(replace(Layout(), context=2))
+    (problem,) = rules(RuleCase(replace(Layout(), context=2)))
     assert "no engine runs it" in problem.rule
 
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
-from paceline.predict.replay.program import Issue, Program
+from paceline.cluster.kernels import Operation
+from paceline.predict.replay.program import Event, Issue, Player, Program, Run
+
+
+def events_of(program: Program) -> Iterator[Event]:
+    """Iterates over the events of the whole step."""
+    return Player(program.events, program.order).run() if program.order else iter(program.events)
+
+
+def kernels_of(program: Program) -> Iterator[Operation]:
+    return (event.operation for event in events_of(program) if isinstance(event, Run))
 
 
 def count_operations(program: Program) -> Counter[str]:
@@ -19,7 +30,7 @@ def count_bytes(program: Program) -> Counter[str]:
 
 def _count_travels(program: Program, place: int) -> Counter[str]:
     found: Counter[str] = Counter()
-    for event in program.all_events:
+    for event in events_of(program):
         if isinstance(event, Issue):
             own = (event.kind, 1, event.num_bytes)
             for travel in event.messages if event.algorithm else (own,):

@@ -15,7 +15,8 @@ from paceline.comm.base import DONE, Call, Work
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.records.meter import StepMeter, _host_seconds, peak_memory_bytes
+from paceline.free_memory import peak_memory_bytes
+from paceline.records.meter import StepMeter, _host_seconds
 from paceline.records.records import StepRecord
 
 CPU = torch.device("cpu")

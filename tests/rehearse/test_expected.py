@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.refit import rescale
+from paceline.calibrate.entry import rescale
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.rehearse.dryrun.expected import Background, better_of, expect_by_dry_run, plain_start

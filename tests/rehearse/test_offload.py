@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from program_counts import count_bytes
+from program_counts import count_bytes, events_of
 
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.kernels import Operation
 from paceline.config import Config, config_from_dict, layout_of
-from paceline.engines.flat.shard_layout import host_empty
+from paceline.engines.flat.shard import host_empty
 from paceline.errors import UsageError
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import COMPOSED_P90
@@ -90,7 +90,7 @@ def test_gradients_leave_with_every_microbatch_and_parameters_come_with_every_ga
 
 
 def test_the_update_runs_on_the_host_and_waits_for_gradients() -> None:
-    events = list(recorded("zero2", "optimizer").all_events)
+    events = list(events_of(recorded("zero2", "optimizer")))
     updates = [each for each in events if isinstance(each, OnHost) and each.name.startswith("_fused")]
     assert updates
     assert not [each for each in events if isinstance(each, Run) and each.operation.family == "optimizer"]

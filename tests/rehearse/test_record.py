@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_counts import count_bytes, count_operations
+from program_counts import count_bytes, count_operations, events_of, kernels_of
 from real_traffic import issued_by_real_ranks
 from torch import nn
 
@@ -123,7 +123,7 @@ def test_checkpointing_trades_activations_for_kernels() -> None:
     plain = recorded("ddp")
     again = record(make_config(strategy="ddp", memory={"checkpoint_activations": "full"}), ranks=RANKS)
     assert again.peak_memory()["activations"] < 0.6 * plain.peak_memory()["activations"]
-    assert sum(k.flops for k in again.kernels) > 1.2 * sum(k.flops for k in plain.kernels)
+    assert sum(k.flops for k in kernels_of(again)) > 1.2 * sum(k.flops for k in kernels_of(plain))
     assert again.model_flops == plain.model_flops
 
 
@@ -137,13 +137,13 @@ def test_flops_are_those_of_the_model() -> None:
 
 def test_attention_is_one_kernel_each_way() -> None:
     program = recorded("ddp")
-    families = Counter(kernel.family for kernel in program.kernels)
+    families = Counter(kernel.family for kernel in kernels_of(program))
     assert families["attention"] == families["attention_backward"] == 2 * 2  # blocks x microbatches
 
 
 def test_autocast_computes_products_in_half_precision() -> None:
     program = record(make_config(strategy="ddp", train={"precision": "bf16"}), ranks=RANKS)
-    assert {kernel.dtype for kernel in program.kernels if kernel.family == "matmul"} == {"bf16"}
+    assert {kernel.dtype for kernel in kernels_of(program) if kernel.family == "matmul"} == {"bf16"}
     assert program.dtype == "bf16"
 
 
@@ -227,7 +227,7 @@ def test_a_composed_pipeline_is_read_again() -> None:
     program = record_stages(config, ranks=RANKS)[0]
     assert program.order
     few = sum(event.operation.flops for event in program.events if isinstance(event, Run))
-    whole = sum(kernel.flops for kernel in program.kernels)
+    whole = sum(kernel.flops for kernel in kernels_of(program))
     told = counted(program.events, program.order)
     assert sum(n * e.operation.flops for e, n in told if isinstance(e, Run)) == pytest.approx(whole, rel=1e-12)
     cluster = load_cluster("1x dgx-h100")
@@ -280,7 +280,7 @@ def test_a_rank_that_stands_for_a_cpu_adds_and_scales() -> None:
     names = {}
     for device in ("cpu", "cuda"):
         program = record(make_config(strategy="zero2", device=device, train={"accumulate": 1}), ranks=RANKS)
-        names[device] = Counter(k.name for k in program.kernels if k.phase == "backward")
+        names[device] = Counter(k.name for k in kernels_of(program) if k.phase == "backward")
     scaled = names["cpu"] - names["cuda"]
     assert {"mul", "_foreach_mul_"} & set(scaled)
     assert names["cpu"].total() > 0
@@ -289,7 +289,7 @@ def test_a_rank_that_stands_for_a_cpu_adds_and_scales() -> None:
 def _shapes(program: Program) -> list[tuple[Any, ...]]:
     """All but the numbers of what is issued, run and waited for, in order."""
     found: list[tuple[Any, ...]] = []
-    for event in program.all_events:
+    for event in events_of(program):
         if isinstance(event, Run):
             kernel = event.operation
             # A number a microbatch, its loss, is not copied; no kernel is so small that this matters.
@@ -414,7 +414,7 @@ def test_a_model_whose_shapes_follow_from_values_is_told_so() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_unused_parameters_are_unused_on_all_ranks(strategy: str) -> None:
     program = record(factory_config("LeavesOut", strategy), ranks=2)
-    updates = [kernel for kernel in program.kernels if kernel.family == "optimizer"]
+    updates = [kernel for kernel in kernels_of(program) if kernel.family == "optimizer"]
     assert updates
     assert sum(kernel.tensors for kernel in updates) == 2
 
@@ -441,7 +441,7 @@ def test_an_average_of_the_weights_is_held_and_updated(strategy: str) -> None:
     program, plain = record(config, ranks=RANKS), recorded(strategy)
     more = program.peak_memory()["optimizer"] - plain.peak_memory()["optimizer"]
     assert more == pytest.approx(plain.peak_memory()["parameters"], rel=0.03)
-    assert [k.name for k in program.kernels if k.name not in {each.name for each in plain.kernels}] == [
+    assert [k.name for k in kernels_of(program) if k.name not in {each.name for each in kernels_of(plain)}] == [
         "_foreach_lerp_"
     ]
     facts, layout = describe_model(config, "cuda"), replace(layout_of(config, RANKS), microbatch=2)

@@ -33,8 +33,8 @@ monitor: {tensorboard: false, console: false}
 
 def test_hosts_are_read_from_the_command_line() -> None:
     nodes = parse_nodes("1:4", "host1:29400")
-    assert (nodes.least, nodes.most, nodes.endpoint) == (1, 4, "host1:29400")
-    assert parse_nodes("2", "[::1]:29400").host == "::1"
+    assert (nodes.least, nodes.count, nodes.endpoint) == (1, 4, "host1:29400")
+    assert parse_nodes("2", "[::1]:29400").address == "::1"
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
 from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
-from paceline.run.whereami import Nodes
+from paceline.run.whereami import Surroundings
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Surroundings:
     monkeypatch.setenv("PACELINE_SECRET", "s" * 32)
     monkeypatch.setattr("paceline.run.rendezvous._BEAT_S", 0.01)
-    return Nodes(least=1, most=2, host="127.0.0.1", port=free_port())
+    return Surroundings(launcher="test", kind="host", least=1, count=2, address="127.0.0.1", port=free_port())
 
 
-def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Nodes, tmp_path: Path) -> None:
-    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Surroundings, tmp_path: Path) -> None:
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
     with (
         ThreadPoolExecutor(2) as pool,
         rendezvous(tmp_path, "run", both) as first,
@@ -53,8 +53,8 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Nodes, tmp_p
             first.next_rendezvous()
 
 
-def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Nodes, tmp_path: Path) -> None:
-    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surroundings, tmp_path: Path) -> None:
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
     with (
         ThreadPoolExecutor(2) as pool,
         rendezvous(tmp_path, "run", both) as first,
@@ -71,8 +71,8 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Nodes
         assert unsure.result() == ["rank 1 was killed", CHANGED]
 
 
-def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Nodes, tmp_path: Path) -> None:
-    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Surroundings, tmp_path: Path) -> None:
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
     facts = HostFacts(host="a", paceline="1", torch="2", ranks=1, config={}, folders=(), mark="m")
     with (
         ThreadPoolExecutor(2) as pool,
@@ -88,9 +88,9 @@ def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Nodes, tmp_path: Pat
         ended.result()
 
 
-def test_another_secret_is_told(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_secret_is_told(nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.comm.control.store._SECRET_S", 0.0)
-    stranger = Rendezvous(Address(nodes.host, nodes.port), lambda: b"x" * 32, "run")
+    stranger = Rendezvous(Address(nodes.address, nodes.port), lambda: b"x" * 32, "run")
     with (
         rendezvous(tmp_path, "run", nodes),
         pytest.raises(RendezvousConnectionError, match="the secrets differ"),
@@ -99,9 +99,9 @@ def test_another_secret_is_told(nodes: Nodes, tmp_path: Path, monkeypatch: pytes
         pass
 
 
-def test_a_launcher_whose_server_is_gone_says_so(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_launcher_whose_server_is_gone_says_so(nodes: Surroundings, tmp_path: Path) -> None:
     with rendezvous(tmp_path, "run", nodes):
-        guest = Rendezvous(Address(nodes.host, nodes.port), lambda: b"s" * 32, "run", attends_as="guest")
+        guest = Rendezvous(Address(nodes.address, nodes.port), lambda: b"s" * 32, "run", attends_as="guest")
         guest.__enter__()
         assert guest.num_nodes_waiting() == 0
     assert guest._thread is not None
@@ -112,26 +112,26 @@ def test_a_launcher_whose_server_is_gone_says_so(nodes: Nodes, tmp_path: Path) -
 
 
 def test_a_program_that_has_the_port_is_told_with_it(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_CONNECT_S", "_SILENT_S"):
         monkeypatch.setattr(f"paceline.comm.control.store.{name}", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        taken = Nodes(least=2, most=2, host=nodes.host, port=port)
+        taken = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=port)
         told = f"who listens at tcp:127.0.0.1:{port} sent nothing within .* it is no launcher of this job"
         with pytest.raises(RendezvousConnectionError, match=told), rendezvous(tmp_path, "run", taken):
             pass
 
 
 def test_a_launcher_that_waits_for_others_says_so(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr("paceline.run.rendezvous._QUIET_S", 0.0)
     monkeypatch.setattr("paceline.run.rendezvous.say", said.put)
-    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
-    where = f"waiting at tcp:{nodes.host}:{nodes.port}"
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
+    where = f"waiting at tcp:{nodes.address}:{nodes.port}"
     with ThreadPoolExecutor(2) as pool, rendezvous(tmp_path, "run", both) as first:
         joined = pool.submit(first.next_rendezvous)
         while said.get(timeout=30) != f"{where} for other hosts: at least 2 are needed":

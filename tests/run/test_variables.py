@@ -9,8 +9,9 @@ import pytest
 
 from paceline.config import Config, load_config
 from paceline.errors import ConfigError
-from paceline.run.decide import rank_variables, variables_in_effect
+from paceline.run.decide import rank_variables
 from paceline.run.processes import loopback_interface
+from paceline.run.records import variables_in_effect
 
 
 @pytest.fixture(autouse=True)

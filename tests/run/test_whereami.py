@@ -76,7 +76,7 @@ def test_the_first_node_of_a_job_is_where_its_tasks_meet() -> None:
     assert (around.address, around.host_ranks) == ("gpu07", None)
     assert around.port == recognise({**SLURM, "SLURM_PROCID": "0"}).port  # all find the same one
     assert around.port != recognise({**SLURM, "SLURM_JOB_ID": "418"}).port
-    assert recognise({**SLURM, **MASTER}).nodes().endpoint == "host1:29500"
+    assert recognise({**SLURM, **MASTER}).endpoint == "host1:29500"
     assert recognise({**SLURM, **TASKS}).host_ranks == 2
     assert first_host("gpu[07-09,12],login") == "gpu07"
     assert first_host("r[1-2]n[3,4]") == "r1n3"
@@ -96,7 +96,7 @@ def test_a_host_that_is_not_known_is_told_with_the_variable_that_named_it(
     environment: dict[str, str], named_by: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        recognise(environment).nodes().own_address()
+        recognise(environment).own_address()
     assert str(refused.value).startswith(f"{named_by}no.such.host.invalid: ")
     assert "--rdzv" not in str(refused.value)
 
@@ -112,8 +112,8 @@ def test_a_rank_gets_the_variables_of_torch() -> None:
 
 def test_hosts_that_may_come_and_go() -> None:
     environment = {"PET_NNODES": "2:4", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "job-0:1234"}
-    nodes = recognise({**environment, "PET_NPROC_PER_NODE": "8"}).nodes()
-    assert (nodes.least, nodes.most, nodes.endpoint, nodes.ranks) == (2, 4, "job-0:1234", 8)
+    nodes = recognise({**environment, "PET_NPROC_PER_NODE": "8"})
+    assert (nodes.least, nodes.count, nodes.endpoint, nodes.host_ranks) == (2, 4, "job-0:1234", 8)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_bad_steps_are_told_of_at_once_and_good_ones_end_the_row() -> None:
     nan, inf = math.nan, math.inf
     assert run(counter, [1.0, nan, inf, -inf, 2.0, nan]) == [(2, 2, 1), (3, 3, 2), (4, 4, 3), (6, 6, 1)]
     assert (counter.num_skipped, counter.num_in_a_row) == (4, 1)
-    assert list(counter.read_all()) == []
+    assert list(counter.read()) == []
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -50,7 +50,7 @@ def test_on_cuda_the_first_of_a_row_is_told_of_one_step_later(device: str) -> No
     counter = BadSteps()
     nan = math.nan
     assert run(counter, [1.0, nan, nan, nan, 2.0, 1.0, nan], device) == [(3, 2, 1), (3, 3, 2), (4, 4, 3)]
-    assert [bad.step for bad in counter.read_all()] == [7]
+    assert [bad.step for bad in counter.read()] == [7]
     assert (counter.num_skipped, counter.num_in_a_row) == (4, 1)
 
 

@@ -119,7 +119,7 @@ def test_no_step_waits_for_the_device(name: str, optimizer_class: Any) -> None:
     names = [key for key, _ in engine.named_parameters()]
     assert all(torch.equal(before[key], after[key]) for key in names)
     step(CrossEntropy(1.0), 3)
-    list(counter.read_all())
+    list(counter.read())
     assert counter.state_dict() == {"num_skipped": 1, "num_in_a_row": 0}
     assert not torch.equal(engine.full_state_dict()[names[0]], before[names[0]])
     if scaler is not None:

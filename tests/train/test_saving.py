@@ -11,7 +11,7 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
-from paceline.checkpoint.retention import retention_of
+from paceline.checkpoint.find import retention_of
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator

@@ -53,10 +53,10 @@ from paceline.comm.base import DONE, Call, Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.data.order import share
-from paceline.engines.agree import broadcast_tensors
 from paceline.engines.apply import parallelize
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.ddp import DataParallel
+from paceline.engines.groups import broadcast_tensors
 from paceline.errors import CollectiveMismatchError
 from paceline.shards import flat_layout
 from paceline.train import step as steps
@@ -363,7 +363,7 @@ def nothing_is_sent(_: Any) -> Any:
 
 def buffers_stay(_: Any) -> Any:
     def share_buffers(self: DataParallel) -> None:
-        self._buffers.are_shared = True
+        self._are_buffers_shared = True
 
     return share_buffers
 

@@ -43,11 +43,10 @@ from torch import nn
 from paceline.comm.base import DONE, Call
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.checkpointing import Replay
+from paceline.engines.blocks import Replay
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import ShardGradients, clip_pieces
+from paceline.engines.flat.gathering import Gathering, Leg, Route
+from paceline.engines.flat.shard import ShardGradients, clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded, UsedFlags
 from paceline.engines.groups import ParameterGroups
@@ -406,10 +405,7 @@ BUGS: dict[str, Bug] = {
         "nothing gathered for backward", replacing(Unit, "start_gather", gathered_once), "gradient", "fsdp hybrid"
     ),
     **in_each(
-        "slots overlap",
-        at("paceline.engines.flat.shard_layout.flat_layout", misplaced, flat_layout),
-        "forward",
-        "fsdp zero1",
+        "slots overlap", at("paceline.engines.flat.shard.flat_layout", misplaced, flat_layout), "forward", "fsdp zero1"
     ),
     **in_each(
         "tie lost", at("paceline.verify.runs.parallelize", untied, parallelize), "gradient", "fsdp zero1", **TIED

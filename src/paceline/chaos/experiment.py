@@ -18,21 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.chaos.faults import (
-    ON_LOSS,
-    VARIABLE,
-    Fault,
-    Fired,
-    Passed,
-    Started,
-    check_faults,
-    parse_faults,
-    place_faults,
-    random_faults,
-    read_notes,
-    read_plan,
-    write_plan,
-)
+from paceline.chaos import faults
 from paceline.chaos.report import (
     Command,
     LossComparison,
@@ -107,48 +93,38 @@ def prepare_run(
     return FaultyRun(path=path, overrides=tuple(changed), config=final, ranks=known, environment=environment, say=say)
 
 
-def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int) -> list[Fault]:
+def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int) -> list[faults.Fault]:
     """Reads or draws the faults. Raises ConfigError with all that cannot happen in this run."""
     every, total = run.config.checkpoint.every_steps or _SAVE_EVERY, run.config.train.steps
     if text is None:
-        faults = random_faults(seed, num_random, ranks=run.ranks, last_step=total or 5 * every)
+        planned = faults.random_faults(seed, num_random, ranks=run.ranks, last_step=total or 5 * every)
     else:
-        faults = place_faults(parse_faults(text), after=2 * every)
-    problems = check_faults(faults, ranks=run.ranks, total_steps=total)
+        planned = faults.place_faults(faults.parse_faults(text), after=2 * every)
+    problems = faults.check_faults(planned, ranks=run.ranks, total_steps=total)
     if problems:
         raise ConfigError(problems, source="--faults")
-    return faults
+    return planned
 
 
 def run_with_faults(
-    run: FaultyRun, faults: Sequence[Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
+    run: FaultyRun, planned: Sequence[faults.Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
 ) -> Report | None:
     """Trains with faults, with ``compare`` undisturbed too; returns what it cost, None if the command was refused."""
-    write_plan(scratch, seed, faults)
-    commands = _run_commands(run, scratch, num_faults=len(faults))
+    faults.write_plan(scratch, seed, planned)
+    commands = _run_commands(run, scratch, num_faults=len(planned))
     if commands[0].code == REFUSED:  # what lies in the folder, if anything, is an older run
         return None
     attempts = _attempts(run.folder, run.ranks)
-    notes = Notes(
-        fired=tuple(read_notes(scratch, Fired)),
-        started=tuple(read_notes(scratch, Started)),
-        passed=tuple(read_notes(scratch, Passed)),
-    )
-    handlings = [handle(each, notes, attempts[0], commands, run.config) for each in faults]
+    fired, started = faults.read_notes(scratch, faults.Fired), faults.read_notes(scratch, faults.Started)
+    notes = Notes(fired=fired, started=started, passed=faults.read_notes(scratch, faults.Passed))
+    handlings = [handle(each, notes, attempts[0], commands, run.config) for each in planned]
     handlings = [
         replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
         for each in handlings
     ]
-    report = make_report(
-        run.config.name,
-        run.ranks,
-        attempts[0],
-        commands,
-        handlings,
-        mtbf_s=mtbf_s,
-        samples=audit_samples(run.folder),
-        comparison=_compare(run, attempts, faults) if compare else None,
-    )
+    samples, twin = audit_samples(run.folder), _compare(run, attempts, planned) if compare else None
+    name, first = run.config.name, attempts[0]
+    report = make_report(name, run.ranks, first, commands, handlings, mtbf_s=mtbf_s, samples=samples, comparison=twin)
     if run.folder.is_dir():
         kept = run.folder / "chaos"
         kept.mkdir(exist_ok=True)
@@ -184,7 +160,7 @@ def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Com
     commands = [_run_command(run, begin, scratch, run.folder)]
     known = 0
     while commands[-1].code not in (DONE, REFUSED) and len(commands) <= num_faults:
-        happened = len({fired.number for fired in read_notes(scratch, Fired)})
+        happened = len({fired.number for fired in faults.read_notes(scratch, faults.Fired)})
         if happened == known:
             break  # it ended for another reason
         known = happened
@@ -200,9 +176,9 @@ def _run_command(
 ) -> Command:
     """Runs ``paceline`` in a process, in place of an older run in ``replaced``; tells what it tells, and faults."""
     force = ["--force"] if replaced is not None and (replaced / "config.yaml").is_file() else []
-    environment = {name: value for name, value in run.environment.items() if name != VARIABLE}
+    environment = {name: value for name, value in run.environment.items() if name != faults.VARIABLE}
     if scratch is not None:
-        environment[VARIABLE] = str(scratch.absolute())
+        environment[faults.VARIABLE] = str(scratch.absolute())
     start = time.time()
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", *arguments, *force],
@@ -236,10 +212,11 @@ def _run_command(
 def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:
     if scratch is None:
         return
-    plan, known = {each.number: each for each in read_plan(scratch)[1]}, len(read_notes(scratch, Fired))
+    plan = {each.number: each for each in faults.read_plan(scratch)[1]}
+    known = len(faults.read_notes(scratch, faults.Fired))
     while True:
         is_last = is_over.wait(_LOOK_EVERY_S)
-        fired = read_notes(scratch, Fired)
+        fired = faults.read_notes(scratch, faults.Fired)
         for each in fired[known:]:
             detail = f" ({each.detail})" if each.detail else ""
             run.say(f"{plan[each.number]}: on rank {each.rank}, in step {each.step}{detail}")
@@ -253,13 +230,13 @@ def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     return [found.get(rank, []) for rank in range(ranks)]
 
 
-def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> LossComparison:
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], planned: Sequence[faults.Fault]) -> LossComparison:
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name
     run.say("now undisturbed, to compare")
     arguments = ["train", str(run.path), *run.overrides, f"name={name}", "--json"]
     command = _run_command(run, arguments, None, folder)
-    is_expected = command.code == 0 and not any(each.kind in ON_LOSS for each in faults)
+    is_expected = command.code == 0 and not any(each.kind in faults.ON_LOSS for each in planned)
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)
     return compare_steps(attempts, twin, is_expected=is_expected, samples="the same" if ours == theirs else theirs)

@@ -2,21 +2,17 @@
 
     kill:rank=1@step=20            kill:rank=1:phase=backward@step=20
     slow:rank=0x2@step=30          slow-link:rank=1x20:steps=50
-    spike:x100@step=12
-    disk-full@step=40              corrupt-checkpoint
+    spike:x100@step=12             disk-full@step=40              corrupt-checkpoint
 
 ``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
-after the second checkpoint.
-
-The files by which a plan of faults reaches the ranks, and by which they say what they did:
+after the second checkpoint. A plan of faults reaches the ranks, and they say what they did, by files:
 
     plan.json       seed and faults, written once
     fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts
     started.jsonl   one line for each attempt, of rank 0: the step that it begins with
     passed.jsonl    one line for each fault whose step has been trained after it
 
-A line is one ``write`` to a file that is opened for appending, so that ranks do not mix theirs, and SIGKILL right after
-it loses nothing.
+A line is one ``write`` to a file that is opened for appending: ranks do not mix theirs, and SIGKILL loses nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +28,10 @@ from typing import Any, Final, TypeVar
 
 from paceline.config.suggest import nearest
 from paceline.errors import ConfigError, Problem
+from paceline.health.ledger_view import FORWARD, PHASES, SETUP, STEP_PHASES
 from paceline.untrusted import parse_json_object, read_regular
 
-STEP_PHASES: Final = ("data", "forward", "backward", "optimizer")
-PHASES: Final = (*STEP_PHASES, "evaluation", "checkpoint")
-_ANYWHERE = ("forward", *(each for each in PHASES if each != "forward"))
+_ANYWHERE = (FORWARD, *(each for each in PHASES if each not in (SETUP, FORWARD)))
 _SYNTAX = "a fault is KIND[:rank=R][:xFACTOR][:phase=PHASE]@step=S"
 _FACTOR = re.compile(r"x(\d+(?:\.\d+)?)")
 _RANK = re.compile(r"(\d+)(?:x(\d+(?:\.\d+)?))?")
@@ -96,12 +91,9 @@ class Fault:
 
 def parse_faults(text: str) -> list[Fault]:
     """Reads a list of faults. Raises ConfigError with all problems at once."""
-    found: list[Fault] = []
     problems: list[Problem] = []
-    for number, each in enumerate(filter(None, (part.strip() for part in text.split(",")))):
-        fault = _parse(number, each, problems)
-        if fault is not None:
-            found.append(fault)
+    parts = filter(None, (part.strip() for part in text.split(",")))
+    found = [fault for number, each in enumerate(parts) if (fault := _parse(number, each, problems)) is not None]
     if not found and not problems:
         problems = [Problem(what="--faults names none", rule=_SYNTAX, fix="write --faults kill:rank=1@step=20")]
     if problems:
@@ -123,9 +115,8 @@ def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None
             last = "there is rank 0 alone" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
             problems.append(Problem(what=what, rule=last, fix="choose one of them"))
         if total_steps is not None and fault.step is not None and fault.step > total_steps:
-            rule = f"the run has {total_steps} steps"
-            fix = "choose an earlier step, or set train.steps"
-            problems.append(Problem(what=f"{fault}: step {fault.step} never comes", rule=rule, fix=fix))
+            what, rule = f"{fault}: step {fault.step} never comes", f"the run has {total_steps} steps"
+            problems.append(Problem(what=what, rule=rule, fix="choose an earlier step, or set train.steps"))
     return problems
 
 
@@ -138,16 +129,8 @@ def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list
         kind = draw.choice(sorted(each for each in TRAITS if each != "slow-link"))  # a seed draws what it always drew
         trait = TRAITS[kind]
         phases = [each for each in trait.phases if each in STEP_PHASES]
-        found.append(
-            Fault(
-                number=place,
-                kind=kind,
-                rank=None if trait.on_all_ranks else draw.randrange(ranks),
-                step=step,
-                phase=draw.choice(phases) if phases else "",
-                factor=trait.factor or 1.0,
-            )
-        )
+        rank, phase = None if trait.on_all_ranks else draw.randrange(ranks), draw.choice(phases) if phases else ""
+        found.append(Fault(number=place, kind=kind, rank=rank, step=step, phase=phase, factor=trait.factor or 1.0))
     return found
 
 
@@ -209,11 +192,7 @@ def _fix(key: str, value: str, trait: Trait) -> str:
     return f"it takes {' and '.join([*keys, *(['steps=5'] if trait.has_length else [])])}"
 
 
-# What ranks are told, and what they tell.
-
-
-VARIABLE: Final = "PACELINE_CHAOS"
-"""Names the folder of these files to the ranks; set by ``paceline chaos`` alone."""
+VARIABLE: Final = "PACELINE_CHAOS"  # names the folder of these files to the ranks; set by ``paceline chaos`` alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +246,6 @@ def note(folder: Path, what: Fired | Started | Passed) -> None:
 
 
 def read_notes(folder: Path, kind: type[_Note]) -> list[_Note]:
-    """Returns what has been noted so far, in the order of time."""
     try:
         lines = (folder / _FILES[kind]).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

@@ -20,29 +20,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from paceline.chaos.faults import (
-    ON_LOSS,
-    STEP_PHASES,
-    WHILE_SAVING,
-    Fault,
-    Fired,
-    Passed,
-    Started,
-    note,
-    read_notes,
-    read_plan,
-)
+from paceline.chaos import faults
 from paceline.checkpoint import list_checkpoints
+from paceline.checkpoint.manifest import SavedFile
 from paceline.checkpoint.storage import FileStore, storage_of
+from paceline.health.ledger_view import STEP_PHASES
 from paceline.train.loss import Loss, LossValue
-
-if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import SavedFile
-    from paceline.train.trainer import Trainer
+from paceline.train.trainer import Trainer
 
 _STEP = re.compile(r"step-(\d+)")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
@@ -57,20 +45,20 @@ class Injector:
     """The faults of one rank in one attempt: those of the plan that have not happened yet."""
 
     def __init__(self, folder: Path, rank: int, checkpoints: Path) -> None:
-        self._seed, faults = read_plan(folder)
-        done = {(fired.number, fired.rank) for fired in read_notes(folder, Fired)}
+        self._seed, planned = faults.read_plan(folder)
+        done = {(fired.number, fired.rank) for fired in faults.read_notes(folder, faults.Fired)}
         self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
-        self._faults = [each for each in faults if each.rank in (None, rank) and (each.number, rank) not in done]
-        self._slow: Fault | None = None
+        self._faults = [each for each in planned if each.rank in (None, rank) and (each.number, rank) not in done]
+        self._slow: faults.Fault | None = None
         self._slow_until, self._loss_factor = 0, 1.0
-        self._slow_link: Fault | None = None
+        self._slow_link: faults.Fault | None = None
         self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
 
     def storage(self) -> FileStore:
         """Returns where checkpoints go, with the faults of saving."""
         storage = storage_of(self._checkpoints)
-        if any(each.kind in WHILE_SAVING for each in self._faults):
+        if any(each.kind in faults.WHILE_SAVING for each in self._faults):
             storage.write = partial(self._write, storage.write)  # type: ignore[method-assign]
         return storage
 
@@ -78,13 +66,13 @@ class Injector:
         """Puts the faults of phases and losses into a trainer that is about to run."""
         self._trainer, meter = trainer, trainer.parts.meter
         if self._rank == 0:
-            note(self._folder, Started(step=trainer.step, position=trainer.position, time=time.time()))
+            faults.note(self._folder, faults.Started(step=trainer.step, position=trainer.position, time=time.time()))
         meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign]
         meter.enter = partial(self._enter, meter.enter)  # type: ignore[method-assign]
         trace = trainer.parts.engine.world.trace
         if trace is not None and any(each.kind == "slow-link" for each in self._faults):
             trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign]
-        if any(each.kind in ON_LOSS for each in self._faults):
+        if any(each.kind in faults.ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
 
     def _lap(self, lap: Callable[[str], None], phase: str) -> None:
@@ -101,7 +89,7 @@ class Injector:
             elif fault.kind == "slow-link":
                 self._fire(fault, step)
                 self._slow_link = replace(fault, step=step)
-            elif fault.kind in ON_LOSS and phase == "data":
+            elif fault.kind in faults.ON_LOSS and phase == "data":
                 self._fire(fault, step)
                 self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
             elif fault.kind == "corrupt-checkpoint" and list_checkpoints(self._checkpoints):
@@ -129,10 +117,10 @@ class Injector:
             if fault.phase == phase and phase not in STEP_PHASES:
                 self._do(fault, step)
 
-    def _due(self, step: int) -> list[Fault]:
+    def _due(self, step: int) -> list[faults.Fault]:
         return [each for each in self._faults if each.step is not None and step >= each.step]
 
-    def _do(self, fault: Fault, step: int) -> None:
+    def _do(self, fault: faults.Fault, step: int) -> None:
         self._fire(fault, step)
         while fault.kind == "hang":
             time.sleep(3600.0)
@@ -143,7 +131,7 @@ class Injector:
         if fault.kind == "oom":
             raise torch.OutOfMemoryError(f"out of memory, as chaos asked for, in step {step}")
 
-    def _corrupt(self, fault: Fault, step: int) -> None:
+    def _corrupt(self, fault: faults.Fault, step: int) -> None:
         """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""
         newest, draw = list_checkpoints(self._checkpoints)[-1], self._draw(fault)
         files = sorted(path for path in newest.iterdir() if path.is_file() and path.stat().st_size)
@@ -161,7 +149,7 @@ class Injector:
         found = _STEP.search(path.parent.name)
         step = int(found[1]) if found is not None else 0
         for fault in self._due(step):
-            if fault.kind in WHILE_SAVING:
+            if fault.kind in faults.WHILE_SAVING:
                 if fault.kind == "unwritable":
                     self._fire(fault, step, detail=path.name)
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -169,7 +157,7 @@ class Injector:
         return write(path, chunks)
 
     def _cut(
-        self, fault: Fault, step: int, path: Path, chunks: Iterable[memoryview | bytes]
+        self, fault: faults.Fault, step: int, path: Path, chunks: Iterable[memoryview | bytes]
     ) -> Iterator[memoryview | bytes]:
         """Yields the first bytes of a file, and ends as the fault says."""
         draw = self._draw(fault)
@@ -188,22 +176,23 @@ class Injector:
             die()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    def _fire(self, fault: Fault, step: int, *, detail: str = "") -> None:
-        """Notes that a fault happens, before it does."""
+    def _fire(self, fault: faults.Fault, step: int, *, detail: str = "") -> None:
         at, rank, now = 0 if self._trainer is None else self._trainer.position, self._rank, time.time()
         self._faults.remove(fault)
-        note(self._folder, Fired(number=fault.number, rank=rank, step=step, position=at, time=now, detail=detail))
+        fired = faults.Fired(number=fault.number, rank=rank, step=step, position=at, time=now, detail=detail)
+        faults.note(self._folder, fired)
 
     def _note_passed(self, step: int) -> None:
         """Notes the faults that the run is past: where it was not ended, by a step that needed all ranks again."""
-        known = {(passed.number, passed.is_later) for passed in read_notes(self._folder, Passed)}
-        for fired in read_notes(self._folder, Fired):
+        known = {(each.number, each.is_later) for each in faults.read_notes(self._folder, faults.Passed)}
+        for fired in faults.read_notes(self._folder, faults.Fired):
             is_later = fired.time < self._started_at
             if fired.step + (not is_later) <= step and (fired.number, is_later) not in known:
                 known.add((fired.number, is_later))
-                note(self._folder, Passed(number=fired.number, step=step, is_later=is_later, time=time.time()))
+                passed = faults.Passed(number=fired.number, step=step, is_later=is_later, time=time.time())
+                faults.note(self._folder, passed)
 
-    def _draw(self, fault: Fault) -> random.Random:
+    def _draw(self, fault: faults.Fault) -> random.Random:
         return random.Random(f"{self._seed} {fault.number}")  # nosec B311  # faults by a seed
 
 

@@ -132,7 +132,6 @@ def make_report(
     samples: str,
     comparison: LossComparison | None = None,
 ) -> Report:
-    """Puts the numbers of a run together. ``attempts`` are rank 0's."""
     steps = final_steps(attempts)
     wall = sum(command.end - command.start for command in commands)
     saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
@@ -231,9 +230,9 @@ class Command:
 class Notes:
     """What the ranks noted, each in the order of time."""
 
-    fired: tuple[Fired, ...]
-    started: tuple[Started, ...]
-    passed: tuple[Passed, ...]
+    fired: Sequence[Fired]
+    started: Sequence[Started]
+    passed: Sequence[Passed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +280,6 @@ def expected_handling(fault: Fault, config: Config) -> tuple[How, ...]:
 def handle(
     fault: Fault, notes: Notes, attempts: Sequence[RankAttempt], commands: Sequence[Command], config: Config
 ) -> Handling:
-    """Finds out what became of a fault. ``attempts`` are rank 0's."""
     found = Handling(fault=fault, how="never happened", expected=expected_handling(fault, config))
     at = next((each for each in notes.fired if each.number == fault.number), None)
     if at is None:

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.find import (
-    PassedOver,
+    Retention,
     find_best,
     find_checkpoint,
     list_checkpoints,
@@ -18,13 +18,12 @@ from paceline.checkpoint.find import (
     verify_checkpoint,
 )
 from paceline.checkpoint.manifest import State
-from paceline.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
     from paceline.checkpoint.read import Checkpoint, open_checkpoint
     from paceline.checkpoint.writer import CheckpointWriter, load, save
 
-__all__ = ["PassedOver", "find_best", "find_checkpoint", "list_checkpoints", "read_manifest", "verify_checkpoint"]
+__all__ = ["find_best", "find_checkpoint", "list_checkpoints", "read_manifest", "verify_checkpoint"]
 __all__ += ["Checkpoint", "CheckpointWriter", "Retention", "State", "load", "open_checkpoint", "save"]
 
 

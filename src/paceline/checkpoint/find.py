@@ -1,45 +1,28 @@
-"""Finding: the newest checkpoint that is whole, and what is wrong with those that are not.
+"""The checkpoints of a folder: which is the newest that is whole, what is wrong with others, and which are kept.
 
-Every check reads the manifest, and whether every element of a tensor is in exactly one piece: what is missing would
-be read as zeros, and written on with good hashes. Pieces that are cut alike (the same spans of the same dims) are
-intervals of one part of the tensor: these must not overlap, nor may the spans of the parts; then the number of elements
-says whether something is missing. Cost: one sort of the pieces of each tensor.
+Every check reads the manifest, and whether the pieces in it make up each tensor. A *fast* one compares the sizes of the
+files, too; a *full* one reads them all and compares their hashes, in a few threads, and sees that the pieces and values
+in them can be read. Retention is a pure policy, and a removal that leaves none half there.
 
-A *fast* check compares the sizes of the files, too; a *full* one reads them all and compares their hashes, in a few
-threads, and sees that the pieces and values in them can be read. No torch: it runs before anything is started.
+No torch: it runs before anything is started.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
-from paceline.checkpoint.formats import Header, decode_with, read_header
-from paceline.checkpoint.manifest import (
-    COMPRESSION,
-    ITEM_BYTES,
-    MANIFEST,
-    Line,
-    Manifest,
-    SavedTensor,
-    Spot,
-    damaged,
-    head_line,
-    newest_line,
-    overlaps,
-    parse_manifest,
-)
-from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
+from paceline.checkpoint.formats import check_coverage, decode_with, piece_problems
+from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
+from paceline.checkpoint.storage import FileStore, cannot_read, file_in, is_remote, nothing_there, storage_of
 from paceline.errors import CheckpointError
-from paceline.shards import Region, Spans
 from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
 Depth = Literal["none", "fast", "full"]
@@ -100,9 +83,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     try:
         size = storage.size(file_in(path, MANIFEST))
         if size is None:
-            raise CheckpointError(
-                f"{path} is not a checkpoint: it has no {MANIFEST}\n  a complete checkpoint is a folder step-<number>"
-            )
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}\n  one is a folder step-<number>")
         if size > MOST_JSON_BYTES:
             raise damaged(f"{path / MANIFEST} is damaged: it has {size:,} bytes, and is read up to {MOST_JSON_BYTES:,}")
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)
@@ -191,10 +172,8 @@ def find_best(run_folder: Path, depth: Depth = "full") -> Path:
     newest = find_checkpoint("auto", run_folder, "fast")
     best = decode_with(read_manifest(newest).values.get("best"))
     if not isinstance(best, dict) or not is_count(best.get("step")):
-        raise CheckpointError(
-            f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"
-            "  set train.eval_every and checkpoint.keep_best = 1, or take --resume auto"
-        )
+        fix = "set train.eval_every and checkpoint.keep_best = 1, or take --resume auto"
+        raise CheckpointError(f"{newest.parent} has no best checkpoint\n  evaluations on the way tell it\n  {fix}")
     path = newest.with_name(f"{_PREFIX}{best['step']:08d}")
     if storage_of(path).size(path / MANIFEST) is None:
         raise CheckpointError(
@@ -210,8 +189,7 @@ def places_of(path: Path) -> Iterator[Path]:
     """Yields the folders in which the checkpoints of a run may lie, or those of a folder of them."""
     yield from (path / "checkpoints", path)
     try:  # one that keeps them elsewhere says so in its config
-        values = load_yaml(read_regular(path / "config.yaml").decode("utf-8"))
-        yield Path(values["checkpoint"]["folder"])
+        yield Path(load_yaml(read_regular(path / "config.yaml").decode("utf-8"))["checkpoint"]["folder"])
     except (OSError, ValueError, KeyError, TypeError, YAMLError):
         return
 
@@ -244,63 +222,116 @@ def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None
     return None
 
 
-Cuts = tuple[tuple[int, Spans], ...]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What is kept: the newest ``last``, those of every ``every``-th step, and the ``best`` by a metric.
+
+    Those that the run has gone back from are older than all others, and neither of a step to keep nor among the best.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int = 0
+    metric: str = "eval_loss"
+    mode: Literal["min", "max"] = "min"
 
 
-def check_coverage(path: Path, manifest: Manifest) -> Manifest:
-    """Raises CheckpointError where an element of a tensor is missing, or saved twice."""
-    for name, tensor in manifest.tensors.items():
-        for problem in coverage_problems(name, tensor):
-            raise damaged(f"{path} is damaged: {name}: {problem}")
-    return manifest
+def best_mode(metric: str) -> Literal["min", "max"]:
+    """Returns whether less or more of a metric is better, where nothing is said."""
+    return "min" if metric in ("eval_loss", "eval_perplexity") else "max"
 
 
-def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
-    """Returns what is missing of a tensor, or there twice."""
-    size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
-    found, problems = sum(region.size for region in regions), []
-    if found != size and not name.startswith(COMPRESSION):  # a rank may have no residual of compression
-        problems.append(f"{found:,} of {size:,} elements are saved")
-    parts: dict[Cuts, list[Region]] = {}
-    for region in regions:
-        parts.setdefault(region.cuts, []).append(region)
-    for part in parts.values():
-        if len({region.order for region in part}) > 1:
-            problems.append("its pieces lie in different orders of dims")
-        shared = overlaps([(region.begin, region.end) for region in part])
-        problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
-    if len({tuple(dim for dim, _ in cuts) for cuts in parts}) > 1:
-        return [*problems, "its pieces are cut along different dims"]
-    rows = _row_overlaps(list(parts))
-    return problems + [f"rows {first:,} to {last:,} of the dim that is cut are saved twice" for first, last in rows]
+def retention_of(settings: Mapping[str, Any]) -> Retention:
+    """Returns the policy that a config's ``checkpoint`` section asks for; a saved one may have other values."""
+    metric = str(settings.get("best_metric", "eval_loss"))
+    mode = settings.get("best_mode") or best_mode(metric)
+    last, every, best = (settings.get(name) for name in ("keep", "keep_every", "keep_best"))
+    return Retention(
+        last=last if is_count(last) else None,
+        every=every if is_count(every) and every else None,
+        best=best if is_count(best) else 0,
+        metric=metric,
+        mode="max" if mode == "max" else "min",
+    )
 
 
-def _row_overlaps(parts: Sequence[Cuts]) -> list[tuple[int, int]]:
-    """Returns which rows several parts have, of the first dim that is cut; within the same rows, of the next one."""
-    within: dict[Spans, list[Cuts]] = {}
-    for cuts in parts:
-        if cuts:
-            within.setdefault(cuts[0][1], []).append(cuts[1:])
-    found = overlaps([span for spans in within for span in spans])
-    return found + [each for inner in within.values() for each in _row_overlaps(inner)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as retention sees it, with its metric, if any; ``is_left``: the run went back from it."""
+
+    step: int
+    value: float | None = None
+    is_left: bool = False
+    is_damaged: bool = False
 
 
-def piece_problems(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> list[str]:
-    """Returns which pieces are not in their files at their full size. ``skip``: files that are damaged anyway."""
-    problems: list[str] = []
-    headers: dict[str, Header] = {}
-    for file in sorted({piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - set(skip)):
+def steps_to_remove(saved: Sequence[Saved], newest: int, policy: Retention) -> list[int]:
+    """Returns the steps that are no longer kept, oldest first. ``newest``, the one just written, always is.
+
+    A damaged one takes no other's place, and goes when it is older than those. A value that is not a number is worse
+    than every number.
+    """
+    return sorted(step for step, reasons in why_kept(saved, newest, policy).items() if not reasons)
+
+
+def why_kept(saved: Sequence[Saved], newest: int, policy: Retention) -> dict[int, list[str]]:
+    """Returns by step the reasons for which checkpoints are kept; of equally good ones the newer is the best."""
+    others = sorted((each for each in saved if each.step != newest), key=lambda each: (not each.is_left, each.step))
+    good = [place for place, each in enumerate(others) if not each.is_damaged]
+    wanted = len(others) + 1 if policy.last is None else max(policy.last - 1, 0)
+    first = len(others) if wanted == 0 else 0 if len(good) <= wanted else good[-wanted]
+    reasons: dict[int, list[str]] = {newest: ["newest"], **{each.step: [] for each in others}}
+    for each in others[first:]:
+        reasons[each.step].append("one of the last")
+    own = {each.step: each.value for each in saved if not (each.is_left or each.is_damaged)}
+    for step in own:
+        if policy.every is not None and step % policy.every == 0:
+            reasons[step].append(f"every {policy.every} steps")
+    sign = 1.0 if policy.mode == "min" else -1.0
+    measured = [(sign * value, -step) for step, value in own.items() if value is not None and value == value]
+    for _, step in sorted(measured)[: policy.best]:
+        reasons[-step].append(f"best {policy.metric}")
+    return reasons
+
+
+def apply_retention(
+    folder: Path, newest: int, policy: Retention, storage: FileStore | None = None, own: Line | None = None
+) -> list[int]:
+    """Removes the checkpoints of a folder that a policy does not keep; returns their steps. ``own``: the run's line."""
+    if policy.last is None:
+        return []
+    spots = spots_in(folder, storage)
+    current = newest_line(spots.values(), own)
+    found = {spot.step: path for path, spot in spots.items()}
+    saved = []
+    for step, path in found.items():
+        known = Saved(step=step, is_left=not current.has(spots[path].line, step))
         try:
-            headers[file] = read_header(storage, file_in(path, file))
-        except CheckpointError as error:
-            problems.append(str(error).splitlines()[0])
-    for name, tensor in manifest.tensors.items():
-        for piece in (piece for piece in tensor.pieces if piece.file in headers):
-            place, wanted = headers[piece.file].tensors.get(name), piece.region.size * ITEM_BYTES[tensor.dtype]
-            if place is None:
-                problems.append(f"{piece.file} has no {name}")
-            elif place.dtype != tensor.dtype:
-                problems.append(f"{piece.file} has {name} as {place.dtype}, not {tensor.dtype}")
-            elif place.num_bytes != wanted:
-                problems.append(f"{piece.file} has {place.num_bytes:,} bytes of {name}, not {wanted:,}")
-    return problems
+            saved.append(replace(known, value=verify_checkpoint(path, "fast").metrics.get(policy.metric)))
+        except (CheckpointError, OSError):
+            saved.append(replace(known, is_damaged=True))
+    removed = steps_to_remove(saved, newest, policy)
+    files = storage or storage_of(folder)
+    for path in (found[step] for step in removed):
+        hidden = path.parent / f".{path.name}.old"
+        try:
+            if not is_remote(path):  # it loses its name first, so that none is ever half there
+                files.remove(hidden)
+                files.rename(path, hidden)
+            files.remove(path if is_remote(path) else hidden)  # of a remote one the manifest goes first
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
+    return removed
+
+
+def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
+    """Removes what killed saves have left. One that stepped aside for one that did not come gets its name back."""
+    storage = storage or storage_of(folder)
+    for name in storage.names(folder):
+        base = name.removeprefix(".").rpartition(".")[0]
+        if not name.startswith(".") or step_of(Path(base)) is None:
+            continue
+        if name.endswith(".old") and not storage.names(folder / base) and is_whole(folder / name, "fast"):
+            storage.rename(folder / name, folder / base)
+        else:
+            storage.remove(folder / name)

@@ -15,6 +15,11 @@ A safetensors file begins with a header that says which tensors it has, and wher
 
 It has at most 100 MB, as in the format's own library; every tensor lies within the file, at the size that its shape and
 dtype have, and no byte belongs to two of them. So whoever reads it allocates no more than the file has.
+
+Whether every element of a tensor is in exactly one piece is asked before anything is read: what is missing would be
+read as zeros, and written on with good hashes. Pieces that are cut alike (the same spans of the same dims) are
+intervals of one part of the tensor: these must not overlap, nor may the spans of the parts; then the number of elements
+says whether something is missing. Cost: one sort of the pieces of each tensor.
 """
 
 from __future__ import annotations
@@ -22,27 +27,32 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import (
+    COMPRESSION,
     ITEM_BYTES,
     MALFORMED,
     OPTIMIZER,
+    Manifest,
+    SavedTensor,
     damaged,
     overlaps,
     parse_dtype,
     parse_shape,
     reason_of,
 )
-from paceline.checkpoint.storage import FileStore, cannot_read
+from paceline.checkpoint.storage import FileStore, cannot_read, file_in
 from paceline.errors import CheckpointError
+from paceline.shards import Region, Spans
 from paceline.untrusted import is_count, parse_json_object
 
 GROUP = "group/"
 REST = "optimizer"
+Cuts = tuple[tuple[int, Spans], ...]
 MakeTensor = Callable[[bytearray, str, tuple[int, ...]], Any]
 _MOST_BYTES = 100_000_000
 _METADATA = "__metadata__"
@@ -151,3 +161,62 @@ def _place(name: str, entry: Any, start: int, total: int) -> TensorPlace:
     if start + last > total:
         raise ValueError(f"it is cut short: it has {total:,} bytes, and {name[:200]} ends at {start + last:,}")
     return TensorPlace(dtype=dtype, shape=shape, begin=start + first, end=start + last)
+
+
+def check_coverage(path: Path, manifest: Manifest) -> Manifest:
+    """Raises CheckpointError where an element of a tensor is missing, or saved twice."""
+    for name, tensor in manifest.tensors.items():
+        for problem in coverage_problems(name, tensor):
+            raise damaged(f"{path} is damaged: {name}: {problem}")
+    return manifest
+
+
+def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
+    """Returns what is missing of a tensor, or there twice."""
+    size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
+    found, problems = sum(region.size for region in regions), []
+    if found != size and not name.startswith(COMPRESSION):  # a rank may have no residual of compression
+        problems.append(f"{found:,} of {size:,} elements are saved")
+    parts: dict[Cuts, list[Region]] = {}
+    for region in regions:
+        parts.setdefault(region.cuts, []).append(region)
+    for part in parts.values():
+        if len({region.order for region in part}) > 1:
+            problems.append("its pieces lie in different orders of dims")
+        shared = overlaps([(region.begin, region.end) for region in part])
+        problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
+    if len({tuple(dim for dim, _ in cuts) for cuts in parts}) > 1:
+        return [*problems, "its pieces are cut along different dims"]
+    rows = _row_overlaps(list(parts))
+    return problems + [f"rows {first:,} to {last:,} of the dim that is cut are saved twice" for first, last in rows]
+
+
+def _row_overlaps(parts: Sequence[Cuts]) -> list[tuple[int, int]]:
+    """Returns which rows several parts have, of the first dim that is cut; within the same rows, of the next one."""
+    within: dict[Spans, list[Cuts]] = {}
+    for cuts in parts:
+        if cuts:
+            within.setdefault(cuts[0][1], []).append(cuts[1:])
+    found = overlaps([span for spans in within for span in spans])
+    return found + [each for inner in within.values() for each in _row_overlaps(inner)]
+
+
+def piece_problems(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> list[str]:
+    """Returns which pieces are not in their files at their full size. ``skip``: files that are damaged anyway."""
+    problems: list[str] = []
+    headers: dict[str, Header] = {}
+    for file in sorted({piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - set(skip)):
+        try:
+            headers[file] = read_header(storage, file_in(path, file))
+        except CheckpointError as error:
+            problems.append(str(error).splitlines()[0])
+    for name, tensor in manifest.tensors.items():
+        for piece in (piece for piece in tensor.pieces if piece.file in headers):
+            place, wanted = headers[piece.file].tensors.get(name), piece.region.size * ITEM_BYTES[tensor.dtype]
+            if place is None:
+                problems.append(f"{piece.file} has no {name}")
+            elif place.dtype != tensor.dtype:
+                problems.append(f"{piece.file} has {name} as {place.dtype}, not {tensor.dtype}")
+            elif place.num_bytes != wanted:
+                problems.append(f"{piece.file} has {place.num_bytes:,} bytes of {name}, not {wanted:,}")
+    return problems

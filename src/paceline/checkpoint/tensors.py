@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ import torch
 from paceline.checkpoint.formats import decode_with
 from paceline.checkpoint.storage import FileStore
 from paceline.errors import CheckpointError, UsageError
-from paceline.shards import Region, Runs
+from paceline.shards import Region, Runs, Shard
 
 CHUNK_BYTES = 2**24
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
@@ -65,6 +66,11 @@ class Stream:
     dtype: torch.dtype
     read: Callable[[], Iterator[memoryview]]
 
+    @classmethod
+    def of(cls, shard: Shard) -> Stream:
+        read = partial(tensor_chunks, shard.tensor)
+        return cls(name=shard.name, region=shard.region, dtype=shard.tensor.dtype, read=read)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """What it is stored as: the shape of the part itself where it is one, else flat."""
@@ -75,7 +81,6 @@ class Stream:
         return self.region.size * self.dtype.itemsize
 
     def whole(self) -> torch.Tensor:
-        """Returns the tensor itself: all of it in memory."""
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
         place, memory = 0, host_bytes(flat)
         for part in self.read():
@@ -117,7 +122,6 @@ def file_chunks(
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of a flat tensor, chunk by chunk, from the host."""
     count = max(CHUNK_BYTES // flat.element_size(), 1)
     for first in range(0, flat.numel(), count):
         yield host_bytes(flat[first : first + count].cpu())
@@ -174,10 +178,8 @@ def _read_window(storage: FileStore, path: Path, start: int, runs: Runs, out: me
 def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
     """Returns a value as JSON values. Raises CheckpointError, naming the place, for what cannot be saved."""
     if level > _MOST_LEVELS:
-        raise CheckpointError(
-            f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep\n  such a value could not be read back\n"
-            "  leave it out, or make it flatter"
-        )
+        what = f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep"
+        raise CheckpointError(f"{what}\n  such a value could not be read back\n  leave it out, or make it flatter")
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):

@@ -18,11 +18,10 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.find import coverage_problems
+from paceline.checkpoint.formats import coverage_problems
 from paceline.checkpoint.manifest import (
     MANIFEST,
     Line,
@@ -38,16 +37,7 @@ from paceline.checkpoint.manifest import (
     tensor_entry,
 )
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
-from paceline.checkpoint.tensors import (
-    Progress,
-    Stream,
-    dtype_code,
-    encode,
-    file_chunks,
-    flat_view,
-    ignore_progress,
-    tensor_chunks,
-)
+from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 from paceline.untrusted import parse_json_object
@@ -72,7 +62,6 @@ class SaveTarget:
 
     @property
     def partial(self) -> Path:
-        """The folder that is written to."""
         return self.folder / f".{self.final.name}.{self.token}"
 
 
@@ -115,20 +104,12 @@ def plain_state(state: State) -> State:
 def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        streams = [
-            Stream(
-                name=each.name, region=each.region, dtype=each.tensor.dtype, read=partial(tensor_chunks, each.tensor)
-            )
-            for each in shares
-        ]
-        return write_rank(target, streams, plain)
+        return write_rank(target, map(Stream.of, shares), plain, ignore_progress)
     except OSError as error:
         raise unwritten(target, error) from error
 
 
-def write_rank(
-    target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress = ignore_progress
-) -> int:
+def write_rank(target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
     storage.make_folder(target.partial)
@@ -143,13 +124,8 @@ def write_rank(
         for each in group:
             saved = (SavedPiece(file=name, region=each.region),)
             tensors[each.name] = tensor_entry(SavedTensor(shape=each.region.shape, dtype=code, pieces=saved))
-    part = {
-        "rank": target.rank,
-        "values": plain.own,
-        "found": plain.found,
-        "files": files_entry(files),
-        "tensors": tensors,
-    }
+    part = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": files_entry(files)}
+    part["tensors"] = tensors
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
     storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
@@ -177,7 +153,6 @@ def unwritten(target: SaveTarget, error: object) -> CheckpointError:
 
 
 def _merged(target: SaveTarget, plain: State) -> Manifest:
-    """Reads what the ranks have written, and puts it together."""
     storage = target.storage
     files: dict[str, SavedFile] = {}
     tensors: dict[str, SavedTensor] = {}

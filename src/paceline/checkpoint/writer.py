@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import Depth, PassedOver, find_checkpoint, spots_in
+from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
 from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
@@ -173,9 +172,8 @@ class StagingBuffer:
         length = _offsets(shares)[-1]
         if self.buffer.numel() < length:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
-            self._thread = threading.Thread(
-                target=self._make, args=(length, _cuda_device(shares)), name="staging buffer", daemon=True
-            )
+            args = length, _cuda_device(shares)
+            self._thread = threading.Thread(target=self._make, args=args, name="staging buffer", daemon=True)
             self._thread.start()
 
     def copy(self, shares: Sequence[Shard]) -> list[Shard]:
@@ -260,7 +258,6 @@ class _PendingSave:
             discard(self.target)
 
     def complete_agreed(self) -> None:
-        """Sees a save to its end that all ranks have written."""
         self._is_agreed.set()
         if self._thread is None:
             self._complete()
@@ -316,10 +313,9 @@ class _PendingSave:
             if self._is_abandoned.wait(_LOOK_EVERY_S):
                 return False
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {wanted.index(min(missing))} has written its part of {target.final}, and rank 0 does not "
-                    "see it\n  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
-                )
+                what = f"rank {wanted.index(min(missing))} has written its part of {target.final}"
+                fix = "all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
+                raise CheckpointError(f"{what}, and rank 0 does not see it\n  {fix}")
         return True
 
 
@@ -340,8 +336,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def warn_of(passed: PassedOver) -> None:
-    """Warns of a newer checkpoint that was not taken, and says why."""
+def warn_of(passed: object) -> None:
     warnings.warn(str(passed), stacklevel=2)
 
 

@@ -274,6 +274,7 @@ class DistributedTrainingAnalyzer:
             speed_up = rate / (base.samples_per_s / base.ranks)
             scaling = f"{self._scaling} scaling: {where} with the same {kept}"
         measured = [value for value in metrics["gpu_utilization"] if value is not None]
+        found = metrics.limits.sentence.removeprefix("limited by ") if metrics.limits.found else ""
         return PerformanceReport(
             strategy=metrics.strategy,
             ranks=metrics.ranks,
@@ -292,16 +293,12 @@ class DistributedTrainingAnalyzer:
             scaling_efficiency=None if speed_up is None else speed_up / metrics.ranks,
             scaling=scaling,
             memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
-            bottleneck=metrics.limits.sentence.removeprefix("limited by ")
-            if metrics.limits.found
-            else _bottleneck(share, metrics.ranks),
+            bottleneck=found or (_bottleneck(share) if metrics.ranks > 1 else "one rank: nothing to wait for"),
             is_simulated=metrics.is_simulated,
         )
 
 
-def _bottleneck(share: float, ranks: int) -> str:
-    if ranks == 1:
-        return "one rank: nothing to wait for"
+def _bottleneck(share: float) -> str:
     if share < 0.1:
         return "compute: ranks hardly wait; a faster device, lower precision or compilation pays"
     if share < 0.35:

@@ -18,7 +18,7 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -106,17 +106,15 @@ def _by_slices(inside: Communicator, across: Communicator, piece: torch.Tensor) 
 
 
 class Reduction:
-    """An average on its way, which owns its tensor until it is there; without ``finish`` it is there already."""
+    """An average on its way, which owns its tensor until it is there; without ``stages`` it is there already."""
 
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
-        self._tensor = tensor
-        self._finish = finish
+    def __init__(self, tensor: torch.Tensor, stages: Iterable[None] = ()) -> None:
+        self._tensor, self._stages = tensor, stages
 
     def wait(self) -> None:
         """Returns when the average may be used. Safe to call twice."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        for _ in self._stages:
+            pass
 
     def result(self) -> torch.Tensor:
         self.wait()
@@ -147,10 +145,8 @@ class CommunicationOptimizer:
             *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
         ]
         refuse("CommunicationOptimizer", problems)
-        self.compression_ratio = float(compression_ratio)
-        self.bucket_size_mb = float(bucket_size_mb)
-        self.enable_overlap = enable_overlap
-        self._comm = comm
+        self.compression_ratio, self.bucket_size_mb = float(compression_ratio), float(bucket_size_mb)
+        self.enable_overlap, self._comm = enable_overlap, comm
         self._made: dict[Any, tuple[Any, Any]] = {}  # of groups, beside them: their ids must not be given to others
         self._named: dict[str, _OwedTensor] = {}
         # By parameter, and then as by name.
@@ -181,11 +177,7 @@ class CommunicationOptimizer:
         if self.compression_ratio == 1.0:
             return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in self._cut(flat)])
         slot = self._slot(name, tensor, comm)
-        try:
-            return self._begin(average, slot.pieces(flat, comm), slot)
-        except BaseException:
-            slot.end(is_there=False)
-            raise
+        return self._begin(average, slot.pieces(flat, comm), slot)
 
     def hierarchical_all_reduce(
         self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
@@ -215,25 +207,25 @@ class CommunicationOptimizer:
 
     def _begin(self, average: torch.Tensor, pieces: Sequence[Way], slot: _OwedTensor | None = None) -> Reduction:
         """Runs the stages of the pieces: side by side, the first of them now; or piece after piece."""
-        together = [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]
-        if self.enable_overlap:
-            for piece in pieces:
-                next(piece, None)
 
-        def finish() -> None:
+        def run() -> Way:
             try:
-                for going in together:
+                for going in [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]:
                     while going:
                         going = [piece for piece in going if next(piece, piece) is None]
-            except BaseException:
-                if slot is not None:
+                        yield
+            except BaseException as error:
+                if slot is not None and not isinstance(error, GeneratorExit):  # nobody waits: it stays on its way
                     slot.end(is_there=False)
                 raise
             if slot is not None:
                 slot.end(is_there=True)
 
-        reduction = Reduction(average, finish)
-        if not self.enable_overlap:
+        stages = run()
+        reduction = Reduction(average, stages)
+        if self.enable_overlap:
+            next(stages, None)
+        else:
             reduction.wait()
         return reduction
 
@@ -274,7 +266,7 @@ class CommunicationOptimizer:
             self._has_warned = True
             warnings.warn(
                 f"a tensor {known_as} without a name is the .grad of no parameter: what it does not send is dropped\n"
-                "  what is owed is kept for a parameter's gradient, and for a tensor with a name\n"
+                "  what is owed is kept for gradients and names\n"
                 "  give each a name of its own: all_reduce_compressed(gradient, name='layer.weight')",
                 stacklevel=4,
             )
@@ -291,9 +283,7 @@ class _OwedTensor:
     """What one tensor owes, from call to call."""
 
     def __init__(self, name: str, lengths: list[int], dtype: torch.dtype, ratio: float) -> None:
-        self._name = name
-        self._lengths = lengths
-        self._dtype = dtype
+        self._name, self._lengths, self._dtype = name, lengths, dtype
         # As a matrix of one row: tensors of one dim are biases and norms to an engine, and travel whole there.
         self._compressor = Compressor(Compression(policy="topk", ratio=ratio, min_size=0))
         shapes = [

@@ -28,11 +28,10 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.find import Retention, find_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
@@ -45,15 +44,18 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
+from paceline.engines.blocks import checkpoint_blocks, parts_by_size
+from paceline.engines.apply import STRATEGY_NAMES, parallelize
 from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
-from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.records.meter import StepMeter
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
@@ -237,9 +239,21 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        path = self._writer.save(
-            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        list(self._bad_updates.read())
+        held = list(self.engine.shards())
+        tensors, found = optimizer_shards(optimizer, held)
+        extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        state = State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
         )
+        path = self._writer.save(state)
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -274,7 +288,7 @@ class MicrobatchTrainer:
         """
         self._calls.settle(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self._bad_updates.read_all())  # counts them; whether there are too many is for the next update to say
+        list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -353,23 +367,6 @@ class MicrobatchTrainer:
             parameter.grad = None
         self._num_pending, self._pending = 0, []
 
-    # Checkpoints.
-
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
-        comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.read_all())
-        tensors, found = optimizer_shards(optimizer, held)
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            about={"strategy": self.strategy},
-        )
-
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values
         try:
@@ -404,7 +401,7 @@ def _problems(
     is_offload = more.cpu_offload is not True or strategy != "ddp"
     return [
         *check_type("model", model, nn.Module, "an nn.Module"),
-        *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
+        *check_choice("strategy", strategy, STRATEGY_NAMES, says="is unknown"),
         *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
         *check_count("gradient_accumulation_steps", steps, fix="for no accumulation, leave it out"),
         *expect(is_clip, f"gradient_clip_val = {clip_val!r}", clip_rule, "for no clipping, leave it out"),

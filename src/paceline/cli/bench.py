@@ -1,7 +1,5 @@
 """``paceline bench``: ours beside the best of the others on this machine, interleaved in one run; and how runs scale.
 
-What only Paceline's authors measure is no part of the package: ``python bench`` in its repository.
-
 A column of a table is written as ``title: template`` (see ``records/event_words.py``), or ``<title: template`` for one
 that is aligned to the left. A cell is empty where a value that it names is None or missing.
 """
@@ -61,12 +59,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON."
 Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
 
 
-def check_device(device: str) -> None:
+def check_device(device: str, fix: str = "use cpu, or cuda on a machine with a GPU") -> None:
     """Raises UsageError for a device that is not here."""
     import torch
 
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
+        raise UsageError(f"--device {device} is not here\n  {fix}")
 
 
 def chosen_of(option: str, text: str | None, known: Sequence[str], where: str = "") -> list[str]:
@@ -124,14 +122,15 @@ def show_record(
     program: str = "paceline",
     show: Callable[[str, Rows], None] = show_table,
 ) -> None:
-    """Shows the rows of a benchmark as a table, or its record as JSON.
-
-    A file is written after each batch of rows, so that a run that is cut short leaves what it has.
-    """
+    """Shows rows as a table, or the record as JSON; the file is written after each batch of rows."""
     from paceline.bench.timing import BenchRecord
 
     rows: Rows = []
-    record = partial(BenchRecord, name=name, command=typed_command(program, sys.argv), rows=rows, config=settings)
+    words = sys.argv[1:]
+    if "--output" in words:  # the command to repeat a measurement does not say where the record went
+        at = words.index("--output")
+        words = words[:at] + words[at + 2 :]
+    record = partial(BenchRecord, name=name, command=" ".join([program, *words]), rows=rows, config=settings)
     for batch in batches:
         rows += batch
         if output is not None:
@@ -145,15 +144,6 @@ def show_record(
 def tell(text: str) -> None:
     """Tells what is measured now."""
     echo(text, err=True)
-
-
-def typed_command(program: str, argv: list[str]) -> str:
-    """Returns the command to repeat a measurement: what was typed, less where the record went."""
-    words = argv[1:]
-    if "--output" in words:
-        at = words.index("--output")
-        words = words[:at] + words[at + 2 :]
-    return " ".join([program, *words])
 
 
 class _Benchmarks(TyperGroup):
@@ -275,17 +265,12 @@ def gpu(
     as_json: AsJson = False,
 ) -> None:
     """Time paceline train beside the best loops of a user on one GPU."""
-    import torch
 
     from paceline.bench.arms import check_words
     from paceline.bench.gpu.arms import arms_of, bench_gpu
     from paceline.bench.gpu.loops import workloads_on
 
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {device}: torch reaches no such device here\n  this benchmark times one GPU\n"
-            "  see paceline doctor; --device cpu tries the machinery with tiny models"
-        )
+    check_device(device, "run it where torch reaches a GPU; --device cpu tries the machinery with tiny models")
     known = workloads_on(device)
     wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
     workloads = [known[name] for name in wanted]

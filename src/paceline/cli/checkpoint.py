@@ -20,11 +20,9 @@ from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.tools.audit import Audit
     from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
-
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
@@ -46,7 +44,11 @@ def list_all(
 
     with _reading(), progress_bar("reading", None, as_json) as tell:
         found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
-    show_list(found, as_json=as_json)
+    if as_json:
+        print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
+    else:
+        titles = ("step", "age", "size", "written by", "whole", "metrics", "kept because")
+        echo("\n".join(table_lines([titles, *map(_listed, found)])))
     if any(each.problem for each in found):
         raise typer.Exit(1)
 
@@ -79,7 +81,15 @@ def verify(
         chosen = find_any(path)
         with progress_bar("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
             found = audit(chosen, "fast" if fast else "full", tell)
-    show_audit(found, as_json=as_json)
+    if as_json:
+        checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
+        print_json({**asdict(found), "is_good": found.is_good, "checks": checks})
+    else:
+        echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
+        for check in found.checks:
+            word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
+            echo(f"  {check.what:<9}{word:<7}{check.finding}")
+            _echo_first([f"{'':18}{problem}" for problem in check.problems], f"{'':18}and {{}} more: --json lists them")
     if not found.is_good:
         raise typer.Exit(1)
 
@@ -118,7 +128,7 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint as other ranks would have saved it."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.reshard import reshard as write
+    from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout
@@ -224,24 +234,16 @@ def _reading() -> Iterator[None]:
 _FIRST = 20  # rows of a long table, of which JSON has all
 
 
-def show_list(found: Sequence[Listed], *, as_json: bool) -> None:
-    """Shows the checkpoints of a folder, the newest last."""
-    if as_json:
-        print_json([{**asdict(each), "path": str(each.path), "is_whole": not each.problem} for each in found])
-        return
-    rows = [
-        (
-            str(each.step),
-            format_seconds(each.age_s) if each.age_s is not None else "-",
-            format_bytes(each.num_bytes),
-            _world(each.world, each.strategy, each.mesh or {}),
-            f"NO: {each.problem}" if each.problem else "yes",
-            ", ".join(f"{name} {value:.4g}" for name, value in (each.metrics or {}).items()) or "-",
-            ", ".join(each.kept) or "-",
-        )
-        for each in found
-    ]
-    _print_table(("step", "age", "size", "written by", "whole", "metrics", "kept because"), rows)
+def _listed(each: Listed) -> tuple[str, ...]:
+    return (
+        str(each.step),
+        format_seconds(each.age_s) if each.age_s is not None else "-",
+        format_bytes(each.num_bytes),
+        _world(each.world, each.strategy, each.mesh or {}),
+        f"NO: {each.problem}" if each.problem else "yes",
+        ", ".join(f"{name} {value:.4g}" for name, value in (each.metrics or {}).items()) or "-",
+        ", ".join(each.kept) or "-",
+    )
 
 
 def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
@@ -282,20 +284,7 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
         pieces = "whole" if (len(each.files), each.cut) == (1, "whole") else f"{len(each.files)} ({each.cut})"
         shape = "x".join(map(str, each.shape)) or "scalar"
         rows.append((each.name, each.dtype, shape, format_bytes(each.num_bytes), pieces))
-    _print_table(("tensor", "dtype", "shape", "size", "pieces"), rows)
-
-
-def show_audit(found: Audit, *, as_json: bool) -> None:
-    """Shows what was checked, and what is wrong."""
-    if as_json:
-        checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
-        print_json({**asdict(found), "is_good": found.is_good, "checks": checks})
-        return
-    echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
-    for check in found.checks:
-        word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
-        echo(f"  {check.what:<9}{word:<7}{check.finding}")
-        _echo_first([f"{'':18}{problem}" for problem in check.problems], f"{'':18}and {{}} more: --json lists them")
+    echo("\n".join(table_lines([("tensor", "dtype", "shape", "size", "pieces"), *rows])))
 
 
 def show_difference(found: Difference, left: str, right: str, *, as_json: bool) -> None:
@@ -310,11 +299,10 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
         ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
         rows = []
         for each in ordered[:_FIRST]:
-            most = [
-                "not a number" if math.isinf(size) else f"{size:.3g}" for size in (each.max_absolute, each.max_relative)
-            ]
+            sizes = (each.max_absolute, each.max_relative)
+            most = ("not a number" if math.isinf(size) else f"{size:.3g}" for size in sizes)
             rows.append((each.name, f"{each.num_different:,} of {each.num_elements:,}", *most))
-        _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
+        echo("\n".join(table_lines([("tensor", "elements that differ", "largest", "relative"), *rows])))
         if len(ordered) > _FIRST:
             echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
     for title, pairs in (("value", found.values), ("setting", found.settings)):
@@ -353,8 +341,3 @@ def _echo_first(lines: Sequence[str], rest: str) -> None:
 def _short(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for line in table_lines([titles, *rows]):
-        echo(line)

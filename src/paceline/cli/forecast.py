@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from paceline.plan.plan import BatchPlan
     from paceline.predict.replay.replayed import ReplayedStep
     from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation
-    from paceline.search.result import PlanResult
 
 
 def plan(
@@ -50,8 +49,10 @@ def plan(
     found = find(
         source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
     )
-    if output is not None:
-        _write(output, found)
+    if output is not None and found.request.no_config:
+        raise UsageError(f"{output} is not written: {found.request.no_config}\n  no config can\n  leave --output out")
+    if output is not None and found.winner is not None:
+        write_output(output, found.to_yaml(), "plan")
     is_drawn = png is not None and any(row.best for rows in found.scaling.values() for row in rows)
     if png is not None and is_drawn:
         from paceline.search.scaling import draw_scaling
@@ -120,14 +121,6 @@ def _series(words: list[str]) -> list[int]:
     return found
 
 
-def _write(output: Path, found: PlanResult) -> None:
-    if found.request.no_config:
-        raise UsageError(f"{output} is not written: {found.request.no_config}\n  no config can\n  leave --output out")
-    if found.winner is None:
-        return
-    write_output(output, found.to_yaml(), "plan")
-
-
 def predict(
     config: ConfigPath,
     cluster: ClusterName,
@@ -167,8 +160,8 @@ def predict(
     else:
         if alone := why_not_sharded(chosen, count):
             echo(f"{alone}\n")
-        for line in [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]:
-            echo(line)
+        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]
+        echo("\n".join(lines))
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
@@ -275,10 +268,13 @@ def validate(
         write_output(rows, rows_csv(found), "rows")
     if as_json:
         print_json(to_json(found))
-    elif found.has_scores:
-        _show_scores(found)
     else:
-        _show_skipped(found)
+        if found.has_scores:
+            _show_scores(found)
+        for row in found.skipped[:_LISTED]:
+            echo(f"skipped      {row.row.id}: {row.skipped}")
+        if len(found.skipped) > _LISTED:
+            echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
     if not found.has_scores:
         echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
         raise typer.Exit(1)
@@ -326,14 +322,6 @@ def _show_scores(found: Validation) -> None:
             if one.scaling is not None
         )
         echo(f"             given the smallest run, by family: {by_family}")
-    _show_skipped(found)
-
-
-def _show_skipped(found: Validation) -> None:
-    for row in found.skipped[:_LISTED]:
-        echo(f"skipped      {row.row.id}: {row.skipped}")
-    if len(found.skipped) > _LISTED:
-        echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
 
 
 def _line(each: FamilyScores) -> str:

@@ -65,6 +65,10 @@ def start(
     from paceline.launch.start import prepare
     from paceline.launch.start import start as submit
 
+    if wrong := [word for word in settings or [] if "=" not in word]:
+        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
+    if kind is not None and on != "kubernetes":
+        raise typer.BadParameter(f"--kind {kind} with --on {on}: only Kubernetes has kinds")
     named = _hosts(hosts, hostfile)
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
@@ -81,7 +85,7 @@ def start(
         max_requeues=max_requeues,
         python=python,
         port=port,
-        settings=_settings(settings or [], on, kind),
+        settings=dict(word.split("=", 1) for word in settings or []) | ({} if kind is None else {"kind": kind}),
         setup=tuple(setup or ()),
     )
     checks = not no_memory_check
@@ -166,12 +170,3 @@ def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
             raise typer.BadParameter(f"--hostfile {file}: {getattr(error, 'strerror', None) or error}") from error
         words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
     return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
-
-
-def _settings(words: list[str], target: str, kind: str | None) -> dict[str, str]:
-    wrong = [word for word in words if "=" not in word]
-    if wrong:
-        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    if kind is not None and target != "kubernetes":
-        raise typer.BadParameter(f"--kind {kind} with --on {target}: only Kubernetes has kinds")
-    return dict(word.split("=", 1) for word in words) | ({} if kind is None else {"kind": kind})

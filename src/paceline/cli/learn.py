@@ -29,7 +29,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check an answer to an exercise of the course, and keep a note of it when it is right."""
-    from paceline.learn.course import find
+    from paceline.learn.course import find, judge, load_function, load_progress, save_progress, sentence
 
     if not number:
         _list(as_json=as_json)
@@ -38,7 +38,18 @@ def check(
     if not answer:
         _show(exercise, as_json=as_json)
         return
-    _check(exercise, answer, as_json=as_json)
+    given: Any = load_function(exercise, Path(answer)) if exercise.answer == "function" else answer
+    verdict = judge(exercise, given)
+    if verdict.is_right:
+        progress = load_progress(state_file())
+        save_progress(state_file(), replace(progress, passed=progress.passed | {number}))
+    if as_json:
+        print_json({"number": number, "right": verdict.is_right, "words": verdict.words})
+    else:
+        echo(sentence(exercise, verdict))
+        if not verdict.is_right:
+            echo(f"A hint: paceline learn hint {number}")
+    raise typer.Exit(0 if verdict.is_right else FAILED)
 
 
 @app.command()
@@ -65,14 +76,12 @@ def play(port: Port = None, is_opened: IsOpened = True) -> None:
     from paceline.learn.play import make_play_app
     from paceline.view.server import listen, make_server
 
-    app = make_play_app()
-    found = listen("127.0.0.1", port)
+    page, found = make_play_app(), listen("127.0.0.1", port)
     url = f"http://127.0.0.1:{found.getsockname()[1]}/"
-    echo(f"the page is at {url}")
-    echo("  Ctrl-C ends it")
+    echo(f"the page is at {url}\n  Ctrl-C ends it")
     if is_opened:
         open_browser(url)
-    make_server(app).run(sockets=[found])
+    make_server(page).run(sockets=[found])
 
 
 def state_file() -> Path:
@@ -82,30 +91,11 @@ def state_file() -> Path:
     return folder / "paceline" / "learn.json"
 
 
-def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
-    from paceline.learn.course import judge, load_function, load_progress, save_progress, sentence
-
-    answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text
-    verdict = judge(exercise, answer)
-    if verdict.is_right:
-        progress = load_progress(state_file())
-        save_progress(state_file(), replace(progress, passed=progress.passed | {exercise.number}))
-    if as_json:
-        print_json({"number": exercise.number, "right": verdict.is_right, "words": verdict.words})
-    else:
-        echo(sentence(exercise, verdict))
-        if not verdict.is_right:
-            echo(f"A hint: paceline learn hint {exercise.number}")
-    raise typer.Exit(0 if verdict.is_right else FAILED)
-
-
 def _show(exercise: Exercise, *, as_json: bool) -> None:
     """Prints what the exercise asks for."""
     if as_json:
-        print_json(
-            {name: getattr(exercise, name) for name in ("number", "title", "asks", "answer", "function")}
-            | {"hints": len(exercise.hints)}
-        )
+        names = ("number", "title", "asks", "answer", "function")
+        print_json({name: getattr(exercise, name) for name in names} | {"hints": len(exercise.hints)})
         return
     form = {"number": "NUMBER", "word": "WORD", "function": "FILE.py"}[exercise.answer]
     echo(f"{exercise.number} {exercise.title}\n{exercise.asks}\n")
@@ -119,17 +109,12 @@ def _list(*, as_json: bool) -> None:
     progress = load_progress(state_file())
     exercises = [each for lesson in lessons().values() for each in lesson.exercises]
     if as_json:
-        print_json(
-            [
-                {
-                    "number": each.number,
-                    "title": each.title,
-                    "passed": each.number in progress.passed,
-                    "hints_shown": min(progress.hints.get(each.number, 0), len(each.hints)),
-                }
-                for each in exercises
-            ]
-        )
+        rows = []
+        for each in exercises:
+            hints = min(progress.hints.get(each.number, 0), len(each.hints))
+            row = {"number": each.number, "title": each.title, "passed": each.number in progress.passed}
+            rows.append(row | {"hints_shown": hints})
+        print_json(rows)
         return
     for number, lesson in lessons().items():
         echo(f"Lesson {number}: {lesson.title}")

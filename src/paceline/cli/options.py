@@ -24,7 +24,6 @@ from paceline.terminal import echo, new_console
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
 
-
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
@@ -41,10 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def tells_for_host() -> bool:
-    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so.
-
-    A rank that somebody starts by hand has no LOCAL_RANK.
-    """
+    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -103,16 +99,17 @@ def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]
     """Returns a check of the path of a file to write, whose name has one of some endings."""
 
     def check(path: Path | None) -> Path | None:
-        if path is not None and path.suffix.lower() not in endings:
+        if (found := check_file(path)) is not None and found.suffix.lower() not in endings:
             rule = f"its name ends in {', '.join(endings)}"
-            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
-        return check_file(path)
+            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {found.stem}{endings[0]}")
+        return found
 
     return check
 
 
 check_picture = _check_for("picture", ".png", ".svg", ".pdf")
 check_page, check_table = _check_for("page", ".html"), _check_for("table", ".csv")
+check_entry = _check_for("entry", ".yaml", ".yml")  # by this ending --cluster takes it for one
 
 
 def write_output(path: Path, text: str, what: str) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
-
-if TYPE_CHECKING:
-    from paceline.records.report import RunSummary
 
 
 def report(
@@ -33,6 +31,8 @@ def report(
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
     from paceline.terminal import new_console
+    from paceline.view.html import write_csv, write_figure, write_report
+    from paceline.view.runs import read_runs
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
@@ -51,18 +51,9 @@ def report(
             console.print(*([""] if number else []), render(run), sep="\n")
         for part in [*map(draw_comparison, changes), *draw_scaling(points)]:
             console.print("", part, sep="\n")
-    files = {"html": html, "png": png, "svg": svg, "csv": csv}
-    _write_files(summaries, {kind: path for kind, path in files.items() if path}, as_json=as_json)
-
-
-def _write_files(summaries: list[RunSummary], files: dict[str, Path], *, as_json: bool) -> None:
-    """Writes files by their kind, of records that are read once for all of them."""
-    if not files:
-        return
-    from paceline.view.html import write_csv, write_figure, write_report
-    from paceline.view.runs import read_runs
-
-    runs = read_runs([summary.folder for summary in summaries])
+    asked = {"html": html, "png": png, "svg": svg, "csv": csv}
+    files = {kind: path for kind, path in asked.items() if path}
+    runs = read_runs([summary.folder for summary in summaries]) if files else []
     for kind, path in files.items():
         if kind == "html":
             write_report(runs, path, summaries)
@@ -82,15 +73,9 @@ def watch(
 ) -> None:
     """Show runs on a page that follows them."""
     require_server()
-    from paceline.view.follow import Follower
-    from paceline.view.server import is_loopback, listen, make_app, make_server
+    from paceline.view.server import Follower, is_loopback, listen, make_app, make_server
 
-    folders = runs or [Path("runs")]
-    token = ""
-    if not is_loopback(host):
-        import secrets
-
-        token = secrets.token_urlsafe(24)
+    folders, token = runs or [Path("runs")], "" if is_loopback(host) else secrets.token_urlsafe(24)
     # With a parent, the folder of its first run may not be there yet.
     follower = Follower(folders, notice=lambda text: echo(f"paceline: {text}", err=True) if parent is None else None)
     if runs and parent is None and not follower.runs:
@@ -116,8 +101,6 @@ def require_server() -> None:
     """Raises UsageError where the packages that serve the page are missing."""
     from importlib.util import find_spec
 
-    from paceline.errors import UsageError
-
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"the live page needs {' and '.join(missing)}\n  pip install {' '.join(missing)}")
@@ -133,7 +116,6 @@ def open_browser(url: str) -> None:
 
 def _end_with(parent: int) -> None:
     """Ends this process when its parent has ended, however that happened."""
-    import os
     import signal
     import threading
     import time
@@ -166,7 +148,6 @@ def sample(
     from paceline.comm.solo import SoloCommunicator
     from paceline.comm.torch_dist import connect, disconnect, launched_rank
     from paceline.run.processes import run_processes
-    from paceline.terminal import echo
     from paceline.train.sampling import SampleOptions, write_together
 
     check_word("--spread", spread, ("fsdp", "tensor"))
@@ -174,7 +155,7 @@ def sample(
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        written = write_together(connect(device=None if device == "auto" else device), *work)
+        drawn, text = write_together(connect(device=None if device == "auto" else device), *work)
         disconnect()
     elif ranks > 1:
         if device == "cuda":
@@ -182,14 +163,13 @@ def sample(
                 f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n"
                 f"  on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
             )
-        written = run_processes(write_together, ranks, args=work)[0]
+        drawn, text = run_processes(write_together, ranks, args=work)[0]
     else:
         chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        written = write_together(SoloCommunicator(torch.device(chosen)), *work)
+        drawn, text = write_together(SoloCommunicator(torch.device(chosen)), *work)
     if launched_rank() != 0:
         return
     if as_json:
-        facts = {"checkpoint": str(checkpoint), "prompt": prompt, "text": written.text, "tokens": written.tokens}
-        print_json(facts)
+        print_json({"checkpoint": checkpoint, "prompt": prompt, "text": text, "tokens": drawn})
     else:
-        echo(prompt + written.text)
+        echo(prompt + text)

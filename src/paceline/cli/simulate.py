@@ -1,22 +1,35 @@
-"""``paceline simulate``: the training of a config on virtual ranks, timed by their clocks."""
+"""``paceline simulate`` and ``schedule``: a config on virtual ranks, and who does what when in a pipeline."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides, check_file, load_and_tell, print_json
+from paceline.cli.options import (
+    ConfigPath,
+    NoMemoryCheck,
+    Overrides,
+    check_file,
+    load_and_tell,
+    print_json,
+    write_output,
+)
 from paceline.errors import RunFolderError, UsageError
+from paceline.terminal import echo
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.rehearse.simulate.run import Conditions, Simulation
+    from paceline.schedule.grid import Schedule
+    from paceline.schedule.measure import ScheduleCosts
 
 _SLOW = re.compile(r"^(rank|link)=(\d+):(\d+(?:\.\d*)?|\.\d+)x?$")
 _UNUSED = ("checkpoints", "logs")  # of a run's folder
@@ -104,7 +117,7 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
             write_trace(path, found.clocks, found.steps)
         for part in _UNUSED:
             (folder / part).rmdir()
-        _show(found, summarize(folder), as_json=as_json)
+        _show_simulation(found, summarize(folder), as_json=as_json)
 
 
 def describe(found: Simulation) -> dict[str, Any]:
@@ -120,7 +133,7 @@ def describe(found: Simulation) -> dict[str, Any]:
     }
 
 
-def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
+def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.records.report import render
     from paceline.rehearse.simulate.recording import LEGEND, draw_step
     from paceline.terminal import new_console
@@ -133,6 +146,12 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     drawn = draw_step(found.clocks, found.steps)
     totals = found.summary
     hidden = sum(each.hidden_share for each in totals.by_rank) / len(totals.by_rank)
+    conditions = found.conditions
+    network = "processes of one host" if conditions.cluster is None else conditions.cluster.name
+    network += "" if conditions.backend in ("auto", "virtual") else f" over {conditions.backend}"
+    compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
+    slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
+    slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
     memory = "Memory is not known: the model is of your own code. paceline predict counts it."
     if any(getattr(record, "memory_bytes", 0) for record in found.records[0]):  # of a rank: all share one process
         gpu = found.conditions.gpu or "this device"
@@ -144,19 +163,104 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
         LEGEND,
         "",
         f"Ranks compute {100 * totals.efficiency:.0f}% of the time; {100 * hidden:.0f}% of communication is hidden.",
-        f"Times are simulated: {_where(found.conditions)}.",
+        f"Times are simulated: {', '.join([compute, f'network of {network}', *slow])}.",
         memory,
         f"The run is in {summary.folder}: records, trace.json for ui.perfetto.dev, config.",
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
-def _where(conditions: Conditions) -> str:
-    """Says in a few words what the times are those of."""
-    cluster = conditions.cluster
-    network = "processes of one host" if cluster is None else cluster.name
-    compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
-    slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
-    slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
-    network += "" if conditions.backend in ("auto", "virtual") else f" over {conditions.backend}"
-    return ", ".join([compute, f"network of {network}", *slow])
+_MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
+
+
+def schedule(
+    name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or your own."),
+    *,
+    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]"),
+    microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]"),
+    chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved, zb-v; else 1]"),
+    costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]"),
+    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit."),
+    messages: bool = typer.Option(False, "--messages", help="Show sends, receives and reduces; --csv has them too."),
+    csv: str | None = typer.Option(None, "--csv", metavar="FILE|-", help="Write the grid as CSV; - prints it alone."),
+    png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
+    as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
+) -> None:
+    """Show a pipeline schedule: its grid, its bubble, its memory."""
+    from paceline.schedule.check import check_schedule
+    from paceline.schedule.grid import lower
+    from paceline.schedule.measure import measure_schedule
+    from paceline.schedule.text import draw, format_csv, render_text
+
+    found = _find(name, stages, microbatches, chunks)
+    check_schedule(found)
+    measure = measure_schedule(found, _read_costs(costs, communication, found))
+    if csv is not None:
+        programs, shown = lower(found) if messages else (), found
+        if programs:
+            slots = max(map(len, programs))
+            shown = replace(found, rows=tuple((*each, *[None] * (slots - len(each))) for each in programs))
+        if csv == "-":
+            echo(format_csv(shown), nl=False)
+        else:
+            write_output(Path(csv), format_csv(shown), "schedule")
+    if png is not None:
+        draw(found, png, measure)
+    if as_json:
+        measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
+        print_json(
+            {key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")}
+            | {key: getattr(measure, key) for key in measured}
+            | {"rows": [[str(action) if action else None for action in row] for row in found.rows]}
+            | {"programs": [[str(action) for action in program] for program in lower(found)]}
+        )
+    elif csv != "-":
+        echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
+        for rank, program in enumerate(lower(found)) if messages else ():
+            echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
+
+
+def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+    from paceline.schedule.text import read_csv
+
+    if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
+        ranks, microbatches = ranks or 4, microbatches or 8
+        if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
+            raise UsageError(
+                f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid\n"
+                f"  at most {_MOST_ACTIONS} actions are shown\n  show a smaller one with the same ratio"
+            )
+        return make_schedule(name, ranks, microbatches, chunks)
+    asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
+    if given := [option for option, value in asked.items() if value]:
+        raise UsageError(f"{', '.join(given)} beside {name}\n  the file says it\n  leave {given[0]} out")
+    return read_csv(Path(name))
+
+
+def _read_costs(text: str | None, communication: float, found: Schedule) -> ScheduleCosts | None:
+    """Reads ``1,1.5:3,2:2:1``: a stage's forward; with its backward; or with the two parts of that."""
+    from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs
+
+    if text is None:
+        return replace(equal_costs(found), communication=communication)
+    stages = []
+    for stage, part in enumerate(text.split(",")):
+        try:
+            numbers = [float(number) for number in part.split(":")]
+        except ValueError:
+            numbers = []
+        match numbers:
+            case [forward]:
+                inputs = weights = forward
+            case [forward, backward]:
+                inputs = weights = backward / 2
+            case [forward, inputs, weights]:
+                pass
+            case _:
+                raise UsageError(
+                    f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
+                    "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
+                )
+        stages.append(StageCost(forward=forward, backward_input=inputs, backward_weight=weights))
+    return ScheduleCosts(stages=tuple(stages), communication=communication)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.run.find_rate import RateFinding
     from paceline.run.location import RunResult
 
-
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
 _ENDINGS = (".yaml", ".yml")
@@ -170,13 +169,11 @@ def write_small_report(folder: Path, summary: RunSummary) -> Path | None:
 
 def _nothing_left(result: RunResult) -> str:
     patience = result.config.train.early_stop.patience
-    note = (
-        f"nothing left to do: the checkpoint is of step {result.last_step}, and the run ends there\n"
-        f"  to go on, make it longer: {_longer(result.config)} --resume ..."
-    )
-    if patience is None:
-        return note
-    return f"{note}\n  where early stopping ended it: train.early_stop.patience={2 * patience} --resume ..."
+    note = f"nothing left to do: the checkpoint is of step {result.last_step}, and the run ends there"
+    ways = [f"to go on, make it longer: {_longer(result.config)} --resume ..."]
+    if patience is not None:
+        ways.append(f"where early stopping ended it: train.early_stop.patience={2 * patience} --resume ...")
+    return "\n  ".join([note, *ways])
 
 
 def _next_steps(folder: Path, config: Config) -> list[str]:
@@ -258,16 +255,12 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
     if own := did_you_mean(option, known, cutoff=0.75):
         return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=own)
     name = option.strip("-").replace("-", "_")
-    found = [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
+    keys = suggest_keys("", name, {})
+    # Of a section one word can set its kind alone, where it has one.
+    keys = [f"{key}.kind" if key in ("model", "data", "optim") else key for key in keys]
+    found = [f"{key}={value or '...'}" for key in keys if "." in key or key == "name"]
     fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
     return Problem(what=what, rule=_RULE, fix=fix)
-
-
-def _settable(key: str) -> str:
-    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
-    if key in ("model", "data", "optim"):
-        return f"{key}.kind"
-    return key if "." in key or key == "name" else ""
 
 
 def chaos(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import Overrides, print_json, with_layout_options
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -124,16 +124,12 @@ def _load(name: str, overrides: list[str]) -> Config:
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         return config_from_dict(values, f"the built-in case {name}", overrides)
     if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
-        import difflib
-
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
+        hint = did_you_mean(name, BUILT_IN, "check the path, or take paceline verify gpt")
         raise UsageError(f"{name} is neither a file nor built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}")
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 
 def _show(certificate: Certificate, name: str) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from paceline.terminal import new_console
@@ -146,19 +142,16 @@ def _show(certificate: Certificate, name: str) -> None:
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"
     console.print(verdict, f"  {name}: {what}", highlight=False)
-    console.print(f"against {certificate.reference}", highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    for quantity in ("loss", "gradients", "norm", "parameters", "buffers"):
-        table.add_row(quantity, f"{getattr(certificate.errors, quantity):.2e}")
-    console.print(f"largest {certificate.measure} difference:")
-    console.print(table)
-    console.print(f"allowed: {certificate.tolerance:.3g} ({certificate.bound})", highlight=False)
-    console.print(
+    errors = ("loss", "gradients", "norm", "parameters", "buffers")
+    lines = [
+        f"against {certificate.reference}",
+        f"largest {certificate.measure} difference:",
+        *(f"{quantity:<12} {getattr(certificate.errors, quantity):.2e}" for quantity in errors),
+        f"allowed: {certificate.tolerance:.3g} ({certificate.bound})",
         f"{certificate.steps} steps, {certificate.batch} samples a batch, {certificate.accumulate} microbatches, "
         f"clip {certificate.clip}, checkpointing {certificate.checkpoint_activations}, "
         f"{certificate.num_parameters:,} parameters, {certificate.dtype}, precision {certificate.precision}, "
         f"{certificate.seconds:.1f} s",
-        highlight=False,
-    )
-    if certificate.divergence is not None:
-        console.print(f"first divergence: {certificate.divergence}", highlight=False)
+        *([] if certificate.divergence is None else [f"first divergence: {certificate.divergence}"]),
+    ]
+    console.print(*lines, sep="\n", highlight=False)

@@ -72,9 +72,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
-            raise UsageError(
-                f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
-            )
+            what = f"{self.ranks} ranks on {self.hosts} hosts: every host has the same number of ranks, one at least"
+            raise UsageError(f"{what}")
 
     @property
     def node_ranks(self) -> int:
@@ -252,10 +251,7 @@ def figure_between(points: Sequence[tuple[int, float]], size: float) -> float:
 
 
 def seconds_between(points: Sequence[tuple[int, float]], size: float) -> float:
-    """Returns the seconds of a message of some size, between (size, seconds) in growing order.
-
-    Below the smallest they stay as they are: there a message pays for getting going. Beyond the largest they grow.
-    """
+    """Returns the seconds of a size between (size, seconds) in growing order; they grow beyond the largest."""
     largest, seconds = points[-1]
     return seconds * size / largest if size > largest else figure_between(points, size)
 
@@ -291,10 +287,8 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
         points.setdefault(choice, []).append((size, seconds))
     for choice, line in points.items():
         if len({size for size, _ in line}) < len(line):
-            raise UsageError(
-                f"{path} says more than once how long {choice} takes for one size on {named}\n"
-                f"  a table is of one kind of link\n{_FIX}"
-            )
+            rule = f"a table is of one kind of link\n{_FIX}"
+            raise UsageError(f"{path} says more than once how long {choice} takes for one size on {named}\n  {rule}")
     return MeasuredTable(where=where, points=points)
 
 

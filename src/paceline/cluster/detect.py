@@ -113,10 +113,9 @@ def _limits(proc: Path, groups: Path) -> Iterator[float]:
 def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
     """Returns the cluster that a machine is most like, or what ``entry`` says of it. Raises UsageError."""
     if entry is not None and load_cluster(str(entry)).device.is_cpu == bool(machine.gpus):
-        raise UsageError(
-            f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  the ranks run on the other\n"
-            f"  measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
-        )
+        rule = "the ranks run on the other"
+        fix = f"measure that one: paceline calibrate --device {'cuda' if machine.gpus else 'cpu'} --output FILE"
+        raise UsageError(f"{entry} is an entry of {'a CPU' if machine.gpus else 'a GPU'}\n  {rule}\n  {fix}")
     if not machine.gpus:
         return _as_cpu_host(machine, entry)
     if entry is not None:
@@ -140,17 +139,13 @@ def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
 
 def alone_device(entry: Path | None = None) -> Device | None:
     """Returns what one rank is that has all cores of a CPU host, where an entry, or the catalog, measured that."""
-    found = _measured(f"{_cpu_host(entry).device.name}-alone", entry)
-    return None if found is None else found.device
+    name = f"{_cpu_host(entry).device.name}-alone"
+    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
+    return Catalog(entries=entries).node(name).device if name in entries.nodes else None
 
 
 def _cpu_host(entry: Path | None) -> Node:
     return Catalog().node(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
-
-
-def _measured(name: str, entry: Path | None) -> Node | None:
-    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
-    return Catalog(entries=entries).node(name) if name in entries.nodes else None
 
 
 def read_smi(text: str) -> list[tuple[str, float]]:

@@ -12,25 +12,14 @@ All is in seconds, bytes, bytes per second and FLOP per second. Figures are in `
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.cluster.entries import (
-    AnyEntry,
-    CatalogFile,
-    DeviceEntry,
-    Generation,
-    LinkKind,
-    NetworkEntry,
-    NodeEntry,
-    find_name,
-    near_names,
-    read_catalog,
-    shipped,
-)
+from paceline.cluster import entries as written
 from paceline.errors import UsageError
 from paceline.units import GIB
 
@@ -72,7 +61,7 @@ class Device:
 
     name: str
     vendor: str
-    generation: Generation
+    generation: written.Generation
     memory_bytes: float
     memory_bandwidth: float
     memory_share: float
@@ -147,7 +136,7 @@ class Link(Network):
     measured seconds by bytes, by ranks; ``busy`` is what collectives take while the ranks compute, over what alone.
     """
 
-    kind: LinkKind
+    kind: written.LinkKind
     nvls: bool
     ring: Mapping[int, float] = field(default_factory=dict, hash=False)
     nvls_ring: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -190,15 +179,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices > MOST_DEVICES:
-            raise UsageError(
-                f"{self.name}: {self.devices:,} devices\n"
-                f"  a cluster has {MOST_DEVICES:,} at most: no run is known with more\n  take fewer"
-            )
+            rule = f"a cluster has {MOST_DEVICES:,} at most: no run is known with more"
+            raise UsageError(f"{self.name}: {self.devices:,} devices\n  {rule}\n  take fewer")
         if self.nodes < 1 or self.node.devices < 1 or (self.nodes > 1 and self.between is None):
-            raise UsageError(
-                f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}: a cluster "
-                "has one of each at least, and several nodes need a network\n  name one: 'NAME over infiniband-ndr-8x'"
-            )
+            what = f"{self.nodes} nodes of {self.node.devices} devices on {self.between and self.between.name}"
+            rule = "a cluster has one of each at least, and several nodes need a network"
+            raise UsageError(f"{what}: {rule}\n  name one: 'NAME over infiniband-ndr-8x'")
 
     @property
     def device(self) -> Device:
@@ -216,10 +202,17 @@ class Cluster:
 def load_cluster(text: str) -> Cluster:
     """Reads a cluster from a name and a count, as the top of this file shows. Raises UsageError with the nearest."""
     over = _OVER.match(text)
-    count, name = _split_count(over[1] if over else text.strip())
+    wanted = over[1] if over else text.strip()
+    first, last = _COUNT_FIRST.match(wanted), _COUNT_LAST.match(wanted)
+    count = int(first[1] if first else last[2] if last else 1)
+    name = (first[2] if first else last[1] if last else wanted).strip()
+    if count < 1 or not name:
+        rule = "a cluster is a count and a name"
+        fix = "write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
+        raise UsageError(f"{wanted!r} is no cluster: it has {count} of {name or 'nothing'}\n  {rule}\n  {fix}")
     catalog, path = Catalog(), Path(name)
     if path.suffix in (".yaml", ".yml"):
-        found = read_catalog(path)
+        found = written.read_catalog(path)
         catalog = Catalog(entries=catalog.entries.with_file(found))
         if not (found.nodes or found.devices):
             raise UsageError(f"{path} has no nodes and no devices\n  a cluster is made of them\n  see docs/clusters.md")
@@ -231,12 +224,12 @@ def load_cluster(text: str) -> Cluster:
 class Catalog:
     """Entries, of this package unless told otherwise, made into values. Raises UsageError with the nearest names."""
 
-    entries: CatalogFile = field(default_factory=shipped)
+    entries: written.CatalogFile = field(default_factory=written.shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
-        found = find_name(name, self.entries.nodes)
+        found = written.find_name(name, self.entries.nodes)
         if found is None:
-            if find_name(name, self.entries.devices) is None:
+            if written.find_name(name, self.entries.devices) is None:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
             return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
@@ -253,10 +246,14 @@ class Catalog:
         if count < 1:
             raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
         node, usual = self._usual_node(name)
-        nodes, each = _equal_nodes(count, node_devices or node.devices, node.device.name)
+        name, most = f"{count}x {node.device.name}", node_devices or node.devices
+        least = -(-count // most)  # nodes; where equal ones would stand half empty, it is refused
+        nodes = next((nodes for nodes in range(least, 2 * least + 1) if count % nodes == 0), 0)
+        if not nodes:
+            rule = f"nodes of a cluster are equal\n  take {most * (count // most)} or {most * least}"
+            raise UsageError(f"{name}: no equal nodes of up to {most} devices hold {count}\n  {rule}")
         between = self._between(network or usual, nodes)
-        node = replace(node, devices=each)
-        return Cluster(name=f"{count}x {node.device.name}", node=node, nodes=nodes, between=between)
+        return Cluster(name=name, node=replace(node, devices=count // nodes), nodes=nodes, between=between)
 
     def device(self, name: str) -> Device:
         found, entry = _find(name, "device", self.entries.devices)
@@ -267,10 +264,10 @@ class Catalog:
         return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
-        found = find_name(name, self.entries.nodes)
+        found = written.find_name(name, self.entries.nodes)
         if found is not None:
             return self._node(found, self.entries.nodes[found])
-        if find_name(name, self.entries.devices) is None:
+        if written.find_name(name, self.entries.devices) is None:
             raise _unknown(name, "node", [*self.entries.nodes, *self.entries.devices])
         return self._usual_node(name)[0]
 
@@ -288,7 +285,7 @@ class Catalog:
     def network(self, name: str) -> Network:
         return Network(**_wire(*_find(name, "network", self.entries.networks)))
 
-    def _node(self, name: str, entry: NodeEntry) -> Node:
+    def _node(self, name: str, entry: written.NodeEntry) -> Node:
         inside, over_gloo = self.link(entry.inside), self.entries.nodes.get(f"{name}-gloo")
         gloo = self.link(over_gloo.inside) if over_gloo is not None else inside if inside.kind == "loopback" else None
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=inside, gloo=gloo)
@@ -298,23 +295,19 @@ class Catalog:
         found = self.device(device)
         name = self.entries.devices[found.name].node
         if name is None or name not in self.entries.nodes:
-            raise UsageError(
-                f"no node is known with {found.name}\n  a cluster is made of nodes\n"
-                "  name one of them: paceline cluster ls"
-            )
+            rule = "a cluster is made of nodes"
+            raise UsageError(f"no node is known with {found.name}\n  {rule}\n  name one of them: paceline cluster ls")
         entry = self.entries.nodes[name]
         return replace(self._node(name, entry), device=found), entry.network
 
     def _between(self, name: str | None, nodes: int) -> Network | None:
         if name is None and nodes > 1:
-            raise UsageError(
-                f"{nodes} nodes, and no network is known between them\n  several nodes need one\n"
-                f"  name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
-            )
+            fix = f"name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
+            raise UsageError(f"{nodes} nodes, and no network is known between them\n  several nodes need one\n  {fix}")
         return None if name is None else self.network(name)
 
 
-def _wire(name: str, entry: NetworkEntry) -> dict[str, Any]:
+def _wire(name: str, entry: written.NetworkEntry) -> dict[str, Any]:
     rates = {"bandwidth": entry.gb_per_s * 1e9, "efficiency": entry.efficiency, "latency_s": entry.latency_us * 1e-6}
     return {"name": name, "kind": entry.kind, **rates}
 
@@ -323,7 +316,7 @@ def _points(tables: Mapping[Key, Mapping[int, float]], unit: float) -> dict[Key,
     return {key: tuple(sorted((size, x * unit) for size, x in points.items())) for key, points in tables.items()}
 
 
-def _device(name: str, entry: DeviceEntry) -> Device:
+def _device(name: str, entry: written.DeviceEntry) -> Device:
     compiled = entry.compiled_launch_us if entry.compiled_launch_us is not None else entry.launch_us
     return Device(
         name=name,
@@ -350,54 +343,26 @@ def _device(name: str, entry: DeviceEntry) -> Device:
     )
 
 
-def loop_us(entry: DeviceEntry) -> float:
+def loop_us(entry: written.DeviceEntry) -> float:
     """Returns what a run's loop takes a step: as measured, else a few operations; 0 beside a GPU."""
     if entry.loop_us is not None:
         return entry.loop_us
     return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0
 
 
-def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
-    """Returns the fewest equal nodes of up to ``most`` devices, and their devices; refuses mostly empty ones."""
-    least = -(-count // most)
-    for nodes in range(least, 2 * least + 1):
-        if count % nodes == 0:
-            return nodes, count // nodes
-    raise UsageError(
-        f"{count}x {name}: no equal nodes of up to {most} devices hold {count}\n  nodes of a cluster are equal\n"
-        f"  take {most * (count // most)} or {most * least}"
-    )
-
-
-def _split_count(text: str) -> tuple[int, str]:
-    if found := _COUNT_FIRST.match(text):
-        count, name = int(found[1]), found[2].strip()
-    elif found := _COUNT_LAST.match(text):
-        count, name = int(found[2]), found[1].strip()
-    else:
-        count, name = 1, text.strip()
-    if count < 1 or not name:
-        raise UsageError(
-            f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  a cluster is a count and a name\n"
-            "  write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
-        )
-    return count, name
-
-
-def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:
-    found = find_name(name, entries)
+def _find(name: str, what: str, entries: Mapping[str, written.AnyEntry]) -> tuple[str, written.AnyEntry]:
+    found = written.find_name(name, entries)
     if found is None:
         raise _unknown(name, what, entries)
     return found, entries[found]
 
 
 def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:
-    near = near_names(name, known)
+    near = written.near_names(name, known)
     hint = f"did you mean {', '.join(near)}?" if near else "none is like it"
-    return UsageError(
-        f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
-        "  list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
-    )
+    rule = "names are those of the catalog, or a YAML file of your own"
+    fix = "list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
+    return UsageError(f"no {what} is called {name!r}: {hint}\n  {rule}\n  {fix}")
 
 
 class Peaks(NamedTuple):
@@ -416,7 +381,6 @@ def find_peaks(name: str, compute: str, entry: Path | None = None) -> Peaks:
     if entry is None and device.is_cpu:
         return Peaks()
     measured = device.matmul_ceiling.get(compute)
-    try:
+    with contextlib.suppress(UsageError):  # there is no figure for this dtype
         return Peaks(sheet=device.peak(compute), measured=measured)
-    except UsageError:  # there is no figure for this dtype
-        return Peaks(measured=measured)
+    return Peaks(measured=measured)

@@ -159,10 +159,8 @@ def read_catalog(path: Path) -> CatalogFile:
     try:
         text = read_regular(path, 4 * MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
-            f"  write one for this machine: paceline calibrate --output {path.name}"
-        ) from error
+        fix = f"write one for this machine: paceline calibrate --output {path.name}"
+        raise UsageError(f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n  {fix}") from error
     return parse_catalog(text, str(path))
 
 
@@ -176,10 +174,8 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
         told = error if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         raise UsageError(f"{source} is not YAML: {told}\n{rule}") from error
     except ValidationError as error:
-        places = [
-            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {_PROBLEMS.get(each['type'], each['msg'])}"
-            for each in error.errors()[:5]
-        ]
+        found = [(".".join(map(str, each["loc"])) or "the file", each) for each in error.errors()[:5]]
+        places = [f"{place}: {_PROBLEMS.get(each['type'], each['msg'])}" for place, each in found]
         raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
 
 

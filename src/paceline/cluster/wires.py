@@ -49,11 +49,9 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     if cluster is None:
         return partial(_cost, partial(_host_cost, Wires(), node_ranks or ranks))
     if cluster.devices < ranks:
-        raise UsageError(
-            f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
-            "  every rank has a device of its own\n"
-            f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
-        )
+        rule = "every rank has a device of its own"
+        fix = f"give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
+        raise UsageError(f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n  {rule}\n  {fix}")
     if not cluster.device.is_cpu:
         return partial(_cost, partial(_device_cost, cluster))
     formula = partial(_host_cost, _links(cluster), cluster.node.devices)
@@ -63,15 +61,6 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
 
 def over_backend(cluster: Cluster, backend: str) -> Cluster:
     """Returns a cluster as ranks see it that talk through ``comm.backend``. Raises UsageError for one not known."""
-    problem = _backend_problem(cluster, backend)
-    if problem:
-        raise UsageError(f"comm.backend = {backend} on {cluster.name}\n  {problem}\n  set comm.backend = auto")
-    if backend == "gloo" and cluster.node.gloo is not None:
-        return replace(cluster, node=replace(cluster.node, inside=cluster.node.gloo))
-    return cluster
-
-
-def _backend_problem(cluster: Cluster, backend: str) -> str:
     node, is_cpu = cluster.node, cluster.device.is_cpu
     problems = {
         "nccl moves bytes between GPUs only": backend == "nccl" and is_cpu,
@@ -81,7 +70,11 @@ def _backend_problem(cluster: Cluster, backend: str) -> str:
         f"the ranks of {node.name} talk over {node.inside.name}": backend == "shared_memory"
         and node.inside.kind != "shared_memory",
     }
-    return next((problem for problem, is_there in problems.items() if is_there), "")
+    if problem := next((each for each, is_there in problems.items() if is_there), ""):
+        raise UsageError(f"comm.backend = {backend} on {cluster.name}\n  {problem}\n  set comm.backend = auto")
+    if backend == "gloo" and node.gloo is not None:
+        return replace(cluster, node=replace(node, inside=node.gloo))
+    return cluster
 
 
 def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:

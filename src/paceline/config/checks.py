@@ -79,11 +79,9 @@ def check_name(config: Config) -> Iterator[Problem]:
     is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
     if not is_plain or not name.isprintable() or re.search(r'[/\\:<>"|?*]', name):
         plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
-        yield Problem(
-            what=f"name = {name!r} is not a plain folder name",
-            rule="the run is kept in monitor.folder/name, so a name has no path separators and is short",
-            fix=f"try name = {plain}, and set monitor.folder for the place",
-        )
+        what = f"name = {name!r} is not a plain folder name"
+        rule = "the run is kept in monitor.folder/name, so a name has no path separators and is short"
+        yield Problem(what=what, rule=rule, fix=f"try name = {plain}, and set monitor.folder for the place")
 
 
 def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
@@ -110,21 +108,16 @@ def check_gpt(config: Config) -> Iterator[Problem]:
         yield from head_problems(shape)
         return
     missing = [f"model.{name}" for name in ("layers", "heads", "width") if getattr(model, name) is None]
-    yield Problem(
-        what=f"a gpt without model.size lacks {', '.join(missing)}",
-        rule="layers, heads and width are given, or come from the size",
-        fix="try model.size = gpt-micro, or set them",
-    )
+    what = f"a gpt without model.size lacks {', '.join(missing)}"
+    rule = "layers, heads and width are given, or come from the size"
+    yield Problem(what=what, rule=rule, fix="try model.size = gpt-micro, or set them")
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.sharding_strategy == "auto":  # else it has been read as the strategy
-        yield Problem(
-            what=f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}",
-            rule="it is an older way to write parallel.strategy = auto",
-            fix="remove one of them",
-        )
+        what = f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}"
+        yield Problem(what=what, rule="it is an older way to write parallel.strategy = auto", fix="remove one of them")
     if parallel.strategy != "auto":
         return
     needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor"}
@@ -135,11 +128,9 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         degree = needs.get(key, key)
         rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
         is_older = "sharding_strategy" in parallel.model_fields_set
-        yield Problem(
-            what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}",
-            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
-            fix=f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}"),
-        )
+        rule = "auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs"
+        fix = f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}")
+        yield Problem(what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}", rule=rule, fix=fix)
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
@@ -151,11 +142,9 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
         yield no_effect("parallel.schedule_file", file, "with parallel.pipeline = 1", rule, instead)
     for key, default in {"schedule": "1f1b", "chunks": None}.items():
         if getattr(parallel, key) != default:
-            yield Problem(
-                what=f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given",
-                rule="the file says what each rank does, and with which stages",
-                fix=f"remove parallel.{key}, or parallel.schedule_file",
-            )
+            what = f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given"
+            fix = f"remove parallel.{key}, or parallel.schedule_file"
+            yield Problem(what=what, rule="the file says what each rank does, and with which stages", fix=fix)
     if not Path(file).is_file():
         kind = "a CSV file as paceline schedule --csv writes"
         yield no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
@@ -165,11 +154,9 @@ def check_auto_microbatch(config: Config) -> Iterator[Problem]:
     if _is_split(config.parallel) and config.train.microbatch == "auto":
         asked = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}
         degrees = " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
-        yield Problem(
-            what=f"train.microbatch = auto with {degrees}",
-            rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
-            fix=f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number",
-        )
+        rule = "a pass is one of several ranks together, so that one of them cannot try how much fits"
+        fix = f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number"
+        yield Problem(what=f"train.microbatch = auto with {degrees}", rule=rule, fix=fix)
 
 
 def _is_split(parallel: ParallelConfig) -> bool:
@@ -200,11 +187,9 @@ def check_model_reads_data(config: Config) -> Iterator[Problem]:
         if data not in fitting:
             models = [each for each, kinds in _FITTING_DATA.items() if data in kinds]
             written = [f"{{kind: {each}{', size: gpt-micro' if each == 'gpt' else ''}}}" for each in models]
-            yield Problem(
-                what=f"model.kind = {model} cannot read {place}.kind = {data}",
-                rule=f"{model} reads {', '.join(fitting)}",
-                fix=f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(written)}",
-            )
+            what = f"model.kind = {model} cannot read {place}.kind = {data}"
+            fix = f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(written)}"
+            yield Problem(what=what, rule=f"{model} reads {', '.join(fitting)}", fix=fix)
 
 
 def check_mixture(config: Config) -> Iterator[Problem]:
@@ -213,11 +198,9 @@ def check_mixture(config: Config) -> Iterator[Problem]:
         return
     for name in data.weights.keys() - data.sources.keys():
         near = nearest(name, tuple(data.sources))
-        yield Problem(
-            what=f"data.weights.{name} is the weight of no source",
-            rule=f"the sources are {', '.join(data.sources)}",
-            fix=f"did you mean data.weights.{near}?" if near else "remove it, or add the source",
-        )
+        what = f"data.weights.{name} is the weight of no source"
+        fix = f"did you mean data.weights.{near}?" if near else "remove it, or add the source"
+        yield Problem(what=what, rule=f"the sources are {', '.join(data.sources)}", fix=fix)
     for place, source in sources_of(data).items():
         for key in _OF_THE_WHOLE:
             value = getattr(source, key)
@@ -257,10 +240,8 @@ def check_model_dimensions(config: Config) -> Iterator[Problem]:
 
 def dimension_problems(model: ModelConfig, shape: sections.DataShape) -> Iterator[Problem]:
     """Yields the dimensions of a model that do not fit the data, where both are known; outputs may be more."""
-    exact = {
-        "input_dim": (shape.features, "features of a sample"),
-        "in_channels": (shape.channels, "channels of an image"),
-    }
+    exact = {"input_dim": (shape.features, "features of a sample")}
+    exact["in_channels"] = shape.channels, "channels of an image"
     least = {"num_classes": (shape.classes, "classes"), "vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
     for key, (known, meaning) in (exact | least).items():
         given, what, rule = getattr(model, key, None), "", ""
@@ -279,17 +260,13 @@ def check_context(config: Config) -> Iterator[Problem]:
             continue
         context = source.context
         if not shape.context and context is None:
-            yield Problem(
-                what=f"neither model.context nor {place}.context is given",
-                rule="the length of a sample comes from one of them, or from model.size",
-                fix="try model.context = 128",
-            )
+            what = f"neither model.context nor {place}.context is given"
+            rule = "the length of a sample comes from one of them, or from model.size"
+            yield Problem(what=what, rule=rule, fix="try model.context = 128")
         elif shape.context and context is not None and context > shape.context:
-            yield Problem(
-                what=f"model.context = {shape.context} is smaller than {place}.context = {context}",
-                rule="a sample must fit into the model's context",
-                fix=f"set model.context = {context}, or {place}.context = {shape.context}",
-            )
+            what = f"model.context = {shape.context} is smaller than {place}.context = {context}"
+            fix = f"set model.context = {context}, or {place}.context = {shape.context}"
+            yield Problem(what=what, rule="a sample must fit into the model's context", fix=fix)
 
 
 def check_text_file(config: Config) -> Iterator[Problem]:
@@ -301,11 +278,9 @@ def check_text_file(config: Config) -> Iterator[Problem]:
 
 def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
     near = near_files(Path(path))
-    return Problem(
-        what=f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}",
-        rule=f"it is {kind}, and a relative path starts at {Path.cwd()}",
-        fix=f"did you mean {' or '.join(near)}?" if near else otherwise,
-    )
+    what = f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}"
+    rule = f"it is {kind}, and a relative path starts at {Path.cwd()}"
+    return Problem(what=what, rule=rule, fix=f"did you mean {' or '.join(near)}?" if near else otherwise)
 
 
 CHECKS: tuple[Check, ...] = (

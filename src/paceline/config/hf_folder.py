@@ -51,11 +51,9 @@ def parse_image_settings(content: bytes) -> ImageSettings:
     mean, std = values.get("image_mean"), values.get("image_std")
     if not values.get("do_normalize", True):
         mean, std = [0.0], [1.0]
-    found = ImageSettings(
-        size=_side(values.get("size") if cropped is None else cropped),
-        mean=_in_bytes("image_mean", mean, scale),
-        std=_in_bytes("image_std", std, scale),
-    )
+    size = _side(values.get("size") if cropped is None else cropped)
+    means, deviations = _in_bytes("image_mean", mean, scale), _in_bytes("image_std", std, scale)
+    found = ImageSettings(size=size, mean=means, std=deviations)
     if len(found.mean) != len(found.std) or len(found.mean) not in (1, _CHANNELS) or min(found.std) <= 0:
         raise ValueError(f"image_mean = {mean} and image_std = {std} are not {_CHANNELS} numbers, or 1, above 0")
     return found
@@ -126,18 +124,14 @@ def _image_problems(folder: Path, place: str, source: ImagesDataConfig) -> Itera
     try:
         size = image_size(folder)
     except (OSError, ValueError) as error:
-        yield Problem(
-            what=f"model.path = {str(folder)!r}: its images cannot be made: {error}",
-            rule=f"{PREPROCESSOR} says size, image_mean and image_std of the images that the model reads",
-            fix="mend the file, or make the images in a factory of your own: data: {kind: factory, ...}",
-        )
+        rule = f"{PREPROCESSOR} says size, image_mean and image_std of the images that the model reads"
+        fix = "mend the file, or make the images in a factory of your own: data: {kind: factory, ...}"
+        yield Problem(what=f"model.path = {str(folder)!r}: its images cannot be made: {error}", rule=rule, fix=fix)
         return
     if size is not None and source.size is not None and source.size != size:
-        yield Problem(
-            what=f"{place}.size = {source.size}, and the model in model.path reads images of {size}",
-            rule="the folder says how its model reads images, and is exported with it",
-            fix=f"leave {place}.size out, or change the size in the folder's {PREPROCESSOR}",
-        )
+        what = f"{place}.size = {source.size}, and the model in model.path reads images of {size}"
+        fix = f"leave {place}.size out, or change the size in the folder's {PREPROCESSOR}"
+        yield Problem(what=what, rule="the folder says how its model reads images, and is exported with it", fix=fix)
 
 
 def _token_problems(
@@ -161,11 +155,9 @@ def _token_problems(
     if own is None or given is None or _is_same(own, given):
         return
     again = f"paceline data prepare ... --tokenizer {folder}" if key == "path" else f"leave {place}.{key} out"
-    yield Problem(
-        what=f"{place}.{key} = {given!r} has other tokens than the tokenizer of the pretrained model in model.path",
-        rule=f"a token stands for what the model has learned: {own} says it",
-        fix=f"{again}; or begin with random weights: model.pretrained = false",
-    )
+    what = f"{place}.{key} = {given!r} has other tokens than the tokenizer of the pretrained model in model.path"
+    rule = f"a token stands for what the model has learned: {own} says it"
+    yield Problem(what=what, rule=rule, fix=f"{again}; or begin with random weights: model.pretrained = false")
 
 
 def _is_same(own: Path, given: str) -> bool:
@@ -204,11 +196,9 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
     try:
         parse_json_object(read_regular(folder / "config.json"))
     except (OSError, ValueError) as error:
-        yield Problem(
-            what=f"model.path = {model.path!r}: config.json cannot be read: {error}",
-            rule="it is a JSON object that says which model it is",
-            fix="copy or download the folder again",
-        )
+        what = f"model.path = {model.path!r}: config.json cannot be read: {error}"
+        rule = "it is a JSON object that says which model it is"
+        yield Problem(what=what, rule=rule, fix="copy or download the folder again")
     if model.pretrained and not any((folder / name).is_file() for name in WEIGHTS):
         yield Problem(
             what=f"model.path = {model.path!r} has no weights in safetensors",
@@ -216,14 +206,9 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
             fix="save it again with save_pretrained(..., safe_serialization=True), or set model.pretrained = false",
         )
     if model.fresh and not model.pretrained:
-        yield Problem(
-            what="model.fresh with model.pretrained = false",
-            rule="it names what the folder's weights lack, and without them all values are random",
-            fix="leave model.fresh out",
-        )
+        rule = "it names what the folder's weights lack, and without them all values are random"
+        yield Problem(what="model.fresh with model.pretrained = false", rule=rule, fix="leave model.fresh out")
     if model.lora.rank == 0 and model.lora != LoraConfig():
-        yield Problem(
-            what="keys of model.lora with model.lora.rank = 0",
-            rule="without a rank there are no adapters",
-            fix="set model.lora.rank = 8, or leave model.lora out",
-        )
+        what = "keys of model.lora with model.lora.rank = 0"
+        rule = "without a rank there are no adapters"
+        yield Problem(what=what, rule=rule, fix="set model.lora.rank = 8, or leave model.lora out")

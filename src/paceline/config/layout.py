@@ -23,6 +23,7 @@ from paceline.mesh import divisors
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
+from paceline.plan.rule_case import RuleCase
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
 
@@ -127,8 +128,10 @@ def layout_problems(
     shape = ModelShape(kind=model.kind, layers=layers, context=context)
     if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
         shape = replace(known, context=context or known.context)
-    known_ranks = {"ranks": ranks, "node_ranks": node_ranks}
-    return rules(layout, **known_ranks, model=shape, keys=CONFIG_KEYS, strategy=parallel.strategy, only=is_wanted)
+    case = RuleCase(
+        layout, ranks=ranks, node_ranks=node_ranks, model=shape, keys=CONFIG_KEYS, strategy=parallel.strategy
+    )
+    return rules(case, is_wanted)
 
 
 DEFAULT_GLOBAL_BATCH = 64

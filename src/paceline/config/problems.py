@@ -7,18 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import suggest
 from paceline.config.schema import Config
-from paceline.config.suggest import (
-    KnownField,
-    fields_at,
-    find_field,
-    meant_by,
-    nearest,
-    other_kind,
-    other_names,
-    section_kinds,
-    suggest_keys,
-)
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
 
@@ -58,13 +48,13 @@ def _problem_at(
         path, found = _problem_at(kind, ("data", *location[4:]), alone, lambda path: locate(moved(path)))
         return moved(path), replace(found, what=moved(found.what), rule=moved(found.rule), fix=moved(found.fix))
     named = {section: value_at(values, f"{section}.kind") for section in ("model", "data")}
-    kinds = {section: kind if kind in section_kinds(section) else None for section, kind in named.items()}
+    kinds = {section: kind if kind in suggest.section_kinds(section) else None for section, kind in named.items()}
     path = _path_of(location, kinds)
     if kind in ("extra_forbidden", "invalid_key"):
         return path, _unknown_key(path, kinds, locate(path), value_at(values, path))
     if kind == "missing" and value_at(values, path) is MISSING:
-        tags = section_kinds(path) if "." not in path else ()
-        known = find_field(path, kinds.get(path.partition(".")[0]))
+        tags = suggest.section_kinds(path) if "." not in path else ()
+        known = suggest.find_field(path, kinds.get(path.partition(".")[0]))
         rule = f"it says {known.description}" if tags and known else f"it must be {known.expected}" if known else ""
         fix = f"set {path}.kind to one of {', '.join(tags)}" if tags else f"set {path}"
         return path, Problem(what=f"{path} is missing", rule=rule, fix=fix)
@@ -87,7 +77,7 @@ def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -
         del parts[1]  # pydantic inserts the kind
     kind = kinds.get(parts[0])
     for end in range(1, len(parts)):
-        known = find_field(".".join(parts[:end]), kind)
+        known = suggest.find_field(".".join(parts[:end]), kind)
         if known is not None and not known.is_section:
             return ".".join(parts[: end + 1]) if "object" in known.types else known.path
     return ".".join(parts)
@@ -105,18 +95,17 @@ def value_at(values: Mapping[str, Any], path: str) -> Any:
 def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str, value: Any) -> Problem:
     place, _, key = path.rpartition(".")
     kind = kinds.get(place)
-    keys = ", ".join(dict.fromkeys(each.key for each in fields_at(place, kind)))
+    keys = ", ".join(dict.fromkeys(each.key for each in suggest.fields_at(place, kind)))
     owner = f"{place} of kind {kind}" if kind else place or "the top of a config"
-    found = [f"{ours} = {setting}" for ours, setting in meant_by(key, value)] or suggest_keys(place, key, kinds)
-    return Problem(
-        what=f"{path} is not a known key{where}",
-        rule=f"the keys of {owner} are {keys}",
-        fix=f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these",
+    found = [f"{ours} = {setting}" for ours, setting in suggest.meant_by(key, value)] or suggest.suggest_keys(
+        place, key, kinds
     )
+    fix = f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these"
+    return Problem(what=f"{path} is not a known key{where}", rule=f"the keys of {owner} are {keys}", fix=fix)
 
 
 def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str], str]) -> Problem:
-    path, kinds = f"{section}.kind", section_kinds(section)
+    path, kinds = f"{section}.kind", suggest.section_kinds(section)
     value = value_at(values, path)
     rule = f"{path} must be one of {', '.join(kinds)}"
     if value is MISSING:
@@ -124,13 +113,13 @@ def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str],
         return Problem(what=f"{path} is missing{locate(section)}", rule=rule, fix=fix)
     what, fix = f"{path} = {format_value(value)} is not a kind of {section}{locate(path)}", ""
     if isinstance(value, str):
-        other, size = "data" if section == "model" else "model", find_field("model.size", "gpt")
-        ours = other_kind(section, value)
-        if ours is None and value in section_kinds(other):
+        other, size = "data" if section == "model" else "model", suggest.find_field("model.size", "gpt")
+        ours = suggest.other_kind(section, value)
+        if ours is None and value in suggest.section_kinds(other):
             fix = f"{value} is a kind of {other}: did you mean {other}.kind = {value}?"
         elif ours is None and section == "model" and size is not None and value in size.choices:
             fix = f"did you mean model.kind = gpt with model.size = {value}?"
-        elif near := ours or nearest(value, kinds):
+        elif near := ours or suggest.nearest(value, kinds):
             fix = f"did you mean {path} = {near}?"
     return Problem(what=what, rule=rule, fix=fix)
 
@@ -140,33 +129,30 @@ def _wrong_value(
 ) -> Problem:
     value = value_at(values, path)
     shown = f"{path} = {format_value(value)}"
-    known = find_field(path, kinds.get(path.partition(".")[0]))
+    known = suggest.find_field(path, kinds.get(path.partition(".")[0]))
     if known is None:  # a value below args, where any key may stand
         what = f"the key {path} is not text" if value is MISSING else f"{shown} is not a plain value"
         rule = "arguments in a config are finite numbers, text, true, false, null, and lists and sections of these"
         return Problem(what=what + locate(path), rule=rule, fix="make other objects in the function that takes them")
     if known.is_section:
-        one, kind = find_field(f"{path}.kind", None), None
+        one, kind = suggest.find_field(f"{path}.kind", None), None
         if isinstance(value, str):  # one word in the place of the section's keys
-            some = section_kinds(path) if path in ("model", "data") else one.choices if one else ()
-            kind = value if value in some else other_kind(path, value)
+            some = suggest.section_kinds(path) if path in ("model", "data") else one.choices if one else ()
+            kind = value if value in some else suggest.other_kind(path, value)
         fix = f"write {path}: {{kind: {kind}}}" if kind else f"write its keys indented below '{known.key}:'"
         return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
-    return Problem(
-        what=f"{shown} is not {known.expected}{locate(path)}",
-        rule=f"{path}: {known.description}",
-        fix=_suggest_value(known, value),
-    )
+    what, rule = f"{shown} is not {known.expected}{locate(path)}", f"{path}: {known.description}"
+    return Problem(what=what, rule=rule, fix=_suggest_value(known, value))
 
 
-def _suggest_value(known: KnownField, value: Any) -> str:
+def _suggest_value(known: suggest.KnownField, value: Any) -> str:
     """Returns the first suggestion that fits, or else the default."""
     key, types = known.path, known.types
-    if isinstance(value, str) and (other := other_names()["values"].get(key, {}).get(value)):
+    if isinstance(value, str) and (other := suggest.other_names()["values"].get(key, {}).get(value)):
         return f"did you mean {other}?"
     if fix := _list_fix(known, value):
         return fix
-    if isinstance(value, str) and (near := nearest(value, known.choices)):
+    if isinstance(value, str) and (near := suggest.nearest(value, known.choices)):
         return f"did you mean {key} = {near}?"
     if known.is_import_path and isinstance(value, str):
         module, _, name = value.rpartition(".")
@@ -183,7 +169,7 @@ def _suggest_value(known: KnownField, value: Any) -> str:
     return "" if not has_default else f"the default is {key} = {format_value(known.default)}"
 
 
-def _list_fix(known: KnownField, value: Any) -> str:
+def _list_fix(known: suggest.KnownField, value: Any) -> str:
     """Finds one value where a list of them is meant, and names in a list that are like known ones."""
     if "array" not in known.types or not isinstance(value, str | list) or not value:
         return ""
@@ -193,13 +179,13 @@ def _list_fix(known: KnownField, value: Any) -> str:
     if known.is_import_path:
         given = [each if ":" in each else ":".join(each.rsplit(".", 1)) for each in given]
         return "" if given == value else f"did you mean {known.path} = [{', '.join(given)}]?"
-    near = [nearest(each, known.choices) or each for each in given] if known.choices else given
+    near = [suggest.nearest(each, known.choices) or each for each in given] if known.choices else given
     if near == given and known.choices and not set(given) <= set(known.choices):
         return ""
     return f"did you mean {known.path} = [{', '.join(near)}]?"
 
 
-def _quoting_fix(known: KnownField, value: Any) -> str:
+def _quoting_fix(known: suggest.KnownField, value: Any) -> str:
     """Finds text that would be right without its quotes, and values that would be right within them."""
     if not isinstance(value, str):
         is_scalar = isinstance(value, int | float)

@@ -28,8 +28,6 @@ ImportPath: TypeAlias = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)
 GPTSize: TypeAlias = Literal[
     "gpt-nano", "gpt-micro", "gpt-mini", "gpt-11m", "gpt-124m", "gpt-350m", "gpt-1.1b", "gpt-3b", "gpt-7b"
 ]
-OnNan: TypeAlias = Literal["skip", "roll_back", "lower_rate", "stop"]
-OnSpike: TypeAlias = Literal["ignore", "note", "roll_back", "lower_rate", "stop"]
 
 
 class Section(BaseModel):
@@ -128,23 +126,16 @@ def head_problems(shape: ModelShape) -> Iterator[Problem]:
     lower = width // unit * unit
     widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
     if width % heads:
-        yield Problem(
-            what=f"model.width = {width} is not a multiple of model.heads = {heads}",
-            rule="every head has the same whole number of features",
-            fix=f"try {widths}",
-        )
+        what = f"model.width = {width} is not a multiple of model.heads = {heads}"
+        yield Problem(what=what, rule="every head has the same whole number of features", fix=f"try {widths}")
     elif width % unit:
-        yield Problem(
-            what=f"model.width / model.heads = {width} / {heads} = {width // heads} is odd",
-            rule="model.positions = rotary turns pairs of a head's features",
-            fix=f"try {widths}, or model.positions = learned",
-        )
+        what = f"model.width / model.heads = {width} / {heads} = {width // heads} is odd"
+        rule = "model.positions = rotary turns pairs of a head's features"
+        yield Problem(what=what, rule=rule, fix=f"try {widths}, or model.positions = learned")
     if heads % kv_heads:
-        yield Problem(
-            what=f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}",
-            rule="each head of keys and values serves the same number of heads",
-            fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}",
-        )
+        what = f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}"
+        rule = "each head of keys and values serves the same number of heads"
+        yield Problem(what=what, rule=rule, fix=f"try model.kv_heads = {math.gcd(heads, kv_heads)}")
 
 
 class FactoryModelConfig(_Model):
@@ -203,8 +194,8 @@ class RecoveryConfig(Section):
     max_restarts: NotNegativeCount = 3
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
-    on_nan: OnNan = "skip"
-    on_spike: OnSpike = "ignore"
+    on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
+    on_spike: Literal["ignore", "note", "roll_back", "lower_rate", "stop"] = "ignore"
     spike_by: Literal["factor", "deviations"] = "factor"
     spike_threshold: Positive = 3.0
     spike_window: Annotated[int, Field(ge=4)] = 50

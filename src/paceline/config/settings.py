@@ -79,11 +79,8 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
 
 
 def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
-    return {
-        name: BackendSetting(variable=name, value=value)
-        for name, value in sorted(environment.items())
-        if name.startswith(("NCCL_", "GLOO_")) and value
-    }
+    given = {name: value for name, value in environment.items() if name.startswith(("NCCL_", "GLOO_")) and value}
+    return {name: BackendSetting(variable=name, value=value) for name, value in sorted(given.items())}
 
 
 def variables_of(comm: CommConfig, *, uses_nccl: bool) -> dict[str, str]:
@@ -101,19 +98,15 @@ def _meaning(variable: str, value: str) -> object:
 def check_backend_settings(config: Config) -> Iterator[Problem]:
     comm, settings = config.comm, config_settings(config.comm)
     if comm.interface is not None and comm.nccl.socket_interface is not None:
-        yield Problem(
-            what=f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}",
-            rule="both say which network interface NCCL takes: the first by its name, the second as NCCL reads it",
-            fix="keep one of them",
-        )
+        what = f"comm.interface = {comm.interface} and comm.nccl.socket_interface = {comm.nccl.socket_interface}"
+        rule = "both say which network interface NCCL takes: the first by its name, the second as NCCL reads it"
+        yield Problem(what=what, rule=rule, fix="keep one of them")
     yield from contradictions(settings)
     unread = [str(each) for each in settings.values() if (each.key or "").startswith("comm.nccl.")]
     if comm.backend in ("gloo", "shared_memory", "virtual") and unread:
-        yield Problem(
-            what=f"{', '.join(unread)} with comm.backend = {comm.backend}",
-            rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs",
-            fix="remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface",
-        )
+        what = f"{', '.join(unread)} with comm.backend = {comm.backend}"
+        fix = "remove comm.nccl, or set comm.backend = auto; for the interface of Gloo, set comm.interface"
+        yield Problem(what=what, rule="comm.nccl is read by NCCL alone, which moves bytes between GPUs", fix=fix)
 
 
 def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl: bool) -> list[Problem]:
@@ -143,11 +136,8 @@ def check_interfaces(settings: BackendSettings, present: Collection[str], *, use
     if uses_nccl and not asked.value.startswith("="):
         found, shown = matching(asked.value, present), asked.value.lstrip("^=")
         return [] if found else [_absent(asked, "no network interface of this host matches", shown, present)]
-    return [
-        _absent(asked, f"this host has no network interface {name}", name, present)
-        for name in asked.value.lstrip("=").split(",")
-        if name not in present
-    ]
+    missing = [name for name in asked.value.lstrip("=").split(",") if name not in present]
+    return [_absent(asked, f"this host has no network interface {name}", name, present) for name in missing]
 
 
 def _read_by(settings: BackendSettings, *, uses_nccl: bool) -> dict[str, BackendSetting]:
@@ -158,15 +148,12 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
     """Returns the interfaces that a value of NCCL_SOCKET_IFNAME selects: by prefix, or with = by name; ^ the others."""
     is_excluding, is_exact = wanted.startswith("^"), "=" in wanted[:2]
     names = wanted.lstrip("^=").split(",")
-    return [
-        name
-        for name in present
-        if any(name == each if is_exact else name.startswith(each) for each in names) != is_excluding
-    ]
+    found = {name for name in present for each in names if (name == each if is_exact else name.startswith(each))}
+    return [name for name in present if (name in found) != is_excluding]
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
-    rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
+    rules = (_check_readable, _check_switches, _check_counts, _check_words)
     return [problem for rule in rules for problem in rule(settings)]
 
 
@@ -235,15 +222,17 @@ def _check_value(setting: BackendSetting) -> Iterator[Problem]:
             yield Problem(what=f"{setting} cannot be read", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
-def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
+def _check_switches(settings: BackendSettings) -> Iterator[Problem]:
     off, level = settings.get("NCCL_P2P_DISABLE"), settings.get("NCCL_P2P_LEVEL")
-    if off is None or level is None:
-        return
-    is_off, is_never = off.value == "1", level.value.upper() in ("LOC", "0")
-    if is_off != is_never:
+    if off and level and (off.value == "1") != (level.value.upper() in ("LOC", "0")):
         of_level = "a level says how far GPUs may reach one another directly, and they may not at all"
-        rule = of_level if is_off else "LOC means that GPUs never reach one another directly"
+        rule = of_level if off.value == "1" else "LOC means that GPUs never reach one another directly"
         yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
+    off = settings.get("NCCL_IB_DISABLE")
+    for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT") if off and off.value == "1" else ():
+        if off and (given := settings.get(variable)):
+            rule = "the second is about InfiniBand and RoCE, which the first turns off"
+            yield Problem(what=f"{off} and {given}", rule=rule, fix=f"{given.removal}, or {off.removal}")
 
 
 def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
@@ -256,40 +245,18 @@ def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
     count, each = numbers.get("NCCL_SOCKET_NTHREADS"), numbers.get("NCCL_NSOCKS_PERTHREAD")
     if count is not None and each is not None and count * each > _MOST_SOCKETS:
         threads, sockets = settings["NCCL_SOCKET_NTHREADS"], settings["NCCL_NSOCKS_PERTHREAD"]
-        yield Problem(
-            what=f"{threads} and {sockets} make {count * each} sockets for a connection",
-            rule=f"NCCL opens {_MOST_SOCKETS} at most",
-            fix=f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less",
-        )
+        what = f"{threads} and {sockets} make {count * each} sockets for a connection"
+        fix = f"set {sockets.name} to {max(1, _MOST_SOCKETS // count)} or less"
+        yield Problem(what=what, rule=f"NCCL opens {_MOST_SOCKETS} at most", fix=fix)
 
 
-def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
-    off = settings.get("NCCL_IB_DISABLE")
-    if off is None or off.value != "1":
-        return
-    for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT"):
-        if (given := settings.get(variable)) is not None:
-            yield Problem(
-                what=f"{off} and {given}",
-                rule="the second is about InfiniBand and RoCE, which the first turns off",
-                fix=f"{given.removal}, or {off.removal}",
-            )
-
-
-def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
+def _check_words(settings: BackendSettings) -> Iterator[Problem]:
     given = settings.get("NCCL_ALGO")
-    if given is None or re.search(r"[\^:;]", given.value):
-        return
-    names = [name.strip().lower() for name in given.value.split(",")]
-    if "ring" not in names:
-        yield Problem(
-            what=f"{given} leaves out Ring",
-            rule="broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left",
-            fix=f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal,
-        )
-
-
-def _check_debug(settings: BackendSettings) -> Iterator[Problem]:
+    names = given.value.lower().replace(" ", "").split(",") if given else ["ring"]
+    if given and "ring" not in names and not re.search(r"[\^:;]", given.value):
+        rule = "broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left"
+        fix = f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal
+        yield Problem(what=f"{given} leaves out Ring", rule=rule, fix=fix)
     level, parts = settings.get("NCCL_DEBUG"), settings.get("NCCL_DEBUG_SUBSYS")
     if parts is None or (level is not None and level.value.upper() in ("INFO", "TRACE")):
         return

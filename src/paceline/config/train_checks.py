@@ -41,16 +41,10 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
 
 
 def short_run(config: Config, steps: int) -> Config:
-    """Returns the config of a run of so many steps that is there to be measured, with a warmup that fits into it.
-
-    It does not evaluate before its end, saves nothing, and is not started again.
-    """
+    """Returns the config of a short run to be measured: no evaluation on the way, no saves, no restarts."""
     short = config.with_values("train", steps=steps, epochs=None, eval_every=None, early_stop=EarlyStopConfig())
-    quiet = {
-        "checkpoint": CheckpointConfig(at_end=False),
-        "recovery": RecoveryConfig(max_restarts=0, warm=config.recovery.warm),
-    }
-    short = short.model_copy(update=quiet)
+    recovery = RecoveryConfig(max_restarts=0, warm=config.recovery.warm)
+    short = short.model_copy(update={"checkpoint": CheckpointConfig(at_end=False), "recovery": recovery})
     known = known_length(short)
     if known is None:  # the run itself shortens it, as it knows how long its data is
         return short
@@ -65,11 +59,9 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
         return
     relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
     second = ", and one_cycle comes down in the second" if must_come_down else ""
-    yield Problem(
-        what=f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}",
-        rule="the warmup is the first part of the schedule" + second,
-        fix=f"try optim.schedule.warmup = {length // 10:g}",
-    )
+    what = f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}"
+    rule = "the warmup is the first part of the schedule" + second
+    yield Problem(what=what, rule=rule, fix=f"try optim.schedule.warmup = {length // 10:g}")
 
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -102,11 +94,9 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
 def check_precision(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.dtype == "float64" and train.precision not in ("fp32", "auto"):
-        yield Problem(
-            what=f"train.precision = {train.precision} with train.dtype = float64",
-            rule="lower precision is for speed and memory, float64 for exactness",
-            fix="set train.dtype = float32, or train.precision = fp32",
-        )
+        what = f"train.precision = {train.precision} with train.dtype = float64"
+        fix = "set train.dtype = float32, or train.precision = fp32"
+        yield Problem(what=what, rule="lower precision is for speed and memory, float64 for exactness", fix=fix)
     if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
         rule = "only fp16 scales the loss: its small gradients would vanish"
         where, instead = f"with train.precision = {train.precision}", "set train.precision = fp16"
@@ -137,28 +127,21 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
     asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
     times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
     if asked and not any(times):
-        yield Problem(
-            what=f"{' and '.join(asked)} without checkpoints during the run",
-            rule="a run goes back to its last checkpoint",
-            fix="set checkpoint.every_steps or checkpoint.every_minutes",
-        )
+        what = f"{' and '.join(asked)} without checkpoints during the run"
+        rule = "a run goes back to its last checkpoint"
+        yield Problem(what=what, rule=rule, fix="set checkpoint.every_steps or checkpoint.every_minutes")
 
 
 def check_metric_names(config: Config) -> Iterator[Problem]:
     own = [f"eval_{name}" for name in config.train.metrics]
     has_tokens = config.model.kind not in ("mlp", "resnet") and config.train.loss == "auto"
     known = ["eval_loss", "eval_accuracy", *(["eval_perplexity"] if has_tokens else []), *own]
-    asked = {
-        "train.early_stop.metric": config.train.early_stop.metric,
-        "checkpoint.best_metric": config.checkpoint.best_metric,
-    }
+    asked = {"train.early_stop.metric": config.train.early_stop.metric}
+    asked["checkpoint.best_metric"] = config.checkpoint.best_metric
     for key, name in asked.items():
         if name not in known:
-            yield Problem(
-                what=f"{key} = {name} is not evaluated",
-                rule=f"it is one of {', '.join(known)}; train.metrics adds others",
-                fix=did_you_mean(name, known, cutoff=0.5),
-            )
+            rule = f"it is one of {', '.join(known)}; train.metrics adds others"
+            yield Problem(what=f"{key} = {name} is not evaluated", rule=rule, fix=did_you_mean(name, known, cutoff=0.5))
     if taken := sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys()):
         yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
 
@@ -166,8 +149,6 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
 def check_trackers(config: Config) -> Iterator[Problem]:
     for name in config.monitor.trackers:
         if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
-            yield Problem(
-                what=f"monitor.trackers has {name!r}, which is no tracker",
-                rule=f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name",
-                fix=did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves"),
-            )
+            rule = f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name"
+            fix = did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves")
+            yield Problem(what=f"monitor.trackers has {name!r}, which is no tracker", rule=rule, fix=fix)

@@ -47,10 +47,7 @@ class Document:
 
 
 def parse_document(text: str, source: str) -> Document:
-    """Reads a YAML file whose top is a section.
-
-    Raises ConfigError, with line and column, for what is not YAML, for keys given twice, and for another top.
-    """
+    """Reads a YAML file whose top is a section. Raises ConfigError, with line and column, for anything else."""
     known = _read_document(text, source)
     return Document(values=copy.deepcopy(known.values), lines={**known.lines})
 
@@ -75,12 +72,9 @@ def _read_document(text: str, source: str) -> Document:
         return Document(values={})
     if not isinstance(values, dict):
         found = f"a list of {len(values)}" if isinstance(values, list) else f"the value {values!r}"
-        problem = Problem(
-            what=f"the top of the file is {found}",
-            rule="a config is a section with the keys name, model, data, parallel, ...",
-            fix="write 'model:' at the start of a line, and its keys indented below it",
-        )
-        raise ConfigError([problem], source=source)
+        rule = "a config is a section with the keys name, model, data, parallel, ..."
+        fix = "write 'model:' at the start of a line, and its keys indented below it"
+        raise ConfigError([Problem(what=f"the top of the file is {found}", rule=rule, fix=fix)], source=source)
     return Document(values=values, lines=survey.lines)
 
 

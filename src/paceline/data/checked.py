@@ -20,8 +20,7 @@ from paceline.config import Config
 from paceline.config.data_sections import IMAGE_SIZE
 from paceline.config.hf_folder import PREPROCESSOR, ImageSettings, image_size, read_class_names, read_image_settings
 from paceline.config.sections import HFModelConfig
-from paceline.data.datasets import Batch, DataShape, MapDataset
-from paceline.data.images import IGNORED, MEAN, STD
+from paceline.data.datasets import IGNORED, MEAN, STD, Batch, DataShape, MapDataset
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.errors import BadSampleError, DataError
 
@@ -55,19 +54,15 @@ def check_own(batch: Batch, rules: SampleRules, name: str, numbers: list[int]) -
     """Raises ``BadSampleError`` with the number of the first sample of the user's own that is wrong."""
     for row, reason in find_bad(batch, rules).items():
         sample = f"sample {numbers[row]}" if row < len(numbers) else "a sample"
-        raise BadSampleError(
-            f"{name}: {sample} cannot be used: {reason}\n{_RULE}\n"
-            "  mend it in the data set; where targets are something else, name a loss of your own: train.loss"
-        )
+        rule = "mend it in the data set; where targets are something else, name a loss of your own: train.loss"
+        raise BadSampleError(f"{name}: {sample} cannot be used: {reason}\n{_RULE}\n  {rule}")
 
 
 def check_classes(count: int, where: str) -> None:
     """Raises ``DataError`` for data of a single class: a model that knows nothing has the loss 0 on them."""
     if count < 2:
-        raise DataError(
-            f"{where} has {count} class\n  a model tells at least two classes apart: with one, every loss is 0\n"
-            "  check the path, or bring samples of the other classes"
-        )
+        rule = "a model tells at least two classes apart: with one, every loss is 0"
+        raise DataError(f"{where} has {count} class\n  {rule}\n  check the path, or bring samples of the other classes")
 
 
 def find_bad(batch: Batch, rules: SampleRules, names: tuple[str, str] = ("inputs", "targets")) -> dict[int, str]:
@@ -126,14 +121,11 @@ def _named(values: torch.Tensor, wrong: torch.Tensor, name: str, rule: str) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """What the rest of a config says of the samples that its model reads. None: nothing.
-
-    ``folder`` is that of a Hugging Face model; ``is_pretrained`` with its weights, ``keeps_head`` with its classes too.
-    """
+    """What a config says of the samples that its model reads. ``folder``: of a Hugging Face model. None: nothing."""
 
     folder: Path | None = None
-    is_pretrained: bool = False
-    keeps_head: bool = False
+    is_pretrained: bool = False  # with the folder's weights
+    keeps_head: bool = False  # with its classes too
     vocab_size: int | None = None
     classes: int | None = None
     has_features: bool = False
@@ -142,12 +134,9 @@ class ModelNeeds:
     def rules(self, shape: DataShape) -> SampleRules:
         has_tokens = shape.kind == "tokens" or (shape.kind == "custom" and self.vocab_size is not None)
         vocab_size = (shape.vocab_size or self.vocab_size) if has_tokens else None
-        return SampleRules(
-            vocab_size=vocab_size,
-            classes=vocab_size if has_tokens else shape.classes or self.classes,
-            has_classes=not self.has_own_loss,
-            has_features=self.has_features,
-        )
+        classes = vocab_size if has_tokens else shape.classes or self.classes
+        kinds = {"has_classes": not self.has_own_loss, "has_features": self.has_features}
+        return SampleRules(vocab_size=vocab_size, classes=classes, **kinds)
 
     def tokenizer(self) -> Tokenizer | None:
         return open_tokenizer(self.folder) if self.folder is not None and has_tokenizer(self.folder) else None
@@ -184,12 +173,12 @@ NO_NEEDS = ModelNeeds()
 
 def needs_of(config: Config) -> ModelNeeds:
     model = config.model
-    known = ModelNeeds(
-        vocab_size=getattr(model, "vocab_size", None),
-        classes=getattr(model, "num_classes", None),
-        has_features=model.kind in ("mlp", "resnet"),
-        has_own_loss=config.train.loss != "auto",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": getattr(model, "vocab_size", None),
+        "classes": getattr(model, "num_classes", None),
+    }
+    has_features, has_own_loss = model.kind in ("mlp", "resnet"), config.train.loss != "auto"
+    known = ModelNeeds(**sizes, has_features=has_features, has_own_loss=has_own_loss)
     if not isinstance(model, HFModelConfig):
         return known
     keeps_head = model.pretrained and not model.fresh

@@ -31,6 +31,8 @@ Batch: TypeAlias = Any
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
+IGNORED = -100  # targets that do not count
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, in bytes
 # Epochs count from 0, so this order is never that of training.
 _SPLIT_EPOCH = -1
 # The distance between centres in standard deviations of the noise: about 5 % of the samples lie nearer to a wrong one.
@@ -123,31 +125,23 @@ class SampleSubset:
 
 def check_map_style(dataset: Any, name: str = "the data set") -> int:
     """Returns the number of samples; raises ``DataError`` for what has no length or no access by index."""
-    kind = type(dataset).__name__
     is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not is_indexed or not hasattr(dataset, "__len__"):
         missing = "__len__" if is_indexed else "access by index"
-        raise DataError(
-            f"{name} is a {kind} without {missing}\n"
-            "  a map-style data set is required: samples are asked for by index, so that their order depends on\n"
-            "  seed and epoch alone and a run can resume anywhere\n"
-            "  give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
-        )
+        rule = "a map-style data set is required: samples are asked for by index, so that a run can resume anywhere"
+        fix = "give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
+        raise DataError(f"{name} is a {type(dataset).__name__} without {missing}\n  {rule}\n  {fix}")
     return len(dataset)
 
 
 def check_enough(length: int, ranks: int) -> None:
     if length < 1:
-        raise DataError(
-            "the training set is empty\n  a run needs at least one sample for each rank\n"
-            "  check the path or the factory of the data, or lower data.eval_fraction"
-        )
+        fix = "check the path or the factory of the data, or lower data.eval_fraction"
+        raise DataError(f"the training set is empty\n  a run needs at least one sample for each rank\n  {fix}")
     if length < ranks:
-        raise DataError(
-            f"parallel.ranks = {ranks} is more than the {length} samples of the training set\n"
-            "  every rank needs at least one sample in an epoch\n"
-            f"  set parallel.ranks = {length} or less, or bring more data"
-        )
+        what = f"parallel.ranks = {ranks} is more than the {length} samples of the training set"
+        rule = "every rank needs at least one sample in an epoch"
+        raise DataError(f"{what}\n  {rule}\n  set parallel.ranks = {length} or less, or bring more data")
 
 
 def split_indices(length: int, eval_fraction: float, seed: int) -> tuple[Indices, Indices]:
@@ -156,10 +150,9 @@ def split_indices(length: int, eval_fraction: float, seed: int) -> tuple[Indices
     if eval_fraction == 0:
         return everything, everything[:0]
     if length < 2:
-        raise DataError(
-            f"{length} samples and data.eval_fraction = {eval_fraction}\n"
-            "  training and evaluation need at least one sample each\n  set data.eval_fraction = 0, or bring more data"
-        )
+        rule = "training and evaluation need at least one sample each"
+        fix = "set data.eval_fraction = 0, or bring more data"
+        raise DataError(f"{length} samples and data.eval_fraction = {eval_fraction}\n  {rule}\n  {fix}")
     num_eval = min(max(round(length * eval_fraction), 1), length - 1)
     order = shuffled_index(everything, length, seed, _SPLIT_EPOCH)
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])

@@ -1,11 +1,8 @@
 """Documents in files of text, JSON lines and parquet, cut into pieces that processes read side by side.
 
-    .txt, others     a file is one document; a piece ends behind a line
-    .jsonl, .json    a line is one document, in the field ``text``
-    .parquet         a row is one document, in the column ``text``; a piece has whole row groups
-
-A piece is a part of a file, by bytes or by row groups, so that any of them can be read by itself. Of a piece a few
-hundred KiB are in memory at a time.
+.txt, others     a file is one document; a piece ends behind a line
+.jsonl, .json    a line is one document, in the field ``text``
+.parquet         a row is one document, in the column ``text``; a piece has whole row groups
 """
 
 from __future__ import annotations
@@ -62,23 +59,30 @@ def find_sources(paths: list[Path]) -> list[Path]:
     missing = [path for path in found if not path.is_file()]
     if missing or not found:
         what = f"{missing[0]} is no file" if missing else f"{paths[0]} has no files"
-        raise DataError(
-            f"{what}\n  a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at "
-            f"{Path.cwd()}\n  check the path"
+        rule = (
+            f"a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at {Path.cwd()}"
         )
+        raise DataError(f"{what}\n  {rule}\n  check the path")
     return found
 
 
 def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
     pieces = []
     for path in paths:
-        if path.suffix == ".parquet":
-            pieces += _cut_parquet(path, piece_bytes)
+        if path.suffix != ".parquet":
+            size = path.stat().st_size
+            for first in range(0, size, piece_bytes):
+                last = min(first + piece_bytes, size)
+                pieces.append(Piece(path=str(path), first=first, last=last, bytes=last - first))
             continue
-        size = path.stat().st_size
-        for first in range(0, size, piece_bytes):
-            last = min(first + piece_bytes, size)
-            pieces.append(Piece(path=str(path), first=first, last=last, bytes=last - first))
+        with _open_parquet(str(path)) as file:
+            sizes = [file.metadata.row_group(each).total_byte_size for each in range(file.metadata.num_row_groups)]
+        first, held = 0, 0
+        for number, size in enumerate(sizes, start=1):
+            held += size
+            if held >= piece_bytes or number == len(sizes):
+                pieces.append(Piece(path=str(path), first=first, last=number, bytes=held))
+                first, held = number, 0
     return pieces
 
 
@@ -161,11 +165,8 @@ def _first_line(file: Any, piece: Piece) -> int:
 def _read_line(file: Any, path: str, place: int) -> bytes:
     line: bytes = file.readline(_MOST_LINE_BYTES + 1)
     if len(line) > _MOST_LINE_BYTES:
-        raise DataError(
-            f"{path}: line {line_at(Path(path), place)} is longer than {_MOST_LINE_BYTES:,} bytes\n"
-            "  text is read by lines\n"
-            "  break it, or make it a field of parquet"
-        )
+        what = f"{path}: line {line_at(Path(path), place)} is longer than {_MOST_LINE_BYTES:,} bytes"
+        raise DataError(f"{what}\n  text is read by lines\n  break it, or make it a field of parquet")
     return line
 
 
@@ -192,33 +193,17 @@ def _open_parquet(path: str) -> Any:
 
         return pyarrow.parquet.ParquetFile(path)
     except ImportError as error:
-        raise DataError(
-            "parquet needs the package pyarrow, which is not installed\n  pip install 'paceline[data]'"
-        ) from error
+        rule = "pip install 'paceline[data]'"
+        raise DataError(f"parquet needs the package pyarrow, which is not installed\n  {rule}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}\n  it may be cut off\n  copy it again") from error
-
-
-def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
-    pieces: list[Piece] = []
-    with _open_parquet(str(path)) as file:
-        sizes = [file.metadata.row_group(each).total_byte_size for each in range(file.metadata.num_row_groups)]
-    first, held = 0, 0
-    for number, size in enumerate(sizes, start=1):
-        held += size
-        if held >= piece_bytes or number == len(sizes):
-            pieces.append(Piece(path=str(path), first=first, last=number, bytes=held))
-            first, held = number, 0
-    return pieces
 
 
 def _read_parquet(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     with _open_parquet(piece.path) as file:
         if field not in file.schema_arrow.names:
-            raise DataError(
-                f"{piece.path} has no column {field!r}\n  the text of a document is in one column\n"
-                f"  its columns are {', '.join(file.schema_arrow.names)}: give --field"
-            )
+            fix = f"its columns are {', '.join(file.schema_arrow.names)}: give --field"
+            raise DataError(f"{piece.path} has no column {field!r}\n  the text of a document is in one column\n  {fix}")
         row = sum(file.metadata.row_group(each).num_rows for each in range(piece.first))
         groups = list(range(piece.first, piece.last))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[field], use_threads=False):

@@ -6,22 +6,38 @@ in a worker travels as a value: re-raised by the ``DataLoader`` it would lose it
 Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
 run without workers draws from the rank's own generators instead.
+
+``FeedSource`` brings batches to a device while it computes on earlier ones; the host waits for no copy:
+
+    thread    | read 3  | read 4  |              data in memory alone: no random numbers, no code of a user
+    copies         | copy 3  | copy 4  |         a stream of its own
+    compute   | step 1       | step 2       | step 3
+
+[Note: lifetime] Batches are allocated on the stream of the copies, and read on that of the step: ``record_stream``
+keeps the memory of one that is dropped until the step has read it. The host stays at most ``2 x ahead`` batches in
+front of the device, so that only so many are alive. Pinned memory is torch's, which reuses it after the copy has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import pickle
 import random
+import threading
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
 from paceline.data.checked import CheckedSamples, check_own
@@ -45,15 +61,12 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         if self.workers < 0 or self.prefetch < 1:
-            raise UsageError(
-                f"workers = {self.workers}, prefetch = {self.prefetch}\n"
-                "  there are 0 or more workers, and each reads at least 1 batch ahead"
-            )
+            rule = "there are 0 or more workers, and each reads at least 1 batch ahead"
+            raise UsageError(f"workers = {self.workers}, prefetch = {self.prefetch}\n  {rule}")
         if self.pin_memory and not torch.cuda.is_available():
-            raise UsageError(
-                "pin_memory = True without a CUDA device\n"
-                "  pinned memory is for copies to a GPU\n  set pin_memory = (device.type == 'cuda')"
-            )
+            rule = "pinned memory is for copies to a GPU"
+            fix = "set pin_memory = (device.type == 'cuda')"
+            raise UsageError(f"pin_memory = True without a CUDA device\n  {rule}\n  {fix}")
 
 
 class BatchRequest(NamedTuple):
@@ -91,11 +104,8 @@ class LoaderSource:
         self._sampler = _RequestSampler()
         self._settings: dict[str, Any] = {"num_workers": options.workers, "pin_memory": options.pin_memory}
         if options.workers > 0:
-            self._settings |= {
-                "persistent_workers": True,
-                "prefetch_factor": options.prefetch,
-                "multiprocessing_context": start_method(options.worker_start),
-            }
+            self._settings |= {"persistent_workers": True, "prefetch_factor": options.prefetch}
+            self._settings["multiprocessing_context"] = start_method(options.worker_start)
         self._reader = _SampleReader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
@@ -107,10 +117,9 @@ class LoaderSource:
         batches = iter(self._started())
         while True:
             if number != self._stream_number:
-                raise UsageError(
-                    "this iteration over the data was ended by a newer one, or by close()\n"
-                    "  one loader's workers serve one iteration at a time\n  make a second loader to read twice at once"
-                )
+                what = "this iteration over the data was ended by a newer one, or by close()"
+                rule = "one loader's workers serve one iteration at a time"
+                raise UsageError(f"{what}\n  {rule}\n  make a second loader to read twice at once")
             try:
                 batch = next(batches)
             except StopIteration:
@@ -198,16 +207,12 @@ def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned
     except Exception as error:
         if isinstance(dataset, EpochDataset) and isinstance(error, DataError):  # names file and place
             raise
-        raise DataError(
-            f"{_name(reading)} of the data set cannot be read: {type(error).__name__}: {error}\n"
-            "  a data set returns a sample for every index from 0 to its length - 1"
-        ) from error
+        what = f"{_name(reading)} of the data set cannot be read: {type(error).__name__}: {error}"
+        raise DataError(f"{what}\n  a data set returns a sample for every index from 0 to its length - 1") from error
     if isinstance(items, list) and len(items) != len(numbers):
-        raise DataError(
-            f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n"
-            "  a list is taken for one sample per index, anything else for the finished batch\n"
-            "  return a list of samples, or the batch as a tuple or a dict"
-        )
+        rule = "a list is taken for one sample per index, anything else for the finished batch"
+        fix = "return a list of samples, or the batch as a tuple or a dict"
+        raise DataError(f"__getitems__ returned a list of {len(items)} for {len(numbers)} samples\n  {rule}\n  {fix}")
     return join_samples(items, numbers) if isinstance(items, list) else items
 
 
@@ -216,11 +221,10 @@ def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
     try:
         batch = default_collate(samples)
     except Exception as error:
-        raise DataError(
-            f"{_name(numbers)} cannot be joined into a batch: {type(error).__name__}: {error}\n"
-            "  samples are tensors, arrays, numbers or nested structures of them, with the same shapes in a batch\n"
-            "  pad them to one shape, or give the data set __getitems__(self, indices) that returns the whole batch"
-        ) from error
+        what = f"{_name(numbers)} cannot be joined into a batch: {type(error).__name__}: {error}"
+        rule = "samples are tensors, arrays, numbers or nested structures of them, with the same shapes in a batch"
+        fix = "pad them to one shape, or give the data set __getitems__(self, indices) that returns the whole batch"
+        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
     return tuple(batch) if isinstance(batch, list) else batch
 
 
@@ -280,11 +284,10 @@ def _check_sendable(batch: Batch) -> None:
     try:
         pickle.dumps(batch)
     except Exception as error:
-        raise DataError(
-            f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}\n"
-            "  what a data set returns must be picklable with data.workers > 0\n"
-            "  return tensors, arrays, numbers and plain containers, or set data.workers = 0"
-        ) from error
+        what = f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}"
+        rule = "what a data set returns must be picklable with data.workers > 0"
+        fix = "return tensors, arrays, numbers and plain containers, or set data.workers = 0"
+        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
@@ -297,3 +300,121 @@ def _portable(error: BaseException | None) -> BaseException | None:
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note("in a loader worker:\n" + "".join(traceback.format_exception(error)))
     return copy
+
+
+T = TypeVar("T")
+_GATHER_THREADS = 4  # to gather is bound by memory, and takes no cores from whoever starts kernels
+
+
+class FeedSource:
+    """Hands out batches of another source on a device; if ``reads_ahead``, up to ``ahead`` are read early."""
+
+    def __init__(self, source: BatchSource, device: torch.device, *, reads_ahead: bool, ahead: int) -> None:
+        self._source, self._device, self._reads_ahead, self._ahead = source, device, reads_ahead, ahead
+        self._streams: WeakSet[Generator[Batch, None, None]] = WeakSet()  # those that somebody still reads
+
+    def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
+        stream = self._feed(requests)
+        self._streams.add(stream)
+        return stream
+
+    def close(self) -> None:
+        for stream in list(self._streams):
+            stream.close()
+        self._source.close()
+
+    def _feed(self, requests: Iterator[BatchRequest]) -> Generator[Batch, None, None]:
+        batches = self._source.stream(requests)
+        if self._device.type != "cuda":
+            yield from read_ahead(batches, self._ahead) if self._reads_ahead else batches
+            return
+        copies = _Copies(self._device, limit=2 * self._ahead)
+        sent = map(copies.send, batches)
+        if not self._reads_ahead:
+            yield from map(copies.hand_out, sent)
+            return
+        prepare = partial(_prepare_thread, self._device, torch.get_num_threads())
+        with contextlib.closing(read_ahead(sent, self._ahead, prepare)) as ahead:
+            yield from map(copies.hand_out, ahead)
+
+
+def read_ahead(items: Iterator[T], ahead: int, prepare: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
+    """Yields the items in order, while a thread, which calls ``prepare`` first, reads up to ``ahead`` of the next.
+
+    An exception is raised where its item would have come. The thread ends with the generator, however that ends.
+    """
+    ready: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # an item, what was raised, or the end
+    room = threading.Semaphore(ahead)
+    is_closed = threading.Event()
+
+    def read() -> None:
+        try:
+            prepare()
+            while room.acquire() and not is_closed.is_set():
+                ready.put((next(items),))
+        except StopIteration:
+            ready.put(None)
+        except BaseException as error:  # raised again in the thread that asks
+            ready.put(error)
+
+    thread = threading.Thread(target=read, name="paceline-feed", daemon=True)
+    thread.start()
+    try:
+        while (found := ready.get()) is not None:
+            room.release()
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
+    finally:
+        is_closed.set()
+        room.release()
+        thread.join()
+
+
+def _prepare_thread(device: torch.device, threads: int) -> None:
+    """Makes a new thread work for a device, with few of the ``threads`` that the rank computes with."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    if threads > _GATHER_THREADS:
+        torch.set_num_threads(_GATHER_THREADS)  # of operators that this thread runs on the host
+
+
+class _Copies:
+    """Copies batches to a CUDA device on a stream of its own. See [Note: lifetime]."""
+
+    def __init__(self, device: torch.device, *, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handed_out: deque[torch.cuda.Event] = deque()
+
+    def send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        """Starts the copy of a batch; returns it with the end of the copy. Any thread may call it."""
+        with torch.cuda.stream(self._stream):
+            try:
+                placed = tree_map(self._copy, batch)
+            except torch.OutOfMemoryError:
+                placed = batch  # the step copies it when its turn comes, and knows what to do without memory
+            return placed, self._stream.record_event()
+
+    def hand_out(self, sent: tuple[Batch, torch.cuda.Event]) -> Batch:
+        """Returns the batch for what the caller's stream computes from here on."""
+        batch, copied = sent
+        compute = torch.cuda.current_stream(self._device)
+        # Before the step waits for the copy: this event says that the device is done with all earlier batches.
+        passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        passed.record(compute)
+        self._handed_out.append(passed)
+        compute.wait_event(copied)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(compute)
+        if len(self._handed_out) > self._limit:
+            self._handed_out.popleft().synchronize()
+        return batch
+
+    def _copy(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        if value.layout is torch.strided and not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(self._device, non_blocking=True)

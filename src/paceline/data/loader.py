@@ -1,45 +1,42 @@
 """What a rank reads in each step, and exact evaluation.
 
-A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``. So
-the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
-batch is short, a rank may have nothing in a microbatch: it gets ``None`` and still takes part in the step.
-
-Worker processes live as long as what reads from them: the iterator of ``steps``, an ``EvalLoader`` until ``close()``.
+A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``,
+and ``None`` where the batch is short. So the samples of a step, and their order, are the same for any number of ranks.
 ``data.workers: auto`` is decided by a trial before the run:
 
     workers = seconds to read a batch here / 10 ms, at least 1 and at most the rank's cores but one
 
-Data in memory needs no workers: a thread gathers it ahead (feed.py). Other data always get some, as random augmentation
+Data in memory needs no workers: a thread gathers it ahead. Other data always get some, as random augmentation
 differs between none and some (fetch.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import statistics
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.data import fetch
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.feed import FeedSource
 from paceline.data.fetch import (
     BatchRequest,
     BatchSource,
-    DirectSource,
+    FeedSource,
     LoaderOptions,
-    LoaderSource,
     WorkerStart,
     fetch_batch,
     is_in_memory,
-    start_method,
 )
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.data.streams import StreamSamples
@@ -83,10 +80,8 @@ class TrainLoader:
             raise UsageError(f"accumulate = {accumulate}\n  a step has at least one microbatch")
         length = check_map_style(dataset, "the training set")
         if length != order.length:
-            raise UsageError(
-                f"the order is for {order.length} samples, the training set has {length}\n"
-                "  the two must agree\n  make the order with length=len(dataset)"
-            )
+            what = f"the order is for {order.length} samples, the training set has {length}"
+            raise UsageError(f"{what}\n  the two must agree\n  make the order with length=len(dataset)")
         self.order = order
         self._rank, self._ranks, self._accumulate = rank, ranks, accumulate
         self._dataset = dataset
@@ -122,17 +117,16 @@ class TrainLoader:
             source.close()
 
     def _cuts(self, position: int, num_steps: int | None) -> Iterator[tuple[GlobalBatch, list[Indices]]]:
-        """Yields each batch with this rank's part of each microbatch."""
+        return (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
+
+    def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
+        """Returns the batch with this rank's part of each microbatch."""
         parts = self._ranks * self._accumulate
-        for batch in islice(self.order.batches(position), num_steps):
-            yield batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
+        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
 
 
 class EvalLoader:
-    """Reads one rank's share of an evaluation: over all ranks every sample once, in order, any number of times.
-
-    Each rank gets the same number of batches, with ``None`` where it has no samples.
-    """
+    """Reads one rank's share of an evaluation: each sample once over all ranks, as many batches on each."""
 
     def __init__(
         self, dataset: MapDataset, batch_size: int, rank: int = 0, ranks: int = 1, options: LoaderOptions | None = None
@@ -172,11 +166,12 @@ class EvalLoader:
 
 def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
     """Raises ``DataError`` where workers that start this way could not be sent the data set. Copies no tensors."""
-    start = start_method(worker_start)
+    start = fetch.start_method(worker_start)
     if start == "fork":
         return
     try:
-        _Probe(_Nowhere()).dump(dataset)
+        with Path(os.devnull).open("wb") as nowhere:
+            _Probe(nowhere).dump(dataset)
     except Exception as error:
         raise DataError(
             f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}\n"
@@ -189,11 +184,11 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
 def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> BatchSource:
     """Makes what reads; ``ahead`` batches at least are brought to the device before they are asked for."""
     if options.device is None and options.pin_memory:
-        return LoaderSource(dataset, options, seed)
+        return fetch.LoaderSource(dataset, options, seed)
     pinned = options.device is not None and options.device.type == "cuda"
-    source: BatchSource = DirectSource(dataset, pinned=pinned)
+    source: BatchSource = fetch.DirectSource(dataset, pinned=pinned)
     if options.workers:
-        source = LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
+        source = fetch.LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
     if options.device is None:
         return source
     reads_ahead = options.workers == 0 and is_in_memory(dataset)
@@ -203,11 +198,6 @@ def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahea
 def _check_rank(rank: int, ranks: int) -> None:
     if not 0 <= rank < ranks:
         raise UsageError(f"rank = {rank} of {ranks}\n  ranks are numbered from 0 to {ranks - 1}")
-
-
-class _Nowhere:
-    def write(self, data: Any, /) -> int:
-        return len(data)
 
 
 class _Probe(pickle.Pickler):

@@ -78,9 +78,8 @@ class Mixture(Joined):
         lengths = {name: len(source) for name, source in sources.items()}
         for name, length in lengths.items():
             if not length:
-                raise DataError(
-                    f"data.sources.{name} has no samples to train on\n  a mixture needs some of each source"
-                )
+                rule = "a mixture needs some of each source"
+                raise DataError(f"data.sources.{name} has no samples to train on\n  {rule}")
         total = sum(lengths.values()) if samples is None else samples
         super().__init__(sources, proportional({name: weights[name] for name in sources}, total))
         self._seeds = [mix_seed(seed, _MIXTURE, number) for number in range(len(self.sources))] if shuffle else None
@@ -100,10 +99,9 @@ def proportional(weights: Mapping[str, float], total: int) -> list[int]:
     counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
     for name, count in zip(weights, counts.tolist(), strict=True):
         if not count:
-            raise DataError(
-                f"data.weights.{name} = {weights[name]:g} gives no sample in an epoch of {total}\n"
-                "  each source gives at least one\n  raise the weight or data.samples, or leave the source out"
-            )
+            what = f"data.weights.{name} = {weights[name]:g} gives no sample in an epoch of {total}"
+            rule = "each source gives at least one"
+            raise DataError(f"{what}\n  {rule}\n  raise the weight or data.samples, or leave the source out")
     return [int(count) for count in counts]
 
 
@@ -124,10 +122,9 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
             largest[field] = values[first]
         for name, value in values.items():
             if value != values[first]:
-                raise DataError(
-                    f"data.sources.{first} has {field} = {values[first]}, data.sources.{name} has {value}\n"
-                    "  samples of all sources stand in the same batches\n  give them the same sizes"
-                )
+                what = f"data.sources.{first} has {field} = {values[first]}, data.sources.{name} has {value}"
+                rule = "samples of all sources stand in the same batches"
+                raise DataError(f"{what}\n  {rule}\n  give them the same sizes")
     return replace(shapes[first], **largest)
 
 
@@ -140,10 +137,9 @@ def common_tokenizer(tokenizers: Mapping[str, Tokenizer | None]) -> Tokenizer | 
     for name in others:
         both_bytes = found.name == known[name].name == "bytes"  # one of them may have an end token
         if not both_bytes and _files(found) != _files(known[name]):
-            raise DataError(
-                f"data.sources.{first} and data.sources.{name} have different tokenizers\n"
-                "  a token stands for the same in all sources\n  prepare them with one tokenizer: paceline data prepare"
-            )
+            what = f"data.sources.{first} and data.sources.{name} have different tokenizers"
+            rule = "a token stands for the same in all sources"
+            raise DataError(f"{what}\n  {rule}\n  prepare them with one tokenizer: paceline data prepare")
         found = max(found, known[name], key=lambda each: each.vocab_size)
     return found
 
@@ -168,7 +164,6 @@ def _join(parts: dict[str, Batch], rows: Indices) -> Batch:
     try:
         return tree_map(join, *parts.values())
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"samples of data.sources {', '.join(parts)} cannot stand in one batch: {error}\n"
-            "  they are tensors of the same shapes and types\n  bring them to one form in the sources"
-        ) from error
+        what = f"samples of data.sources {', '.join(parts)} cannot stand in one batch: {error}"
+        rule = "they are tensors of the same shapes and types"
+        raise DataError(f"{what}\n  {rule}\n  bring them to one form in the sources") from error

@@ -65,10 +65,8 @@ class DataOrder:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise DataError(
-                f"the training set has {self.length} samples\n  a run needs at least one\n"
-                "  check the path or the factory of the data, or lower data.eval_fraction"
-            )
+            fix = "check the path or the factory of the data, or lower data.eval_fraction"
+            raise DataError(f"the training set has {self.length} samples\n  a run needs at least one\n  {fix}")
         if self.global_batch < 1:
             raise UsageError(f"global_batch = {self.global_batch}\n  a batch has at least one sample")
         if self.drop_last and self.global_batch > self.length:
@@ -141,10 +139,8 @@ def shuffled_index(position: Indices, length: int, seed: int, epoch: int) -> Ind
     if position.size == 0:
         return position.astype(np.int64)
     if int(position.min()) < 0 or int(position.max()) >= length:
-        raise UsageError(
-            f"positions from {position.min()} to {position.max()} for {length} samples\n"
-            f"  positions of an epoch run from 0 to {length - 1}"
-        )
+        rule = f"positions of an epoch run from 0 to {length - 1}"
+        raise UsageError(f"positions from {position.min()} to {position.max()} for {length} samples\n  {rule}")
     num_rows = math.isqrt(length - 1) + 1
     rows, columns, end = np.uint64(num_rows), np.uint64(-(-length // num_rows)), np.uint64(length)
     key = mix_seed(seed, epoch)

@@ -96,10 +96,9 @@ class OwnLoader:
         mine = self.state_dict()
         for key in ("length", "epoch_samples", "seed"):
             if state[key] != mine[key]:
-                raise DataError(
-                    f"the loader was saved with {key} = {state[key]}, this one has {mine[key]}\n"
-                    "  the order of samples follows from it\n  give the same data set, seed and drop_last"
-                )
+                what = f"the loader was saved with {key} = {state[key]}, this one has {mine[key]}"
+                rule = "the order of samples follows from it"
+                raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
         self._position = self._next = state["position"]
 
@@ -154,18 +153,12 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
         fix = "draw the samples in the data set itself"
         if isinstance(sampler, DistributedSampler):
             fix = "give the DataLoader without it, or use that DataLoader as it is"
-        raise UsageError(
-            f"shard() of a DataLoader with a {type(sampler).__name__}\n"
-            f"  the order is that of shuffle=True or False, which can be resumed\n  {fix}"
-        )
+        rule = "the order is that of shuffle=True or False, which can be resumed"
+        raise UsageError(f"shard() of a DataLoader with a {type(sampler).__name__}\n  {rule}\n  {fix}")
     dataset: Any = batches.dataset
-    order = DataOrder(
-        length=check_map_style(dataset, "the data set"),
-        global_batch=batches.batch_size,
-        seed=seed,
-        shuffle=is_plain_shuffle,
-        drop_last=batches.drop_last,
-    )
+    length = check_map_style(dataset, "the data set")
+    options = {"shuffle": is_plain_shuffle, "drop_last": batches.drop_last}
+    order = DataOrder(length=length, global_batch=batches.batch_size, seed=seed, **options)
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
 
 

@@ -24,16 +24,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paceline.data import tokenizers
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
 from paceline.data.token_files import MANIFEST, DataManifest, TokenShard
-from paceline.data.tokenizers import (
-    TOKENIZER_FILES,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    code_points,
-    open_tokenizer,
-)
 from paceline.errors import DataError, UsageError
 from paceline.untrusted import parse_json_object, read_regular
 
@@ -143,7 +136,11 @@ def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
     is_other = (notes / _PLAN).exists() and (notes / _PLAN).read_text(encoding="utf-8") != text
     is_asked = options.may_replace and ((output / MANIFEST).exists() or notes.is_dir())
     if is_asked or (is_other and (notes / _FAILED).exists()):
-        for path in (*output.glob("tokens-*.bin*"), output / MANIFEST, *(output / name for name in TOKENIZER_FILES)):
+        for path in (
+            *output.glob("tokens-*.bin*"),
+            output / MANIFEST,
+            *(output / name for name in tokenizers.TOKENIZER_FILES),
+        ):
             path.unlink(missing_ok=True)
         shutil.rmtree(notes, ignore_errors=True)
         is_other = False
@@ -170,17 +167,19 @@ def _noted(notes: Path, output: Path, number: int) -> PieceDone | None:
     return found if (output / found.shard.file).is_file() else None
 
 
-def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., Any], notes: Path) -> Tokenizer:
+def _tokenizer(
+    options: PrepareOptions, pieces: list[Piece], run: Callable[..., Any], notes: Path
+) -> tokenizers.Tokenizer:
     if options.tokenizer == "bytes":
-        return ByteTokenizer(has_end=True)
+        return tokenizers.ByteTokenizer(has_end=True)
     if options.tokenizer != "char":
-        return open_tokenizer(Path(options.tokenizer))
+        return tokenizers.open_tokenizer(Path(options.tokenizer))
     if (notes / "vocabulary.json").is_file():
-        return open_tokenizer(notes)
+        return tokenizers.open_tokenizer(notes)
     characters: set[str] = set()
     for _, found in run(partial(_characters, options=options), range(len(pieces)), pieces):
         characters.update(found)
-    tokenizer = CharTokenizer("".join(sorted(characters)), has_end=True)
+    tokenizer = tokenizers.CharTokenizer("".join(sorted(characters)), has_end=True)
     tokenizer.save(notes)
     return tokenizer
 
@@ -188,11 +187,11 @@ def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., 
 def _characters(_: int, piece: Piece, *, options: PrepareOptions) -> str:
     is_found = np.zeros(sys.maxunicode + 1, dtype=bool)
     for each in read_piece(piece, options.field, _Skipped(options.on_error)):
-        is_found[code_points(each.text)] = True
+        is_found[tokenizers.code_points(each.text)] = True
     return "".join(map(chr, np.flatnonzero(is_found).tolist()))
 
 
-def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: PrepareOptions) -> PieceDone:
+def _encode_piece(number: int, piece: Piece, *, tokenizer: tokenizers.Tokenizer, options: PrepareOptions) -> PieceDone:
     name, skipped = f"tokens-{number:05d}.bin", _Skipped(options.on_error)
     part, known = options.output / f"{name}.part", hashlib.sha256()
     tokens = documents = 0
@@ -230,7 +229,7 @@ def _batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def _dtype(tokenizer: Tokenizer) -> str:
+def _dtype(tokenizer: tokenizers.Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
 
 
@@ -243,7 +242,6 @@ class _Skipped:
 
     def __call__(self, what: Callable[[], str]) -> None:
         if self._on_error == "stop":
-            raise DataError(
-                f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip"
-            )
+            rule = "every document is text"
+            raise DataError(f"{what()}\n  {rule}\n  mend it, or leave such ones out with --on-error skip")
         self.count += 1

@@ -16,9 +16,8 @@ from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
 from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
-from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
+from paceline.data.rows import ArrowRows, Augment, ImageFolder, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
@@ -83,12 +82,9 @@ def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int,
     weights = {name: config.weights.get(name, 1.0) for name in made}
     train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
     kept = {name: each.eval for name, each in made.items() if each.eval is not None}
-    return DataSplits(
-        train=train,
-        eval=Joined(kept) if kept else None,
-        shape=common_shape({name: each.shape for name, each in made.items()}),
-        tokenizer=common_tokenizer({name: each.tokenizer for name, each in made.items()}),
-    )
+    shape = common_shape({name: each.shape for name, each in made.items()})
+    tokenizer = common_tokenizer({name: each.tokenizer for name, each in made.items()})
+    return DataSplits(train=train, eval=Joined(kept) if kept else None, shape=shape, tokenizer=tokenizer)
 
 
 def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
@@ -103,12 +99,10 @@ def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs
     length = _context(config.context, context)
     text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
     train, evaluation = split_tokens(TokenArray(text.tokens), length, config.eval_fraction, text.source)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length),
-        shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
-        tokenizer=text.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length)
+    shape = DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length)
+    windows = _windows(config.windows, train, length, seed)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=text.tokenizer)
 
 
 def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
@@ -119,30 +113,24 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if config.documents == "apart":
         end_token = opened.end_token if config.end_token is None else config.end_token
         if end_token is None or end_token >= known:
-            raise DataError(
-                f"{source} has end token {end_token}, of {known} tokens\n"
-                "  data.documents = apart needs a token at the end of each document\n"
-                "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
-            )
+            rule = "data.documents = apart needs a token at the end of each document"
+            fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+            raise DataError(f"{source} has end token {end_token}, of {known} tokens\n  {rule}\n  {fix}")
     fraction = config.eval_fraction if config.eval_path is None else 0.0
     train, evaluation = split_tokens(opened.tokens, length, fraction, source)
     if config.eval_path is not None:
         evaluation = open_tokens(config.eval_path, **options).tokens
         check_part(len(evaluation), length, f"data.eval_path = {config.eval_path!r}", fraction)
-    return DataSplits(
-        train=_windows(config.windows, train, length, seed, end_token),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
-        shape=DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token),
-        tokenizer=opened.tokenizer,
-    )
+    kept = None if evaluation is None else TokenBlocks(evaluation, length, end_token)
+    shape = DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token)
+    windows = _windows(config.windows, train, length, seed, end_token)
+    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=opened.tokenizer)
 
 
 def _context(own: int | None, of_model: int | None) -> int:
     if own is None and of_model is None:
-        raise DataError(
-            "data.context is not set, and neither is the model's\n"
-            "  a text is cut into samples of that many tokens\n  set data.context, such as 128"
-        )
+        what = "data.context is not set, and neither is the model's"
+        raise DataError(f"{what}\n  a text is cut into samples of that many tokens\n  set data.context, such as 128")
     return own or of_model or 0
 
 
@@ -182,10 +170,8 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
 
     train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
     if train.classes != plain.classes:
-        raise DataError(
-            f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
-            "  a class has the same folder name in both"
-        )
+        rule = "a class has the same folder name in both"
+        raise DataError(f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n  {rule}")
     check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
     names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
     for each in (train, plain):
@@ -235,10 +221,9 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     else:
         first, other = train[0][0], plain[0][0]
         if first.shape != other.shape:
-            raise DataError(
-                f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
-                "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
-            )
+            shapes = f"{list(first.shape)} in data.path and {list(other.shape)} in data.eval_path"
+            rule = "a model reads samples of one form"
+            raise DataError(f"{config.inputs!r} has the shape {shapes}\n  {rule}\n  bring them to one form")
         classes = config.classes if names is None else max(config.classes or 0, len(names))
         features = len(first) if first.ndim == 1 else None
         shape = replace(shape, features=features, classes=classes, class_names=names)
@@ -284,10 +269,8 @@ def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: s
 
 def _check_made(dataset: Any, name: str) -> int:
     if isinstance(dataset, torch.Tensor | np.ndarray):
-        raise DataError(
-            f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"
-            "  wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
-        )
+        rule = "wrap tensors: torch.utils.data.TensorDataset(inputs, targets)"
+        raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n  {rule}")
     if dataset is None or isinstance(dataset, str | bytes | Mapping):
         raise DataError(f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}")
     return datasets.check_map_style(dataset, name)
@@ -303,10 +286,8 @@ def _shape_of(dataset: Any, what: str) -> DataShape:
     try:
         return DataShape(**{"kind": "custom", **shape})
     except TypeError as error:
-        raise DataError(
-            f"{what} returned a data set with shape = {dict(shape)}: {error}\n"
-            f"  the fields are {', '.join(DataShape.__dataclass_fields__)}"
-        ) from error
+        rule = f"the fields are {', '.join(DataShape.__dataclass_fields__)}"
+        raise DataError(f"{what} returned a data set with shape = {dict(shape)}: {error}\n  {rule}") from error
 
 
 _WHAT_A_FACTORY_RETURNS = "  a data factory returns a map-style data set, a tuple (train, eval), or DataSplits"

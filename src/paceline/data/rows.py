@@ -1,10 +1,14 @@
-"""Rows of JSON lines, parquet, and data sets that Hugging Face's ``datasets`` has saved to disk.
+"""Rows of JSON lines, parquet and data sets that Hugging Face's ``datasets`` has saved to disk; images.
 
     inputs    numbers or lists of them: features of a model; or text, with a tokenizer: a language model's
     targets   a class, or numbers; without: a language model's, the inputs one token later
 
 Text of a row is one sample: cut to ``context`` tokens, or padded, where the padding does not count. JSON lines are
 found by the places of their ends, and read when they are asked for. Arrow files are mapped; parquet is in memory.
+
+Images are in folders, one for each class: ``path/cat/1.jpg``. One becomes bytes (channels, size, size), which the
+device normalises: its shorter side is scaled to ``size`` and the middle cut out. ``crop_flip`` takes a random part of 8
+to 100 % of the area, and mirrors every second one; what is drawn is a pure function of (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -20,9 +24,8 @@ from torch.utils.data import default_collate
 
 from paceline.config.data_sections import OnBad
 from paceline.data.checked import SampleRules, find_bad
-from paceline.data.datasets import EpochDataset, Pair
-from paceline.data.images import IGNORED
-from paceline.data.order import Indices
+from paceline.data.datasets import IGNORED, EpochDataset, Pair
+from paceline.data.order import Indices, random_words
 from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
@@ -31,10 +34,7 @@ _BLOCK = 2**22
 
 
 class RowDataset(EpochDataset):
-    """Samples of rows: inputs and targets by the names of their fields, or text of one field.
-
-    All rows have the form of the first that can be used. ``labels``: the model's numbers of the targets' classes.
-    """
+    """Samples of rows by the names of their fields, in the form of the first row that can be used."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class RowDataset(EpochDataset):
         labels: Sequence[int] | None = None,
     ) -> None:
         self.rows, self.inputs, self.targets, self.rules = rows, inputs, targets, rules
-        self.tokenizer, self.context, self.on_bad, self.labels = tokenizer, context, on_bad, labels
+        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+        self.labels = labels  # the model's numbers of the targets' classes
         self._first: tuple[int, Pair] | None = None
 
     def __len__(self) -> int:
@@ -151,10 +152,9 @@ class JsonLines:
                     starts.append(ends)
                     place, is_start = place + len(block), False
         except OSError as error:
-            raise DataError(
-                f"data.path = {str(path)!r} cannot be read: {error.strerror}\n  it is a file of JSON lines; a relative "
-                f"path starts at {Path.cwd()}\n  check the path"
-            ) from error
+            rule = f"it is a file of JSON lines; a relative path starts at {Path.cwd()}"
+            fix = "check the path"
+            raise DataError(f"data.path = {str(path)!r} cannot be read: {error.strerror}\n  {rule}\n  {fix}") from error
         found = np.concatenate([*starts, np.array([place])]) if starts else np.zeros(1, dtype=np.int64)
         self._starts = np.unique(found).astype(np.int64)  # the last is the end of the file
 
@@ -205,15 +205,12 @@ class ArrowRows:
             try:
                 self._table = self._open()
             except ImportError as error:
-                raise DataError(
-                    f"data.kind = {self.kind} needs the package pyarrow, which is not installed\n"
-                    "  pip install 'paceline[data]'"
-                ) from error
+                what = f"data.kind = {self.kind} needs the package pyarrow, which is not installed"
+                raise DataError(f"{what}\n  pip install 'paceline[data]'") from error
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"data.path = {str(self.path)!r} cannot be read as {self.kind}: {error}\n"
-                    f"  it is {_KINDS[self.kind]}; a relative path starts at {Path.cwd()}\n  check the path"
-                ) from error
+                what = f"data.path = {str(self.path)!r} cannot be read as {self.kind}: {error}"
+                rule = f"it is {_KINDS[self.kind]}; a relative path starts at {Path.cwd()}"
+                raise DataError(f"{what}\n  {rule}\n  check the path") from error
         return self._table
 
     def _open(self) -> Any:
@@ -268,3 +265,76 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name!r} holds no numbers: {error}") from error
     return found.float() if found.is_floating_point() else found.long()
+
+
+Augment: TypeAlias = Literal["none", "flip", "crop_flip"]
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+_AREAS, _RATIOS, _TRIALS = (0.08, 1.0), (3 / 4, 4 / 3), 10
+
+
+class ImageFolder(EpochDataset):
+    """The images of class folders, by name. ``on_bad`` skip leaves out, of the loss, what does not decode."""
+
+    def __init__(
+        self, folder: Path, size: int, *, augment: Augment = "none", on_bad: OnBad = "stop", seed: int = 0
+    ) -> None:
+        self.classes = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+        self.files: list[Path] = []
+        targets: list[int] = []
+        for number, name in enumerate(self.classes):
+            found = sorted(each for each in (folder / name).rglob("*") if each.suffix.lower() in SUFFIXES)
+            self.files += found
+            targets += [number] * len(found)
+        if not self.files:
+            rule = "it has a folder of images for each class, such as cats/1.jpg; a relative path starts at"
+            raise DataError(f"data.path = {str(folder)!r} has no images\n  {rule} {Path.cwd()}\n  check the path")
+        self.targets = np.array(targets, dtype=np.int64)
+        self.size, self.augment, self.on_bad, self.seed = size, augment, on_bad, seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, indices: Indices, epoch: int) -> Pair:
+        images = np.zeros((len(indices), 3, self.size, self.size), dtype=np.uint8)
+        targets = torch.from_numpy(self.targets[indices])
+        words = random_words(indices, self.seed, epoch)
+        for row, (index, word) in enumerate(zip(indices.tolist(), words.tolist(), strict=True)):
+            try:
+                images[row] = self._decode(self.files[index], word)
+            except Exception as error:  # pillow has errors of its own for some, such as images that are too large
+                what = f"{self.files[index]} (sample {index}) does not decode: {error}"
+                if self.on_bad == "stop":
+                    fix = "mend or remove it, or go on without such ones: data.on_bad = skip"
+                    raise BadSampleError(f"{what}\n  every file with the name of an image is one\n  {fix}") from error
+                warnings.warn(f"{what}; it does not count", stacklevel=2)
+                targets[row] = IGNORED
+        return torch.from_numpy(images), targets
+
+    def _decode(self, path: Path, word: int) -> np.ndarray[Any, Any]:
+        from PIL import Image
+
+        generator = np.random.default_rng(word)
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        box = _random_box(generator, *image.size) if self.augment == "crop_flip" else _middle_box(*image.size)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        pixels = np.asarray(image).transpose(2, 0, 1)
+        return pixels[:, :, ::-1] if self.augment != "none" and generator.random() < 0.5 else pixels
+
+
+def _middle_box(width: int, height: int) -> tuple[float, float, float, float]:
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(generator: np.random.Generator, width: int, height: int) -> tuple[float, float, float, float]:
+    """Draws a part of an image by area and ratio of its sides (Szegedy et al. 2015); the middle where none fits."""
+    for _ in range(_TRIALS):
+        area = width * height * generator.uniform(*_AREAS)
+        ratio = np.exp(generator.uniform(*np.log(_RATIOS)))
+        across, down = np.sqrt(area * ratio), np.sqrt(area / ratio)
+        if across <= width and down <= height:
+            left, top = generator.uniform(0, width - across), generator.uniform(0, height - down)
+            return float(left), float(top), float(left + across), float(top + down)
+    return _middle_box(width, height)

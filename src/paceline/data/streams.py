@@ -44,10 +44,8 @@ class StreamSource:
         what = f"data.factory = {self.factory!r}"
         made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
-            raise DataError(
-                f"{what} returned a {type(made).__name__}\n"
-                "  the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
-            )
+            rule = "the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
+            raise DataError(f"{what} returned a {type(made).__name__}\n  {rule}")
         return made
 
 
@@ -114,36 +112,28 @@ class _Cursor:
             return
         done = self._ask(skip, count)
         if not isinstance(done, int) or not 0 <= done <= count:
-            raise DataError(
-                f"{self._source.name}: skip({count}) returned {done!r}\n"
-                "  skip(count) of a stream's iterator passes over samples and returns how many: fewer at its end"
-            )
+            rule = "skip(count) of a stream's iterator passes over samples and returns how many: fewer at its end"
+            raise DataError(f"{self._source.name}: skip({count}) returned {done!r}\n  {rule}")
         self._place += done
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except Exception as error:
-            raise DataError(
-                f"{self._source.name} failed after {self._place} samples: {type(error).__name__}: {error}\n"
-                "  a stream yields samples until its end"
-            ) from error
+            what = f"{self._source.name} failed after {self._place} samples: {type(error).__name__}: {error}"
+            raise DataError(f"{what}\n  a stream yields samples until its end") from error
 
     def _end(self, number: int) -> None:
         """Begins the next pass, or raises where the policy says so, or nothing is there to read: no restart helps."""
         ended = f"{self._source.name} ended after {self._place} samples"
         if self._is_kept or self._place <= self._kept:
-            raise BadSampleError(
-                f"{ended}, and data.eval_samples = {self._source.kept}\n"
-                "  the first ones are kept for evaluation, and a run trains on those that follow\n"
-                "  bring more data, or lower data.eval_samples"
-            )
+            rule = "the first ones are kept for evaluation, and a run trains on those that follow"
+            fix = "bring more data, or lower data.eval_samples"
+            raise BadSampleError(f"{ended}, and data.eval_samples = {self._source.kept}\n  {rule}\n  {fix}")
         if self._source.on_end == "stop":
-            raise BadSampleError(
-                f"{ended}, where sample {number} of the run was to follow\n"
-                "  data.on_end = stop: the run ends where the stream ends\n"
-                "  bring more data, lower train.steps, or begin the stream anew at its end: data.on_end = repeat"
-            )
+            rule = "data.on_end = stop: the run ends where the stream ends"
+            fix = "bring more data, lower train.steps, or begin the stream anew at its end: data.on_end = repeat"
+            raise BadSampleError(f"{ended}, where sample {number} of the run was to follow\n  {rule}\n  {fix}")
         warnings.warn(f"{ended}; it begins anew", stacklevel=2)
         self._begin(self._first + self._place)
 
@@ -153,10 +143,9 @@ def call_factory(factory: Callable[..., Any], args: dict[str, Any], what: str) -
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:
-        raise DataError(
-            f"{what} cannot be called with data.args = {args}: {error}\n"
-            "  data.args are its keyword arguments\n  give those that it needs, and no others"
-        ) from error
+        rule = "data.args are its keyword arguments"
+        fix = "give those that it needs, and no others"
+        raise DataError(f"{what} cannot be called with data.args = {args}: {error}\n  {rule}\n  {fix}") from error
     except ValueError:  # a factory written in C may have no signature; the call itself will tell
         pass
     return factory(**args)

@@ -81,15 +81,13 @@ class MappedTokens:
             try:
                 known = np.memmap(file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,))
             except OSError as error:
-                raise DataError(
-                    f"{file.path} cannot be read any more: {error}\n  it had {file.tokens} tokens"
-                ) from error
+                rule = f"it had {file.tokens} tokens"
+                raise DataError(f"{file.path} cannot be read any more: {error}\n  {rule}") from error
             except ValueError as error:
                 size = file.path.stat().st_size
-                raise BadSampleError(
-                    f"{file.path} was cut off: it has {size:,} bytes, and had {file.tokens:,} tokens when it began\n"
-                    "  a run maps files that do not change\n  restore it, or prepare it again"
-                ) from error
+                what = f"{file.path} was cut off: it has {size:,} bytes, and had {file.tokens:,} tokens when it began"
+                rule = "a run maps files that do not change"
+                raise BadSampleError(f"{what}\n  {rule}\n  restore it, or prepare it again") from error
             self._maps[number] = known = np.asarray(known)
         return known
 
@@ -99,12 +97,10 @@ class MappedTokens:
         place = int(starts[row]) + int(column)
         number = int(np.searchsorted(self._ends, place, side="right"))
         within = place - (int(self._ends[number - 1]) if number else 0)
-        raise BadSampleError(
-            f"{self.files[number].path}: token {within} is {found[row, column]}, "
-            f"beyond a vocabulary of {self.vocab_size}\n"
-            "  every token is from 0 to data.vocab_size - 1, and raw files must be of the type that data.dtype says\n"
-            "  check both, or prepare the file again"
-        )
+        path, token = self.files[number].path, found[row, column]
+        what = f"{path}: token {within} is {token}, beyond a vocabulary of {self.vocab_size}"
+        rule = "every token is from 0 to data.vocab_size - 1, and raw files must be of the type that data.dtype says"
+        raise BadSampleError(f"{what}\n  {rule}\n  check both, or prepare the file again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +118,16 @@ def open_tokens(
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         check_shards(folder, manifest, verify)
-        files = [
-            TokenFile(path=folder / shard.file, dtype=manifest.dtype, tokens=shard.tokens)
-            for shard in manifest.shards
-            if shard.tokens
-        ]
+        shards, kind = [shard for shard in manifest.shards if shard.tokens], manifest.dtype
+        files = [TokenFile(path=folder / shard.file, dtype=kind, tokens=shard.tokens) for shard in shards]
         tokens = _joined(files, max(vocab_size or 0, manifest.vocab_size), path)
         tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
         return OpenedTokens(tokens=tokens, end_token=manifest.end_token, tokenizer=tokenizer)
     found = _find(path)
     if vocab_size is None:
-        raise DataError(
-            f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n"
-            "  raw tokens do not say how many there may be\n"
-            "  set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
-        )
+        rule = "raw tokens do not say how many there may be"
+        fix = "set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
+        raise DataError(f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n  {rule}\n  {fix}")
     kind = dtype or ("uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32")
     return OpenedTokens(tokens=_joined([open_file(each, kind) for each in found], vocab_size, path))
 
@@ -153,16 +144,12 @@ def open_file(path: Path, dtype: Literal["uint16", "uint32"]) -> TokenFile:
         raise DataError(f"{path} cannot be read: {error}\n  it is a file of tokens\n  restore it") from error
     item = np.dtype(dtype).itemsize
     if size % item or not size:
-        raise DataError(
-            f"{path} has {size:,} bytes, which is no whole number of {dtype} tokens\n"
-            "  it was cut off, or has another type\n  copy it again, or set data.dtype"
-        )
+        what = f"{path} has {size:,} bytes, which is no whole number of {dtype} tokens"
+        raise DataError(f"{what}\n  it was cut off, or has another type\n  copy it again, or set data.dtype")
     if is_wider:
-        raise DataError(
-            f"{path}: read as uint16, every second token is 0\n"
-            "  so it holds tokens of uint32: a raw file does not say its type, data.dtype does\n"
-            "  set data.dtype = uint32; if every second token is 0, save the file as .npy, which says its type"
-        )
+        rule = "so it holds tokens of uint32: a raw file does not say its type, data.dtype does"
+        fix = "set data.dtype = uint32; if every second token is 0, save the file as .npy, which says its type"
+        raise DataError(f"{path}: read as uint16, every second token is 0\n  {rule}\n  {fix}")
     return TokenFile(path=path, dtype=dtype, tokens=size // item)
 
 
@@ -255,15 +242,12 @@ def read_manifest(folder: Path) -> DataManifest:
     try:
         return parse_manifest(read_regular(folder / MANIFEST))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(
-            f"{folder} has no {MANIFEST}\n  it is a folder that paceline data prepare has written\n"
-            "  check the path; a run reads raw files (.bin, .npy) too: set data.path and data.vocab_size"
-        ) from error
+        rule = "it is a folder that paceline data prepare has written"
+        fix = "check the path; a run reads raw files (.bin, .npy) too: set data.path and data.vocab_size"
+        raise DataError(f"{folder} has no {MANIFEST}\n  {rule}\n  {fix}") from error
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{folder / MANIFEST} cannot be read: {error}\n  it lists what paceline data prepare has written\n"
-            "  prepare the data again"
-        ) from error
+        rule = "it lists what paceline data prepare has written"
+        raise DataError(f"{folder / MANIFEST} cannot be read: {error}\n  {rule}\n  prepare the data again") from error
 
 
 def parse_manifest(content: bytes) -> DataManifest:

@@ -156,10 +156,8 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     if (folder / TOKENIZER).is_file():
         return FolderTokenizer(folder)
     what = "has no tokenizer" if folder.is_dir() else "is no folder"
-    raise DataError(
-        f"{folder} {what}\n  a tokenizer is a folder with {TOKENIZER} (Hugging Face) or {VOCABULARY} (Paceline)\n"
-        "  give a folder with one of them, or bytes, or char"
-    )
+    rule = f"a tokenizer is a folder with {TOKENIZER} (Hugging Face) or {VOCABULARY} (Paceline)"
+    raise DataError(f"{folder} {what}\n  {rule}\n  give a folder with one of them, or bytes, or char")
 
 
 def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
@@ -171,10 +169,8 @@ def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[n
 def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
     wrong = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
     if wrong:
-        raise DataError(
-            f"token {wrong[0]} is beyond the vocabulary of {tokenizer.name}, which has {tokenizer.vocab_size} tokens\n"
-            "  tokens are decoded by the tokenizer that made them"
-        )
+        what = f"token {wrong[0]} is beyond the vocabulary of {tokenizer.name}, which has {tokenizer.vocab_size} tokens"
+        raise DataError(f"{what}\n  tokens are decoded by the tokenizer that made them")
 
 
 def _write(folder: Path, values: dict[str, Any]) -> None:
@@ -192,9 +188,8 @@ def _read_vocabulary(path: Path) -> Tokenizer:
         if kind == "char" and list(characters) != sorted(set(characters)):
             raise ValueError("its characters are not sorted, or one is there twice")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}\n  it says what tokens stand for\n  restore it, or prepare the data again"
-        ) from error
+        rule = "it says what tokens stand for"
+        raise DataError(f"{path} cannot be read: {error}\n  {rule}\n  restore it, or prepare the data again") from error
     has_end = end is not None
     return ByteTokenizer(has_end=has_end) if kind == "bytes" else CharTokenizer(characters, has_end=has_end)
 
@@ -203,17 +198,15 @@ def _load(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(
-            f"{path} needs the package tokenizers, which is not installed\n"
-            "  it reads the tokenizers of Hugging Face\n  pip install 'paceline[data]', or use bytes or char"
-        ) from error
+        rule = "it reads the tokenizers of Hugging Face"
+        fix = "pip install 'paceline[data]', or use bytes or char"
+        raise DataError(f"{path} needs the package tokenizers, which is not installed\n  {rule}\n  {fix}") from error
     try:
         return tokenizers.Tokenizer.from_str(read_regular(path, _MOST_BYTES).decode("utf-8"))
     except Exception as error:  # the package raises plain exceptions
-        raise DataError(
-            f"{path} cannot be read as a tokenizer: {error}\n  it is a file that tokenizers or transformers has saved\n"
-            "  save it again with tokenizer.save_pretrained(folder)"
-        ) from error
+        rule = "it is a file that tokenizers or transformers has saved"
+        fix = "save it again with tokenizer.save_pretrained(folder)"
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}\n  {rule}\n  {fix}") from error
 
 
 def _named_end(folder: Path) -> str:

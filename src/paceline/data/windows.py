@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.data.datasets import EpochDataset, Pair
+from paceline.data.datasets import IGNORED, EpochDataset, Pair
 from paceline.data.documents import decode_text
-from paceline.data.images import IGNORED
 from paceline.data.order import Indices, mix_seed, random_words
 from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, code_points, smallest_dtype
 from paceline.errors import DataError
@@ -77,11 +76,10 @@ def check_part(tokens: int, context: int, part: str, eval_fraction: float) -> No
     if context < 1:
         raise DataError(f"data.context = {context}\n  a sample has at least one token")
     if tokens <= context:
-        raise DataError(
-            f"{part} has {tokens} tokens with data.eval_fraction = {eval_fraction}, for a context of {context}\n"
-            f"  one sample needs {context + 1} tokens: the context, and one more as the last target\n"
-            f"  bring a longer text, a shorter context, or another data.eval_fraction (0: no evaluation)"
-        )
+        what = f"{part} has {tokens} tokens with data.eval_fraction = {eval_fraction}, for a context of {context}"
+        rule = f"one sample needs {context + 1} tokens: the context, and one more as the last target"
+        fix = "bring a longer text, a shorter context, or another data.eval_fraction (0: no evaluation)"
+        raise DataError(f"{what}\n  {rule}\n  {fix}")
 
 
 class TokenBlocks(EpochDataset):
@@ -160,10 +158,9 @@ def _python_documentation() -> str:
     try:
         from pydoc_data import topics
     except ImportError as error:
-        raise DataError(
-            "this Python was installed without pydoc_data.topics, its own documentation\n"
-            "  it is the text that is used where data.path is not set\n  set data.path to a UTF-8 text file"
-        ) from error
+        what = "this Python was installed without pydoc_data.topics, its own documentation"
+        rule = "it is the text that is used where data.path is not set"
+        raise DataError(f"{what}\n  {rule}\n  set data.path to a UTF-8 text file") from error
     return "\n".join(text for _, text in sorted(topics.topics.items()))
 
 
@@ -171,11 +168,9 @@ def _read_file(path: str) -> bytes:
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise DataError(
-            f"data.path = {path!r} cannot be read: {error.strerror}\n"
-            f"  it is looked for from the current directory, {Path.cwd()}\n"
-            "  check the path and its permissions, or leave it out to use the documentation inside Python"
-        ) from error
+        rule = f"it is looked for from the current directory, {Path.cwd()}"
+        fix = "check the path and its permissions, or leave it out to use the documentation inside Python"
+        raise DataError(f"data.path = {path!r} cannot be read: {error.strerror}\n  {rule}\n  {fix}") from error
     if not content:
         raise DataError(f"data.path = {path!r} is an empty file\n  a text needs at least two tokens")
     return content

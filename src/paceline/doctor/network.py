@@ -261,16 +261,13 @@ def nccl_files(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         meaning = "NCCL reads its variables from that file"
         yield finding("nccl files", f"NCCL_CONF_FILE={given} is no file", meaning, problem=fix)
     for path in (_SYSTEM_FILE, user):
-        if path.is_file() and (lines := variables_in(path.read_text(errors="replace"))):
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        pairs = (line.strip().partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
+        lines = {name.strip(): value.strip() for name, equals, value in pairs if equals and name.strip()}
+        if lines:
             shown = ", ".join(f"{name}={value}" for name, value in lines.items())
             meaning = "NCCL obeys them, except for what the environment or the config says otherwise"
             yield MachineFinding(name="nccl files", status="note", found=f"{path}: {shown}", meaning=meaning)
-
-
-def variables_in(text: str) -> dict[str, str]:
-    """Reads lines of the form NAME=VALUE; others, such as comments, are left out."""
-    pairs = (line.strip().partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals and name.strip()}
 
 
 def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:

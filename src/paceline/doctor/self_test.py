@@ -108,7 +108,6 @@ class RankReport:
 
     rank: int
     host: str
-    device: str
     versions: tuple[str, str]
     latency_s: float
     bandwidth: float
@@ -123,7 +122,6 @@ def self_test(comm: Communicator) -> list[RankReport]:
     report = RankReport(
         rank=comm.rank,
         host=socket.gethostname(),
-        device=torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu",
         versions=(platform.python_version(), torch.__version__),
         latency_s=latency_s,
         bandwidth=_LARGE * 4 / large_s,

@@ -22,19 +22,16 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.buckets import choose_for_link
-from paceline.engines.buckets.tuner import probe_link
-from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.blocks import checkpoint_blocks, compile_model, swap_pools
+from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.combined import combine
-from paceline.engines.compiled import compile_model, swap_pools
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.groups import Groups, expert_dim, make_groups
+from paceline.engines.groups import Groups, broadcast_tensors, check_same_model, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
@@ -89,8 +86,9 @@ def parallelize(
     what is given twice.
     """
     _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
-    if isinstance(model, nn.Module):
-        check_initialised(model)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+    check_initialised(model)
     is_auto = strategy == "auto"
     layout = layout or layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
@@ -105,9 +103,8 @@ def parallelize(
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
-    if isinstance(model, nn.Module):
-        _check_parameters(model, layout.expert, policy)
-    before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    _check_parameters(model, layout.expert, policy)
+    before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine
     if layout.is_split:
@@ -352,9 +349,7 @@ def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> 
         )
 
 
-def _check_model(model: Any, *, may_be_meta: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+def _check_model(model: nn.Module, *, may_be_meta: bool) -> None:
     if getattr(model, _MARK, False):
         raise UsageError(
             "this module is parallelized already\n  each rank needs a module of its own, wrapped once\n"

@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
-from paceline.engines.agree import check_same_model
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, Scale, ignore_phase
 from paceline.engines.flat.flat import mark_alone
-from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import (
+    check_elementwise,
     gather_optimizer_state,
     global_groups,
     load_by_name,
@@ -40,14 +39,14 @@ from paceline.engines.flat.optimizer_state import (
     named_states,
     numbered_states,
 )
-from paceline.engines.flat.shard_gradients import add_powers, reduce_norm, scale_to
-from paceline.engines.groups import Groups, expert_dim, make_groups
-from paceline.engines.module_engine import ModuleEngine, name_problems
+from paceline.engines.flat.shard import add_powers, reduce_norm, scale_to
+from paceline.engines.groups import Groups, check_same_model, expert_dim, make_groups
+from paceline.engines.module_engine import ModuleEngine, check_fits
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.costs import estimate_layers, measure_layers
 from paceline.engines.stages.stages import bounds_from_layers, bounds_from_names, split_model, tied_names
 from paceline.engines.tensor.apply import apply_tensor_parallel
-from paceline.engines.tensor.layout import SplitParts, TensorLayout
+from paceline.engines.tensor.layout import Split, SplitParts
 from paceline.errors import UsageError
 from paceline.free_memory import measure_machine
 from paceline.models.hugging_face import allocate_unfilled
@@ -72,7 +71,7 @@ class CombinedParallel(Engine):
         pipeline: Pipeline,
         names: Sequence[str],
         tied: Mapping[str, Sequence[int]],
-        layout: TensorLayout | None,
+        splits: Mapping[str, Split],
         sizes: tuple[int, int],
     ) -> None:
         """Takes the names of the whole state, the stages of tied ones, and how many parameters there are and train."""
@@ -84,10 +83,10 @@ class CombinedParallel(Engine):
         self.float8 = engines[0].float8
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]
         self.module = engines[0].module if len(engines) == 1 else nn.ModuleList(e.module for e in engines)
-        self._num_parameters, self._num_trained = sizes
+        self._numbers = sizes
         self._names = tuple(names)
         self._tied = dict(tied)
-        self._parts = SplitParts({} if layout is None else layout.splits, groups.tensor)
+        self._parts = SplitParts(splits, groups.tensor)
         self._split = (*(engine.experts for engine in engines), self._parts)  # of a parameter: cut by each in turn
         self._counted = {
             (stage, name)
@@ -105,12 +104,8 @@ class CombinedParallel(Engine):
                 self._tie_comms[name] = made[ranks]
 
     @property
-    def num_parameters(self) -> int:
-        return self._num_parameters
-
-    @property
-    def num_trained(self) -> int:
-        return self._num_trained
+    def _totals(self) -> tuple[int, int]:
+        return self._numbers
 
     @property
     def holds_parts(self) -> bool:
@@ -120,8 +115,6 @@ class CombinedParallel(Engine):
     def _spread(self) -> str:
         axes = f"pipeline {self.groups.pipeline.size} x tensor {self.groups.tensor.size} x data {self.batch_comm.size}"
         return f"{axes}, {next(iter(self.stages.values()))._spread}"
-
-    # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; through a pipeline without gradients, where each rank gives inputs and gets the output."""
@@ -226,12 +219,8 @@ class CombinedParallel(Engine):
         return self._merged(states, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        problems = name_problems(self._names, state)
-        for name, split in self._parts.splits.items():
-            if name in state and tuple(state[name].shape) != split.shape:
-                problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {split.shape}")
-        if problems:
-            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        splits = self._parts.splits
+        check_fits({name: splits[name].shape if name in splits else None for name in self._names}, state)
         for engine in self.stages.values():
             mine = engine.module.state_dict(keep_vars=True)
             engine.load_full_state_dict({name: self._parts.part(name, state[name]) for name in mine})
@@ -304,10 +293,10 @@ def combine(
     sizes = sum(numbers.values()), sum(number for p, number in numbers.items() if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
     bounds = _bounds(model, layers, asked, schedule.stages, groups) if layers else (0, 1)
-    layout: TensorLayout | None = None
+    splits: Mapping[str, Split] = {}
     if asked.tensor > 1:
         sequence, gathers = asked.sequence_parallel, asked.gathers_logits
-        layout = apply_tensor_parallel(model, groups.tensor, sequence=sequence, gathers_logits=gathers)
+        splits = apply_tensor_parallel(model, groups.tensor, sequence=sequence, gathers_logits=gathers).splits
         layers = model_layers(model) if layers else ()
     mine = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pipeline.rank]
     tied = tied_names(model, bounds, layers=layers) if layers else {}
@@ -316,7 +305,7 @@ def combine(
     allocate_unfilled(parts.values(), comm.device)
     engines = {stage: share(part, groups) for stage, part in parts.items()}
     pipeline = Pipeline(engines, groups.pipeline, partial(_schedule, asked))
-    return CombinedParallel(groups, pipeline, names, tied, layout, sizes)
+    return CombinedParallel(groups, pipeline, names, tied, splits, sizes)
 
 
 def _schedule(asked: Layout, microbatches: int) -> Schedule:

@@ -27,17 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
-from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
+from paceline.engines.buckets.buckets import BucketPolicy, BucketTuner, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
-from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.flat.optimizer_state import on_cpu
-from paceline.engines.flat.shard_gradients import reduce_norm
-from paceline.engines.groups import Groups, reduction
+from paceline.engines.flat.shard import reduce_norm
+from paceline.engines.groups import Groups, reduction, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
-from paceline.shards import load_own_state, own_optimizer_state
+from paceline.shards import own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -53,16 +51,14 @@ class DataParallel(ModuleEngine):
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        self.layout = layout or Layout()
-        super().__init__(module, groups, precision or Precision(), self.layout.buffers)
+        super().__init__(module, groups, layout or Layout(), precision or Precision())
         comm = groups.gradients
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
-        self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
-        self._parameters = self._held if self._masters is None else self._masters.parameters
+        self._masters = Masters(module, self.precision.param_dtype)
+        self._parameters = self._masters.parameters
         names = [name for name, _ in module.named_parameters()]
         self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
-        self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             names, overlap=self.layout.overlap, graph_fix="run that backward inside engine.no_sync()"
@@ -74,14 +70,12 @@ class DataParallel(ModuleEngine):
             if self.layout.tunes_buckets:
                 self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout), overlap=self.layout.overlap)
             self._start_over()
-        elif self._masters is not None:
+        elif self.precision.param_dtype is not None:
             self._watch()
 
     @property
     def _spread(self) -> str:
         return f"ddp, nothing sharded, buckets: {len(self._arrivals.buckets)}"
-
-    # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
@@ -104,12 +98,12 @@ class DataParallel(ModuleEngine):
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if not self.experts and math.isinf(max_norm):
             found = [p.grad for p in self._parameters if p.grad is not None]
-            left = () if self._masters is None else self._masters.norms_left(norm_type)
+            left = self._masters.norms_left(norm_type)
             if not left:
                 return nn.utils.get_total_norm(found, norm_type)
             norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
             return cast("Tensor", torch.linalg.vector_norm(norms, norm_type))
-        self._collect_gradients()
+        self._masters.collect_gradients()
         if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
@@ -123,20 +117,20 @@ class DataParallel(ModuleEngine):
         return norm
 
     def gradients(self) -> list[Tensor]:
-        self._collect_gradients()
+        self._masters.collect_gradients()
         return super().gradients()
 
     @property
     def can_fuse_cast(self) -> bool:
-        return self._masters is not None and self._masters.can_fuse_cast
+        return self._masters.can_fuse_cast
 
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return {} if self._masters is None else self._masters.fuse_cast()
+        return self._masters.fuse_cast()
 
     def join_forward(self) -> None:
         """Shares the buffers as the others do in their forward, unless one that failed halfway has done so."""
         is_asked = torch.is_grad_enabled() and self._is_syncing and self.module.training
-        if self.gradient_comm.size > 1 and is_asked and not self._buffers.are_shared:
+        if self.gradient_comm.size > 1 and is_asked and not self._are_buffers_shared:
             self._share_buffers()
 
     def join_backward(self) -> None:
@@ -145,7 +139,7 @@ class DataParallel(ModuleEngine):
             return
         self.mark_updated()
         if self.gradient_comm.size > 1:
-            if self.module.training and not self._buffers.are_shared:
+            if self.module.training and not self._are_buffers_shared:
                 self._share_buffers()
             self._finish()
 
@@ -160,38 +154,30 @@ class DataParallel(ModuleEngine):
             self._start_over()
 
     def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
-        if rank0_only and self.gradient_comm.rank != 0:
-            return {}
-        state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
+        state = {} if rank0_only and self.gradient_comm.rank != 0 else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
-        if self._masters is not None:
-            self._masters.may_have_changed = True
-            self._masters.refresh()
+        self._masters.may_have_changed = True
+        self._masters.refresh()
 
     def mark_updated(self) -> None:
-        if self._masters is not None:
-            self._masters.expect_update()
+        self._masters.expect_update()
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
-        if self._masters is None:
-            load_own_state(self.module, state)
-        else:
-            self._masters.load_state_dict(state)
+        self._masters.load_state_dict(state)
 
     def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
-        self._collect_gradients()
+        self._masters.collect_gradients()
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._masters is not None:
-            self._masters.refresh()
-            if self.gradient_comm.size == 1:
-                self._watch()
+        self._masters.refresh()
+        if self.precision.param_dtype is not None and self.gradient_comm.size == 1:
+            self._watch()
         return super()._forward(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
@@ -227,7 +213,7 @@ class DataParallel(ModuleEngine):
     def _arrive_at_master(self, index: int, parameter: Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
         gradient, master, masters = parameter.grad, self._parameters[index], self._masters
-        if gradient is None or masters is None:
+        if gradient is None:
             return
         if self._is_syncing or gradient.is_sparse:
             self._arrivals.check(index, gradient)
@@ -244,11 +230,6 @@ class DataParallel(ModuleEngine):
             masters.expect_update()
         if self.gradient_comm.size > 1:
             self._arrive(index, master)
-
-    def _collect_gradients(self) -> None:
-        """Brings gradients that were left at the module's parameters to their masters."""
-        if self._masters is not None and self._masters.is_cast_fused:
-            self._masters.collect_gradients()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)
@@ -330,15 +311,14 @@ class DataParallel(ModuleEngine):
 
     def _watch(self) -> None:
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
-        if self._masters is not None:
-            self._masters.follow()
-        arrive = DataParallel._arrive if self._masters is None else DataParallel._arrive_at_master
+        self._masters.follow()
+        arrive = DataParallel._arrive if self.precision.param_dtype is None else DataParallel._arrive_at_master
         self._arrivals.watch(self, arrive, {index: self._held[index] for index in self._trainable})
 
     def _sizes(self) -> list[ParameterSize]:
         return [
             ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device} {shared.gradients.ranks}")
-            for p, shared in zip(self._parameters, self._sharing, strict=True)
+            for p, shared in zip(self._parameters, map(self.groups.of, self._held), strict=True)
         ]
 
     def _start_over(self) -> None:
@@ -358,12 +338,13 @@ class DataParallel(ModuleEngine):
             policy = self._tuner.policy
         members = bucket_parameters(self._sizes(), order, policy)
         # The last one carries the flags, so that it is one of all ranks, if there is any.
-        dense = [each for each in members if self._sharing[each[0]].gradients is self.gradient_comm]
+        sharing = {each: self.groups.of(self._held[each[0]]) for each in members}
+        dense = [each for each in members if sharing[each].gradients is self.gradient_comm]
         members = [each for each in members if each not in dense[-1:]] + dense[-1:]
         buckets = []
         for group in members:
             num_flags = len(order) if group is members[-1] else 0
-            shared = self._sharing[group[0]]
+            shared = sharing[group]
             scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
             parameters = [self._parameters[i] for i in group]
             buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale, num_flags))
@@ -383,4 +364,4 @@ class DataParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from paceline.engines.float8 import Float8Layers
 
 T = TypeVar("T")
-BufferPolicy = Literal["broadcast", "local"]
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
 Scale = float | Tensor | None
@@ -136,13 +135,17 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def num_parameters(self) -> int:
-        """How many parameters the whole model has."""
+    def _totals(self) -> tuple[int, int]: ...
 
     @property
-    @abstractmethod
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self._totals[0]
+
+    @property
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
+        return self._totals[1]
 
     @property
     def holds_parts(self) -> bool:
@@ -163,8 +166,6 @@ class Engine(ABC):
         ranks = f"rank {self.world.rank} of {self.world.size}"
         count = f"{self.num_parameters:,} parameters"
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
-
-    # Passes.
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,8 +238,6 @@ class Engine(ABC):
         """Puts the module into evaluation mode."""
         return self.train(False)
 
-    # Parameters and gradients.
-
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names, the same on every rank."""
@@ -305,8 +304,6 @@ class Engine(ABC):
                 f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
             )
         self.checked_optimizer = weakref.ref(optimizer)
-
-    # States.
 
     @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:

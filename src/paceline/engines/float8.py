@@ -87,7 +87,17 @@ class _Float8Product(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         for_x = for_weight = None
         if ctx.by_row:
-            return *_backward_by_row(ctx, gradient), None, None
+            x, weight = ctx.saved_tensors
+            if ctx.needs_input_grad[0]:
+                g8, g_inverse = _cast(gradient, E4M3, 1)
+                w8, w_inverse = _cast(weight, E4M3, 0)
+                for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
+            if ctx.needs_input_grad[1]:
+                g8, g_inverse = _cast(gradient, E4M3, 0)
+                x8, x_inverse = _cast(x, E4M3, 0)
+                g8, g_inverse, x8 = g8.t().contiguous(), g_inverse.t(), _by_columns(x8)
+                for_weight = _product(g8, x8, g_inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
+            return for_x, for_weight, None, None
         x8_columns, x_inverse, weight, w_inverse = ctx.saved_tensors
         scale, inverse = scales_of(_largest(gradient), E5M2)
         g8, g8_columns = _cast_both(gradient, scale, E5M2)
@@ -99,22 +109,6 @@ class _Float8Product(Function):
         if ctx.needs_input_grad[1]:
             for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
         return for_x, for_weight, None, None
-
-
-def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    for_x = for_weight = None
-    if ctx.needs_input_grad[0]:
-        g8, g_inverse = _cast(gradient, E4M3, 1)
-        w8, w_inverse = _cast(weight, E4M3, 0)
-        for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
-    if ctx.needs_input_grad[1]:
-        g8, g_inverse = _cast(gradient, E4M3, 0)
-        x8, x_inverse = _cast(x, E4M3, 0)
-        for_weight = _product(
-            g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS
-        )
-    return for_x, for_weight
 
 
 def _by_columns(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ freed again. Backward gathers it once more, ahead of use. When the gradient has 
 its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
 goes on. What autograd saved are views into the flat buffer, whose memory came back with the same values.
 
-- The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
+- The order of collectives is a route (``gathering.py``): learnt in the first pass, the same on all ranks, so a rank may
   skip a unit, or join a pass without samples, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
   called, which backward needs first, a unit that is called several times, and one that is read beside its calls.
@@ -31,13 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
-from paceline.engines.agree import tensors_in
-from paceline.engines.flat.gathering import Table
-from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.flat.shard_layout import SideStream
+from paceline.engines.flat.gathering import Leg, Route, Table
+from paceline.engines.flat.shard import SideStream, clip_pieces, measured_norms
 from paceline.engines.flat.unit import Call, Crossing, Pass, Unit, read_note
-from paceline.engines.groups import Groups
+from paceline.engines.groups import Groups, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -57,8 +54,7 @@ class FullySharded(ModuleEngine):
         compression: GradientCompression | None = None,
     ) -> None:
         """Takes units that are built already (``materialize.py``), the root last. ``compression`` is over replicas."""
-        super().__init__(module, groups, precision, layout.buffers)
-        self.layout = layout
+        super().__init__(module, groups, layout, precision)
         self._units = list(units)
         self._root = self._units[-1]
         self.flat_groups = [group for unit in self._units for group in unit.groups]
@@ -70,10 +66,8 @@ class FullySharded(ModuleEngine):
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
         self._compression = compression if groups.replicate.size > 1 else None
         if self._compression is not None:
-            shapes = [
-                BucketShape(names=each.names, layout=each, shard=(each.start, each.stop))
-                for each in (group.layout for group in self.flat_groups)
-            ]
+            layouts = [group.layout for group in self.flat_groups]
+            shapes = [BucketShape(names=each.names, layout=each, shard=(each.start, each.stop)) for each in layouts]
             bound = self._compression.bind(shapes, groups.replicate)
             for group, compressed in zip(self.flat_groups, bound, strict=True):
                 group.gradients.compressed = compressed
@@ -109,8 +103,6 @@ class FullySharded(ModuleEngine):
     def _spread(self) -> str:
         shards = f"all sharded over {self.groups.shard.size}, replicas: {self.groups.replicate.size}"
         return f"{self.layout.strategy}, {shards}, units: {len(self._units)}"
-
-    # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
@@ -352,8 +344,7 @@ class FullySharded(ModuleEngine):
         At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
         """
         if is_at_leaf:
-            later = functools.partial(self._close_call, call)
-            torch.autograd.Variable._execution_engine.queue_callback(later)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._close_call, call))
             return
         unit, route = call.unit, self._pass.backward
         if call.forward in unit.open_calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
-from paceline.engines.agree import ReplicaWatch, broadcast_tensors
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import BufferPolicy, Engine
+from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import piece_places
-from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
-from paceline.engines.flat.shard_layout import dense_stride, full_shape
-from paceline.engines.groups import Groups
+from paceline.engines.flat.optimizer_state import (
+    check_elementwise,
+    gather_optimizer_state,
+    load_optimizer_state,
+    on_cpu,
+)
+from paceline.engines.flat.shard import dense_stride, full_shape
+from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
+from paceline.plan.layout import Layout
 from paceline.shards import Region, Shard, memory_order, whole_region
 
 
@@ -33,13 +37,19 @@ class ModuleEngine(Engine):
     replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
     _updated: dict[str, nn.Parameter]  # by name: parameters, or this rank's flat pieces of them, some of them empty
 
-    def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision) -> None:
         self.module = module
         self.groups = groups
+        self.layout = layout
         self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
+        is_shared = layout.buffers == "broadcast" and groups.gradients.size > 1
+        persistent = module.state_dict(keep_vars=True) if is_shared else {}
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # What all take from rank 0, by owner and name: a module may put another tensor in a buffer's place.
+        self._shared_buffers = [(module.get_submodule(owner), name) for owner, _, name in paths]
+        self._are_buffers_shared = False  # in this pass
 
     @property
     def _is_plain(self) -> bool:
@@ -105,16 +115,10 @@ class ModuleEngine(Engine):
         return output
 
     @property
-    def num_parameters(self) -> int:
-        return sum(self._whole_sizes().values())
-
-    @property
-    def num_trained(self) -> int:
-        return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
-
-    def _whole_sizes(self) -> dict[nn.Parameter, int]:
-        splits = self.experts.splits
-        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self._updated.items()}
+    def _totals(self) -> tuple[int, int]:
+        splits, named = self.experts.splits, self._updated
+        sizes = {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in named.items()}
+        return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
@@ -186,17 +190,8 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for group in self.flat_groups:
             places |= {id(p): (group, place) for place, p in enumerate(group.parameters)}
-        problems = name_problems(mine, state)
-        for name, value in mine.items():
-            if name in state:
-                shape = tuple(value.shape)
-                if id(value) in places:
-                    group, place = places[id(value)]
-                    shape = group.layout.slots[place].shape
-                if tuple(state[name].shape) != shape:
-                    problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
-        if problems:
-            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        slots = {key: group.layout.slots[place] for key, (group, place) in places.items()}
+        check_fits({name: tuple(slots.get(id(value), value).shape) for name, value in mine.items()}, state)
         for name, value in mine.items():
             if id(value) not in places:
                 value.copy_(state[name])
@@ -209,11 +204,13 @@ class ModuleEngine(Engine):
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        self._buffers.share()
+        found = [owner._buffers[name] for owner, name in self._shared_buffers]
+        if found:
+            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
 
     def _share_buffers(self) -> None:
         """Shares the buffers as a part of a pass, and notes that it did."""
-        self._buffers.are_shared = True
+        self._are_buffers_shared = True
         self.share_buffers()
 
     def shards(self) -> Iterator[Shard]:
@@ -221,36 +218,14 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             found = places.get(id(parameter))
-            region = self.experts.region(
-                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
-            )
-            same = holders[name]
+            own = own_region(parameter) if found is None else found[0].layout.region(found[1])
+            region, same = self.experts.region(name, own), holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
             is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:
-                yield Shard(
-                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
-                )
-
-
-class SharedBuffers:
-    """The buffers of a module's state that all ranks take from rank 0."""
-
-    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
-        """Without ``comm`` every rank keeps its own."""
-        self._comm = comm
-        self.are_shared = False  # in this pass
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # By owner and name: a module may put another tensor in a buffer's place.
-        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
-
-    def share(self) -> None:
-        """Overwrites the buffers with those of rank 0. All ranks call it."""
-        if self._comm is not None and self._comm.size > 1 and self._places:
-            found = [owner._buffers[name] for owner, name in self._places]
-            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
+                copy = None if self.gradient_comm.rank else 0
+                yield Shard(name=name, region=own_region(value), tensor=value, copy=copy)
 
 
 def own_region(tensor: Tensor) -> Region:
@@ -258,7 +233,12 @@ def own_region(tensor: Tensor) -> Region:
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
 
 
-def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:
-    """Lists the names of a model's state that another lacks, and those that it has besides."""
-    missing = [f"missing {name}" for name in mine if name not in state]
-    return missing + [f"unexpected {name}" for name in state if name not in mine]
+def check_fits(shapes: Mapping[str, tuple[int, ...] | None], state: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError for a state with other names than a model has, or with other shapes where these are known."""
+    problems = [f"missing {name}" for name in shapes if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in shapes]
+    for name, shape in shapes.items():
+        if shape is not None and name in state and tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
+    if problems:
+        raise RuntimeError("the state does not fit the model: " + "; ".join(problems))

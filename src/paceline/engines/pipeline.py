@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
-from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, Scale, differentiable_sum
+from paceline.engines.groups import tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
@@ -74,9 +74,8 @@ class Pipeline:
         self._programs: dict[int, RankProgram] = {}
         self._sent: deque[list[Work]] = deque()  # by evaluations
         self._kept: Any = None
-        for engine in self.stages.values():
-            if self.num_stages > 1:
-                engine.interleave()
+        for engine in self.stages.values() if self.num_stages > 1 else ():
+            engine.interleave()
         # By stage, the earlier ones of this rank that own a parameter which it uses.
         self.owner_stages: dict[int, list[int]] = {stage: [] for stage in self.stages}
         if self.splits_backward:
@@ -114,11 +113,11 @@ class Pipeline:
         for stage, engine in self.stages.items():
             if stage and self.placement[stage - 1] != self.pipe.rank:
                 handed = self._links.post_inputs(stage, key).take()
-            inputs = model_inputs(compute, batch) if stage == 0 and not self._is_end(stage) else ((handed,), {})
             if self._is_end(stage):
-                result = compute(_once(engine, None if stage == 0 else handed), batch)
+                result = compute(_once(engine, handed if stage else None), batch)
                 continue
-            handed = engine(*inputs[0], **inputs[1])
+            args, kwargs = ((handed,), {}) if stage else model_inputs(compute, batch)
+            handed = engine(*args, **kwargs)
             if self.placement[stage + 1] != self.pipe.rank:
                 works += self._links.send_outputs(stage + 1, key, handed)
         self._sent.append(works)

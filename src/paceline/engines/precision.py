@@ -169,12 +169,12 @@ class Masters:
     gradient stays at the module's parameter unless it is added to others.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Casts floating point parameters to ``dtype``, if any, in place; their former values are the masters."""
         self.module = module
         kept = kept_parameters(module)
         self._master_of: dict[nn.Parameter, nn.Parameter] = {}
-        for parameter in module.parameters():
+        for parameter in module.parameters() if dtype is not None else ():
             if parameter not in kept and parameter.is_floating_point():
                 master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                 vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
@@ -211,7 +211,7 @@ class Masters:
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Brings the gradients that were left at the module's parameters to their masters."""
-        for parameter, master in self._pairs:
+        for parameter, master in self._pairs if self.is_cast_fused else ():
             if parameter.grad is not None:
                 hand_over(parameter, master)
 
@@ -219,7 +219,7 @@ class Masters:
     def refresh(self) -> None:
         """Casts the masters into the module's parameters if they may have changed."""
         version = self._version()
-        if self.may_have_changed or version != self._seen_version:
+        if self._pairs and (self.may_have_changed or version != self._seen_version):
             self.may_have_changed, self._seen_version = False, version
             # Through .data: for autograd the same values, cast again, are no change of what a forward pass has saved.
             torch._foreach_copy_([p.data for p, _ in self._pairs], [m.data for _, m in self._pairs])
@@ -232,7 +232,7 @@ class Masters:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state with the masters in the parameters' places."""
         state = self.module.state_dict(keep_vars=True)
-        return {name: self._master_of.get(value, value) for name, value in state.items()}
+        return {n: self._master_of.get(v, v) if isinstance(v, nn.Parameter) else v for n, v in state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

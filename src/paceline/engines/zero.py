@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work, control_device
-from paceline.engines.agree import tensors_in
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import Arrivals, BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.groups import Groups, expert_dim
+from paceline.engines.flat.shard import clip_pieces, measured_norms
+from paceline.engines.groups import Groups, expert_dim, tensors_in
 from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
@@ -50,8 +49,7 @@ class ZeroParallel(ModuleEngine):
     can_leave_pass = True
 
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
-        self.layout = layout
-        super().__init__(module, groups, precision or Precision(), layout.buffers)
+        super().__init__(module, groups, layout, precision or Precision())
         comm, offload = groups.gradients, layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self.precision.cast_buffers(module)
@@ -59,10 +57,8 @@ class ZeroParallel(ModuleEngine):
         if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:
             self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
-        self._updated = {
-            **self._named,
-            **{n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)},
-        }
+        pieces = {n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)}
+        self._updated = {**self._named, **pieces}
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._gathering = Gathering(module, list(reversed(self.flat_groups)))
         self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
@@ -89,8 +85,6 @@ class ZeroParallel(ModuleEngine):
     def _spread(self) -> str:
         sharded = "optimizer state" if self.layout.strategy == "zero1" else "gradients and optimizer state"
         return f"{self.layout.strategy}, {sharded} sharded, buckets: {len(self.flat_groups)}"
-
-    # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
@@ -123,7 +117,7 @@ class ZeroParallel(ModuleEngine):
     def join_forward(self) -> None:
         if self._is_plain:
             return
-        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._buffers.are_shared:
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._are_buffers_shared:
             self._share_buffers()
         self._gathering.refresh()
 
@@ -297,7 +291,7 @@ class ZeroParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False
 
 
 class _BackwardSummary:

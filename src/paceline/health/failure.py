@@ -18,19 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from paceline.errors import (
-    BadSampleError,
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    DataError,
-    LateRankError,
-    MemoryExhaustedError,
-    PacelineError,
-    RunFolderError,
-    UsageError,
-    is_connection_lost,
-)
+from paceline import errors
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView
 from paceline.health.verdict import HangVerdict
@@ -47,7 +35,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
 _MOST_LINES = 20
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_WAITED = (CommunicationError, LateRankError)  # others of its children name their own cause: a mismatch, a verdict
+_WAITED = (errors.CommunicationError, errors.LateRankError)  # others of its children name their own cause
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
 # NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
@@ -96,8 +84,8 @@ class Failure:
 
 def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False) -> Failure:
     """Describes a rank's error: its message, its kind, and the part of its traceback that helps."""
-    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, CheckpointError) else _DISK
+    text = str(error) if isinstance(error, errors.PacelineError) else f"{type(error).__name__}: {error}"
+    hints = {**_DISK, **_FORBIDDEN} if isinstance(error, errors.CheckpointError) else _DISK
     numbers = list(map(_error_number, _chain(error)))
     disk = next((hints[number] for number in numbers if number in hints), "")
     hint = disk or next((_NO_FILES[number] for number in numbers if number in _NO_FILES), "")
@@ -120,9 +108,9 @@ def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bo
     """
     if has_trained or _has_user_code(error):
         return False
-    if isinstance(error, ConfigError | UsageError):
+    if isinstance(error, errors.ConfigError | errors.UsageError):
         return True
-    return isinstance(error, DataError | CheckpointError | RunFolderError) and not is_built
+    return isinstance(error, errors.DataError | errors.CheckpointError | errors.RunFolderError) and not is_built
 
 
 def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -> Failure:
@@ -178,10 +166,10 @@ def user_traceback(error: BaseException) -> str:
     Empty where the message says it all: an error of ours in which the user's code took no part, or a lost connection.
     Of a foreign error in which it took none, the last few frames are left.
     """
-    if _is_lost(error) or (isinstance(error, PacelineError) and not _has_user_code(error)):
+    if _is_lost(error) or (isinstance(error, errors.PacelineError) and not _has_user_code(error)):
         return ""
     beneath = error
-    while isinstance(beneath, PacelineError) and beneath.__cause__ is not None:
+    while isinstance(beneath, errors.PacelineError) and beneath.__cause__ is not None:
         beneath = beneath.__cause__  # ours repeats what it says
     summary = traceback.TracebackException.from_exception(beneath if _has_user_code(beneath) else error)
     _trim(summary)
@@ -213,28 +201,27 @@ def _is_users(filename: str) -> bool:
 
 
 def _kind(error: BaseException) -> FailureKind:
-    """Says what sort of error it is, by what it came from."""
     if _is_lost(error):
         return "lost"
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     is_torchs = any(type(each).__name__ == "OutOfMemoryError" for each in causes)  # torch is not imported here
-    if is_torchs or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
+    if is_torchs or any(isinstance(each, errors.MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    is_permanent = isinstance(error, BadSampleError) or any(isinstance(each, _MISTAKES) for each in causes)
+    is_permanent = isinstance(error, errors.BadSampleError) or any(isinstance(each, _MISTAKES) for each in causes)
     return "mistake" if is_permanent else "error"
 
 
 def _is_lost(error: BaseException) -> bool:  # by the user's code too, which may use torch.distributed
-    return any(map(is_connection_lost, _chain(error)))
+    return any(map(errors.is_connection_lost, _chain(error)))
 
 
 def _error_number(error: BaseException) -> int | None:
     """Returns the system's number of an error; of a checkpoint's, that of the rank which told the others in words."""
     if isinstance(error, OSError):
         return error.errno
-    found = _NUMBER.search(str(error)) if isinstance(error, CheckpointError) else None
+    found = _NUMBER.search(str(error)) if isinstance(error, errors.CheckpointError) else None
     return None if found is None else int(found[1])
 
 

@@ -16,6 +16,7 @@ State = Literal["running", "finished", "failed", "dead"]
 
 PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint")
 SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = PHASES
+STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _LAST = 8  # operations of a rank that another host is told
 
 
@@ -80,7 +81,6 @@ class LedgerEntry:
 
     @property
     def line(self) -> str:
-        """The line that issued it, in words."""
         return self.site or "an unknown line"
 
 
@@ -113,7 +113,6 @@ class LedgerView:
 
     @property
     def waits_in(self) -> LedgerEntry | None:
-        """The operation that it is in, if any."""
         if self.waiting is None or self.state != "running":
             return None
         return next((entry for entry in reversed(self.entries) if entry.number == self.waiting), None)

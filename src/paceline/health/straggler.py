@@ -27,16 +27,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from paceline.health.ledger_view import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    GroupName,
-    LedgerCall,
-    LedgerEntry,
-    LedgerView,
-)
+from paceline.health.ledger_view import OPTIMIZER, STEP_PHASES, GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.units import format_seconds
 
 _COLLECTIVE = LedgerCall(kind="a collective")
@@ -122,7 +113,7 @@ def _judged(
 
 def _phases(record: TimedStep) -> dict[str, float]:
     seconds = (record.data_s, record.forward_s, record.backward_s, record.optimizer_s)
-    return dict(zip((DATA, FORWARD, BACKWARD, OPTIMIZER), seconds, strict=True))
+    return dict(zip(STEP_PHASES, seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +190,6 @@ def looks_to_text(looks: Sequence[RankLook]) -> str:
 
 
 def looks_from_text(text: str) -> list[RankLook]:
-    """Reads what ``looks_to_text`` wrote."""
     named, ranks = json.loads(text)
     groups = [GroupName(tuple(members), number) for members, number in named]
     looks = []
@@ -260,7 +250,6 @@ class Lateness:
             self._last_of_step[each.step] = max(before, (each.late_s, each.rank))
 
     def _compare(self, ranks: Mapping[int, PhaseTimes]) -> Straggler | None:
-        """Names who is late in a window, if anybody is."""
         if len(ranks) < 2:
             return None
         num_seen = len(self._last_of_step)

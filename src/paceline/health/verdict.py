@@ -82,7 +82,6 @@ class HangVerdict:
         return cls(**known, ranks=tuple(values["ranks"]), group=tuple(values["group"]), states=states)
 
     def to_text(self) -> str:
-        """Returns the sentence, and a line per rank."""
         return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"
 
 
@@ -298,7 +297,6 @@ def _what_differs(
 
 
 def state_of(view: LedgerView, now: float) -> RankState:
-    """Says what one rank does."""
     entry = view.waits_in
     if view.halted:
         does = f"is {view.halted} {_last_seen(view)}"

@@ -1,9 +1,7 @@
 """``--on local``: this machine, in the background; the run outlives the terminal.
 
-    python -m paceline.launch.background FOLDER -- COMMAND ...
-
-It runs a command, keeps its output, and leaves its exit code. Signals that ask a run to save and leave go on to the
-command. The processes that hold runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) are started so, too.
+``python -m paceline.launch.background FOLDER -- COMMAND ...`` runs a command, keeps its output, hands signals on to it,
+and leaves its exit code. What holds runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) is started so, too.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
 
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--time": "this machine has no time limits",
     "--queue": "this machine has no queues",
     "--hosts": "it is this machine alone: --on ssh is for others",

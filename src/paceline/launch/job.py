@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self, cast
 
+from paceline.cluster.devices import load_cluster
 from paceline.errors import UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED
 from paceline.untrusted import parse_json_object, plain_name, read_regular
@@ -129,7 +130,7 @@ def find_launch(runs: Path, name: str | None) -> LaunchJob:
     if name is None and known:
         return known[0]
     for job in known:
-        if job.name == name or job.id == name:
+        if name in (job.name, job.id):
             return job
     shown = ", ".join(job.name for job in known[:8]) or "none"
     raise UsageError(
@@ -152,18 +153,12 @@ def all_launches(runs: Path) -> list[LaunchJob]:
 
 def refuse_options(job: LaunchJob, reasons: Mapping[str, str]) -> None:
     """Refuses options that would have no effect at a target; ``reasons`` says why, by option. Raises UsageError."""
-    given = {
-        "--array": job.tasks is not None,
-        "--hosts": bool(job.hosts),
-        "--time": job.time is not None,
-        "--queue": job.queue is not None,
-        "--port": job.port is not None,
-        "--max-requeues": job.max_requeues is not None,
-        "--setup": bool(job.setup),
-        "--python": job.python != sys.executable,
-    }
+    plain = LaunchJob(target=job.target)
+    if job.target != "slurm":
+        reasons = {"--array": "it is an option of Slurm", **reasons}
     for option, why in reasons.items():
-        if given[option]:
+        name = "tasks" if option == "--array" else option.removeprefix("--").replace("-", "_")
+        if getattr(job, name) != getattr(plain, name):
             raise UsageError(f"{option} with --on {job.target}\n  {why}\n  leave it out")
 
 
@@ -176,29 +171,29 @@ def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
             raise UsageError(f"--set {word} with --on {job.target}\n  {rule}\n  {fix}")
 
 
+def gpu_memory(kind: str) -> float | None:
+    """Returns the memory of a kind of GPU, if the catalog knows it by this name."""
+    try:
+        return float(load_cluster(f"1x {kind}").device.memory_bytes)
+    except UsageError:
+        return None
+
+
 def read_time(text: str) -> int:
     """Returns the seconds of ``1:30:00``, ``90:00`` (minutes), ``1-00:00:00`` (a day) or ``90`` (minutes), as Slurm."""
     found = re.fullmatch(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})", text)
     parts = [int(part) for part in found["rest"].split(":")] if found else []
-    if found and found["days"]:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    elif parts:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    total = 0 if not found else int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if found and not found["days"] and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0, 0)[:3]
+    total = (int(found["days"] or 0) if found else 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if total <= 0:
         raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
     return total
 
 
-TARGETS = {
-    "local": "paceline.launch.background",
-    "slurm": "paceline.launch.slurm",
-    "ssh": "paceline.launch.ssh",
-    "ray": "paceline.launch.ray_cluster",
-    "kubernetes": "paceline.launch.kubectl",
-}
+# Their modules in this room.
+TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
 _LOOK_S = 0.2
 _ASK_S = 1.0  # the target: Slurm's controller is shared by all users
 _READ_BYTES = 2**20
@@ -237,7 +232,7 @@ def find_target(name: str) -> Target:
     """Returns a target by its name. Raises UsageError for one that there is not."""
     if name not in TARGETS:
         raise UsageError(f"--on {name} is not a target\n  the targets are {', '.join(TARGETS)}\n  give one of them")
-    return cast(Target, importlib.import_module(TARGETS[name]))
+    return cast(Target, importlib.import_module(f"paceline.launch.{TARGETS[name]}"))
 
 
 def follow(target: Target, job: LaunchJob, write: Callable[[str], None], tell: Callable[[str], None]) -> int:

@@ -1,10 +1,8 @@
 """``--on kubernetes``: a run as objects of a cluster, through the user's own kubectl. No torch in here.
 
 ``--set`` has the options of a cluster (``kubernetes_options.py``). The job's secret is made here and goes to kubectl's
-standard input: it is in no file and on no command line. A process in the background follows the run: it keeps the log
-of the first pod and, in the end, the exit code.
-
-    python -m paceline.launch.kubectl FOLDER
+standard input: it is in no file and on no command line. ``python -m paceline.launch.kubectl FOLDER`` in the background
+follows the run: it keeps the log of the first pod and, in the end, the exit code.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, load_config
+from paceline.config import load_config
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED
 from paceline.launch import background
@@ -40,7 +38,6 @@ _RESOURCES = {
 }
 _SECRET_BYTES = 32
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--hosts": "Kubernetes chooses the machines",
     "--port": "each run has a network name of its own: its pods meet at port 29400",
     "--max-requeues": "pods that were preempted start again without a limit; --set max_restarts=N counts failures",
@@ -192,9 +189,8 @@ def _pod_state(pod: dict[str, Any]) -> PodState:
 def machines(job: LaunchJob) -> TargetMachines:
     """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
     refuse_options(job, _NOT_HERE)
-    options = read_options(job)
-    render_manifests(options, config_of(job))
-    return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
+    _manifests(job)
+    return replace(given(job), notes=(f"the cluster is {Kubectl(read_options(job)).check()}",))
 
 
 def given(job: LaunchJob) -> TargetMachines:
@@ -204,13 +200,12 @@ def given(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    return to_text(render_manifests(read_options(job), config_of(job)))
+    return to_text(_manifests(job))
 
 
 def submit(job: LaunchJob) -> str:
-    options = read_options(job)
-    manifests = render_manifests(options, config_of(job))
-    Kubectl(options).apply(manifests)
+    manifests = _manifests(job)
+    Kubectl(read_options(job)).apply(manifests)
     (Path(job.folder) / "script").write_text(to_text(manifests), encoding="utf-8")
     return background.hold(job, "paceline.launch.kubectl")
 
@@ -232,9 +227,9 @@ def cancel(job: LaunchJob) -> None:
     Kubectl(read_options(job)).cancel()
 
 
-def config_of(job: LaunchJob) -> Config:
-    """Returns the config that the pods get as a file."""
-    return load_config(Path(job.config), [*job.overrides, f"name={job.run}"])
+def _manifests(job: LaunchJob) -> list[Manifest]:
+    config = load_config(Path(job.config), [*job.overrides, f"name={job.run}"])  # the pods get it as a file
+    return render_manifests(read_options(job), config)
 
 
 if __name__ == "__main__":

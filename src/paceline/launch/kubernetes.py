@@ -180,11 +180,18 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
     secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": options.secret_name, "key": "secret"}}}
     toleration = {"key": resources.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
     group = {"scheduling.k8s.io/group-name": options.name}
+    words = ["train", CONFIG, f"monitor.folder={RUNS}"]
+    if options.nodes == 1 and not resources.gpus:
+        words.append(f"parallel.ranks={resources.ranks}")
+    words += ["--resume", "auto"]
+    if options.nodes > 1:
+        nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
+        words += ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(resources.num_ranks)]
     return {
         "image": options.image,
         "container": "node" if kind == "trainjob" else "paceline",
         "command": [*(["python", "-m", "paceline.launch.pod", "stay"] if stays else []), "paceline"],
-        "arguments": _train_arguments(options, head),
+        "arguments": words,
         "secret_variable": secret if options.nodes > 1 else None,
         "requests": {"cpu": str(resources.cpus), **limits},
         "limits": limits,
@@ -202,14 +209,3 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
         "user": USER_ID,
         "head": head,
     }
-
-
-def _train_arguments(options: KubernetesOptions, head: str) -> list[str]:
-    """Returns the arguments of ``paceline`` in each pod. ``head`` is the host name of the first one."""
-    words = ["train", CONFIG, f"monitor.folder={RUNS}"]
-    if options.nodes == 1:
-        ranks = [] if options.resources.gpus else [f"parallel.ranks={options.resources.ranks}"]
-        return [*words, *ranks, "--resume", "auto"]
-    nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
-    where = ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(options.resources.num_ranks)]
-    return [*words, "--resume", "auto", *where]

@@ -4,12 +4,9 @@
     python -m paceline.launch.pod wait HOST PORT  waits until the launcher of the first pod listens there
     python -m paceline.launch.pod stay COMMAND    runs a command; where it must not be started again, stays behind it
 
-``alive`` judges no progress: a rank that hangs gets a verdict from Paceline itself, with its name and its line, and a
-probe that ends slow runs does more harm than good. A process that is stopped or dead beside a living container is what
-nobody else would notice.
-
-``stay`` is for a StatefulSet, which starts every container again that ends. A run that is done, that was refused or
-that gave up would then be started for ever.
+``alive`` judges no progress, which Paceline itself does: it finds a process that is stopped or dead beside a living
+container. ``stay`` is for a StatefulSet, which starts every container again that ends: a run that is done, was refused
+or gave up would be started for ever.
 """
 
 from __future__ import annotations
@@ -76,18 +73,14 @@ def stay(command: Sequence[str]) -> int:
 def main(words: Sequence[str]) -> int:
     match list(words):
         case ["alive"]:
-            problem = alive()
-            if problem:
+            if problem := alive():
                 echo(f"paceline: {problem}", err=True)
             return FAILED if problem else DONE
         case ["wait", host, port]:
             if wait_for_host(host, int(port)):
                 return DONE
-            echo(
-                f"paceline: nobody listens at {host}:{port} after {_WAIT_S:.0f} s\n  all pods meet at the first one\n"
-                "  kubectl describe pod says why it was not started",
-                err=True,
-            )
+            what = f"nobody listens at {host}:{port} after {_WAIT_S:.0f} s\n  all pods meet at the first one"
+            echo(f"paceline: {what}\n  kubectl describe pod says why it was not started", err=True)
             return FAILED
         case ["stay", *command] if command:
             return stay(command)

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError
 from paceline.launch import background
 from paceline.launch.background import cancel as cancel
-from paceline.launch.job import JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
+from paceline.launch.job import JobState, LaunchJob, TargetMachines, gpu_memory, refuse_options, refuse_settings
 from paceline.launch.remote import give_order
 from paceline.untrusted import parse_json_object
 
@@ -41,12 +40,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "autoscale": (r"yes|no", "yes: Ray nodes that are missing will come"),
     "pythonpath": (r"\S+", "PYTHONPATH of the runs, where Paceline is not installed"),
 }
-_NOT_HERE = {
-    "--array": "it is an option of Slurm",
-    "--hosts": "Ray chooses the machines",
-    "--time": "Ray has no time limits",
-    "--queue": "Ray has no queues",
-}
+_NOT_HERE = {"--hosts": "Ray chooses the machines", "--time": "Ray has no time limits", "--queue": "Ray has no queues"}
 _STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
 
 
@@ -85,9 +79,8 @@ def read_options(job: LaunchJob) -> RayOptions:
     actor = cast(Literal["host", "rank"], job.settings.get("actor", "host"))
     spread = job.settings.get("spread", "strict" if actor == "host" else "pack")
     if (actor, spread) not in _STRATEGIES:
-        raise UsageError(
-            "--set actor=rank with --set spread=strict\n  ranks of one host share a Ray node\n  use actor=host"
-        )
+        what = "--set actor=rank with --set spread=strict"
+        raise UsageError(f"{what}\n  ranks of one host share a Ray node\n  use actor=host")
     return RayOptions(
         address=job.settings.get("address", "auto"),
         actor=actor,
@@ -101,10 +94,8 @@ def read_options(job: LaunchJob) -> RayOptions:
     )
 
 
-_NAMESPACE = "paceline"
 _CALLS = 4  # of an actor at once: one waits for output while others signal
 _ANSWER_S = 120.0
-_LISTEN_S = 10.0
 _ACCELERATOR = "accelerator_type:"
 _NEWS_S = 1.0  # that a call waits for output
 _MOST_LINES = 1000
@@ -130,22 +121,19 @@ class RayNode:
     @property
     def gpu_bytes(self) -> float | None:
         """The memory of its GPUs, if the catalog knows the kind that Ray has found."""
-        for name in self.resources:
-            with contextlib.suppress(UsageError):
-                if name.startswith(_ACCELERATOR):
-                    kind = name.removeprefix(_ACCELERATOR).lower()
-                    return float(load_cluster(f"1x {kind}").device.memory_bytes)
-        return None
+        kinds = (name.removeprefix(_ACCELERATOR).lower() for name in self.resources if name.startswith(_ACCELERATOR))
+        return next((memory for kind in kinds if (memory := gpu_memory(kind)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWorker:
-    """An actor, and the node that it is on."""
+    """An actor, the node that it is on, and its name in messages."""
 
     actor: Any
     node: str
     address: str
     gpus: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass(slots=True)
@@ -162,15 +150,14 @@ class RayCluster:
         try:
             ray = importlib.import_module("ray")
         except ImportError as error:
-            raise LaunchError(
-                "Ray is not installed here\n  --on ray starts actors on a Ray cluster\n  pip install 'paceline[ray]'"
-            ) from error
+            why = "Ray is not installed here\n  --on ray starts actors on a Ray cluster"
+            raise LaunchError(f"{why}\n  pip install 'paceline[ray]'") from error
         if not ray.is_initialized():
             try:
                 host, _, port = address.rpartition(":")
                 if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute where nothing listens
-                    socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
-                ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                    socket.create_connection((host, int(port)), timeout=10.0).close()
+                ray.init(address=address, namespace="paceline", log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
                 raise UsageError(
@@ -182,11 +169,10 @@ class RayCluster:
 
     def nodes(self) -> list[RayNode]:
         """Returns the nodes that live, in the order of their addresses."""
-        found = [
-            RayNode(id=str(each["NodeID"]), address=str(each["NodeManagerAddress"]), resources=each["Resources"])
-            for each in self.ray.nodes()
-            if each["Alive"]
-        ]
+        found = []
+        for each in (node for node in self.ray.nodes() if node["Alive"]):
+            address = str(each["NodeManagerAddress"])
+            found.append(RayNode(id=str(each["NodeID"]), address=address, resources=each["Resources"]))
         return sorted(found, key=lambda node: (node.address, node.id))
 
     def reserve(self, options: RayOptions, count: int) -> Any:
@@ -251,9 +237,8 @@ class RemoteWorker:
 
     def __init__(self, command: Sequence[str], workdir: str) -> None:
         self._lines: queue.Queue[str] = queue.Queue()
-        self._process = subprocess.Popen(
-            list(command), cwd=workdir, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=workdir, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
         self._reader = threading.Thread(target=self._read, name="output", daemon=True)
 
     def place(self) -> tuple[str, str, list[str]]:
@@ -304,14 +289,6 @@ class RemoteWorker:
                 self._process.wait(_END_S)
                 return
         self._process.kill()
-
-    def close(self) -> None:
-        """Ends the orders, by which the command is asked to save and to leave, and waits for it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        self._process.wait()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

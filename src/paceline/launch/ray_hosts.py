@@ -1,6 +1,4 @@
-"""The process that holds the actors of a run on Ray, until it has ended.
-
-    python -m paceline.launch.ray_hosts FOLDER
+"""The process that holds the actors of a run on Ray until it has ended: ``python -m paceline.launch.ray_hosts FOLDER``.
 
 Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
 what they print, and asks ``health/diagnosis.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts
@@ -80,16 +78,6 @@ class HostEnd:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Host:
-    """An actor with its name in messages, and how its command ended."""
-
-    name: str
-    worker: PlacedWorker
-    is_first: bool
-    end: HostEnd | None = None
-
-
-@dataclass(slots=True, kw_only=True)
 class Supervisor:
     """Runs a launch on a cluster. ``signals`` are those that have come, and are to be handed on."""
 
@@ -102,21 +90,16 @@ class Supervisor:
     signals: list[int] = field(default_factory=list)
     is_cancelled: bool = False
 
-    @property
-    def folder(self) -> Path:
-        return self.job.runs / self.job.run
-
     def run(self) -> int:
         """Runs attempts until one says that the run has ended; returns its exit code."""
+        folder = self.job.runs / self.job.run
         while True:
             ended = self._attempt()
             if isinstance(ended, int):
                 return ended
-            progress = read_progress(self.folder).values()
-            steps = TrainedSteps(
-                first_step=min((each.first_step for each in progress), default=0),
-                last_step=max((each.last_step for each in progress), default=0),
-            )
+            progress = read_progress(folder).values()
+            first_step = min((each.first_step for each in progress), default=0)
+            steps = TrainedSteps(first_step=first_step, last_step=max((each.last_step for each in progress), default=0))
             found = ended_by(ended, steps, options=self.options, is_cancelled=self.is_cancelled)
             if isinstance(found, int):
                 return found
@@ -129,7 +112,7 @@ class Supervisor:
             count = f"restart {decision.number} of {most}"
             echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
             deadline = time.monotonic() + _FREE_S  # the launcher of a lost actor saves first
-            while is_in_use(self.folder) and time.monotonic() < deadline:
+            while is_in_use(folder) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
 
     def hear(self, number: int, _: object = None) -> None:
@@ -139,7 +122,7 @@ class Supervisor:
 
     def _attempt(self) -> list[HostEnd] | int:
         """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
-        hosts: list[_Host] = []
+        hosts: list[PlacedWorker] = []
         places = Path(self.job.folder) / PLACES
         places.unlink(missing_ok=True)
         try:
@@ -150,7 +133,7 @@ class Supervisor:
             command = ["bash", "-c", start_command(self.job)]
             workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
             named = zip(_names([worker.address for worker in workers]), workers, strict=True)
-            hosts = [_Host(name=name, worker=worker, is_first=worker is workers[0]) for name, worker in named]
+            hosts = [replace(worker, name=name) for name, worker in named]
             answers, names = self._ask(hosts), tuple(host.name for host in hosts)
             # An actor of one rank has one GPU.
             asked = replace(self.job, hosts=names, nodes=len(names), least=len(names), gpus=self.options.gpus)
@@ -160,13 +143,13 @@ class Supervisor:
             first = answers[hosts[0].name]
             assert isinstance(first, dict)
             self._run(hosts, number, int(first["port"]))
-            told = ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts)
+            told = ", ".join(f"{host.name} on Ray node {host.node[:8]}" for host in hosts)
             places.write_text(f"{told}\n", encoding="utf-8")
             return self._follow(hosts)
         except LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
         finally:
-            self.cluster.release([host.worker for host in hosts])
+            self.cluster.release(hosts)
 
     def _reserve(self) -> tuple[Any, int] | int:
         """Waits for a placement group; returns it and its hosts, or an exit code: cancelled, or nothing came."""
@@ -190,33 +173,35 @@ class Supervisor:
                 said = words
         return _CANCELLED
 
-    def _ask(self, hosts: Sequence[_Host]) -> dict[str, dict[str, Any] | str]:
+    def _ask(self, hosts: Sequence[PlacedWorker]) -> dict[str, dict[str, Any] | str]:
         """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
         mark, found = secrets.token_hex(8), dict[str, dict[str, Any] | str]()
         try:
             for some in (hosts[:1], hosts[1:]):
-                addresses = [host.worker.address if host.is_first else "" for host in some]
+                addresses = [host.address if host is hosts[0] else "" for host in some]
                 orders = [look_order(self.job, mark, address) for address in addresses]
-                calls = [host.worker.actor.ask.remote(order) for host, order in zip(some, orders, strict=True)]
+                calls = [host.actor.ask.remote(order) for host, order in zip(some, orders, strict=True)]
                 for host, call in zip(some, calls, strict=True):
                     found[host.name] = self.cluster.call(call, _ANSWER_S)
         finally:
             forget_mark(self.job.runs)
         return found
 
-    def _run(self, hosts: Sequence[_Host], number: int, port: int) -> None:
-        command = command_of(self.job, self.options, number, hosts[0].worker.address, str(port))
+    def _run(self, hosts: Sequence[PlacedWorker], number: int, port: int) -> None:
+        command = command_of(self.job, self.options, number, hosts[0].address, str(port))
         ranks = list(rank_variables(hosts, port)) if self.options.actor == "rank" else [{SWITCH: "none"}] * len(hosts)
         calls = [
-            host.worker.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
+            host.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
             for host, variables in zip(hosts, ranks, strict=True)
         ]
         for call in calls:
             self.cluster.call(call, _ANSWER_S)
 
-    def _follow(self, hosts: Sequence[_Host]) -> list[HostEnd]:
+    def _follow(self, hosts: Sequence[PlacedWorker]) -> list[HostEnd]:
         """Prints what all hosts print, hands signals on, and ends the others when one is lost; returns all ends."""
-        threads = [threading.Thread(target=self._print, args=(host,), daemon=True) for host in hosts]
+        ends: dict[str, HostEnd] = {}
+        each = [(host, "" if host is hosts[0] else f"{host.name}: ", ends) for host in hosts]
+        threads = [threading.Thread(target=self._print, args=arguments, daemon=True) for arguments in each]
         for thread in threads:
             thread.start()
         since, is_stopping = None, False
@@ -224,31 +209,29 @@ class Supervisor:
             while self.signals:
                 number = self.signals.pop(0)
                 for host in hosts:
-                    host.worker.actor.signal.remote(number)
-            ended = [host.end for host in hosts if host.end is not None]
-            if ended and since is None:
+                    host.actor.signal.remote(number)
+            if ends and since is None:
                 since = time.monotonic()
-            patience = _DONE_S if any(end.code == DONE for end in ended) else _LATE_S
+            patience = _DONE_S if any(end.code == DONE for end in list(ends.values())) else _LATE_S
             if since is not None and time.monotonic() - since > patience and not is_stopping:
                 is_stopping = True
                 for host in hosts:
-                    if host.end is None:
-                        host.worker.actor.stop.remote()
+                    if host.name not in ends:
+                        host.actor.stop.remote()
             time.sleep(_LOOK_S)
-        return [host.end for host in hosts if host.end is not None]
+        return [ends[host.name] for host in hosts if host.name in ends]
 
-    def _print(self, host: _Host) -> None:
-        """Prints what a host prints, with its name before that of all but the first, until it has ended."""
-        prefix = "" if host.is_first else f"{host.name}: "
+    def _print(self, host: PlacedWorker, prefix: str, ends: dict[str, HostEnd]) -> None:
+        """Prints what a host prints until it has ended, and notes its end."""
         code: int | None = None
         try:
             while code is None:
-                lines, code = self.cluster.call(host.worker.actor.news.remote(), _ANSWER_S)
+                lines, code = self.cluster.call(host.actor.news.remote(), _ANSWER_S)
                 for line in lines:
                     echo(f"{prefix}{line}")
-            host.end = HostEnd(host=host.name, code=code)
+            ends[host.name] = HostEnd(host=host.name, code=code)
         except LostWorkerError as error:
-            host.end = HostEnd(host=host.name, code=None, words=str(error))
+            ends[host.name] = HostEnd(host=host.name, code=None, words=str(error))
 
 
 def ended_by(
@@ -282,19 +265,19 @@ def code_of(ends: Sequence[HostEnd]) -> int:
     return next((code for code in (PREEMPTED, NO_PROGRESS) if code in special), special[0] if special else FAILED)
 
 
-def rank_variables(hosts: Sequence[_Host], port: int) -> Iterator[dict[str, str]]:
+def rank_variables(hosts: Sequence[PlacedWorker], port: int) -> Iterator[dict[str, str]]:
     """Yields what torch's own launcher would set for each actor, where an actor is a rank; ranks of a node adjoin."""
-    of_node = Counter(host.worker.node for host in hosts)
-    gpus = {node: [gpu for host in hosts if host.worker.node == node for gpu in host.worker.gpus] for node in of_node}
+    of_node = Counter(host.node for host in hosts)
+    gpus = {node: [gpu for host in hosts if host.node == node for gpu in host.gpus] for node in of_node}
     seen: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
-        node = host.worker.node
+        node = host.node
         yield {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(hosts)),
             "LOCAL_RANK": str(seen[node]),
             "LOCAL_WORLD_SIZE": str(of_node[node]),
-            "MASTER_ADDR": hosts[0].worker.address,
+            "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(port),
             **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {}),
         }

@@ -15,10 +15,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED, PREEMPTED
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, read_time, refuse_options
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, gpu_memory, read_time, refuse_options
 
 _ASK_S = 60.0
 _NOT_HERE = {
@@ -141,26 +140,23 @@ def _array_state(found: str) -> JobState:
 
 
 def _options(job: LaunchJob, tasks: int, save_s: str) -> list[str]:
-    nodes = str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}"
-    log = f"{job.log}-%a" if job.tasks else str(job.log)
     options = {
         "job-name": job.run,
-        "nodes": nodes,
+        "nodes": str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}",
         "ntasks-per-node": str(tasks),
         "gpus-per-node": str(job.gpus) if job.gpus else None,
         "time": job.time,
         "partition": job.queue,
         "array": job.tasks,
-        "output": log,
+        "output": f"{job.log}-%a" if job.tasks else str(job.log),
         "open-mode": "append",
         "signal": f"B:USR1@{save_s}",
     }
     own = {name: value for name, value in job.settings.items() if name not in _OWN}
     wrong = [name for name in own if _OPTION.fullmatch(name) is None]
     if wrong or any(re.search(r"[\r\n]", value or "") for value in (*options.values(), *own.values())):
-        raise UsageError(
-            f"--set {', '.join(wrong) or 'with a line break'}\n  settings are long options of sbatch: --set qos=high"
-        )
+        what = ", ".join(wrong) or "with a line break"
+        raise UsageError(f"--set {what}\n  settings are long options of sbatch: --set qos=high")
     words = [name if value == "" else f"{name}={value}" for name, value in (options | own).items() if value is not None]
     return [*words, "requeue"]
 
@@ -176,12 +172,8 @@ def _gpus(gres: str) -> int:
 
 
 def _gpu_memory(gres: str) -> float | None:
-    """Returns the memory of a node's GPU, if the catalog knows the name that the site has given it."""
     found = re.search(r"gpu:([^:(,]+):\d+", gres)
-    try:
-        return None if found is None else float(load_cluster(f"1x {found[1]}").device.memory_bytes)
-    except UsageError:
-        return None
+    return None if found is None else gpu_memory(found[1])
 
 
 def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
@@ -196,20 +188,16 @@ def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
         done = subprocess.run([path, *words], capture_output=True, text=True, check=False, timeout=_ASK_S)
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{program} did not answer within {_ASK_S:g} s\n  is slurmctld running?") from error
+    said = done.stderr.strip() or f"exit code {done.returncode}"
+    if done.returncode and is_needed and any(sign in said for sign in _SILENT):
+        last = said.splitlines()[-1].rpartition("error: ")[2].strip()
+        raise LaunchError(
+            f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
+            "  run scontrol ping, and try again when the controller is up"
+        )
     if done.returncode and is_needed:
-        raise LaunchError(_explain(program, done.stderr.strip() or f"exit code {done.returncode}"))
+        raise LaunchError(f"{program}: {said}")
     return done.stdout
-
-
-def _explain(program: str, said: str) -> str:
-    """Returns what one of Slurm's commands says; one sentence where its controller does not answer."""
-    if not any(sign in said for sign in _SILENT):
-        return f"{program}: {said}"
-    last = said.splitlines()[-1].rpartition("error: ")[2].strip()
-    return (
-        f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
-        "  run scontrol ping, and try again when the controller is up"
-    )
 
 
 def _check_time(job: LaunchJob) -> None:

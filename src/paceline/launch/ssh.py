@@ -40,7 +40,6 @@ from paceline.untrusted import parse_json_object
 ANSWER_S = 10
 SETTINGS = ("ssh", "pythonpath")
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--time": "ssh has no time limits",
     "--queue": "ssh has no queues",
     "--max-requeues": "nothing queues the run again: it leaves with code 75",
@@ -108,11 +107,14 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
     for host, each in found.items():
         if isinstance(each, str):
             continue
-        if each["paceline"] != __version__:
-            yield _differs(host, "Paceline", each["paceline"], "this machine", __version__)
-        reference = found[first]
-        if isinstance(reference, dict) and each["torch"] != reference["torch"]:
-            yield _differs(host, "torch", each["torch"], f"host {first}", reference["torch"])
+        versions, reference = [("Paceline", "this machine", __version__)], found[first]
+        if isinstance(reference, dict):
+            versions.append(("torch", f"host {first}", reference["torch"]))
+        for name, other, wanted in versions:
+            if (own := each[name.lower()]) != wanted:
+                what = f"host {host} has {name} {own}, and {other} has {wanted}"
+                rule = "all hosts of a run have the same versions"
+                yield Problem(what=what, rule=rule, fix=f"install {name} {wanted} on {host}")
         if each["gpus"] < job.gpus:
             what = f"host {host} has {each['gpus']} GPUs, and --gpus-per-node is {job.gpus}"
             fix = "leave the host out, or ask for fewer"
@@ -122,22 +124,12 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
             fix = "keep the config and the runs in a folder that all hosts share"
             yield Problem(what=f"host {host} {state} {job.config}", rule="all hosts start the same run", fix=fix)
         if not each["sees"]:
-            yield Problem(
-                what=f"host {host} does not see {job.runs} of host {first}",
-                rule="all hosts write to one folder: each would save a part of every checkpoint",
-                fix="mount the same file system there, or set monitor.folder to one that all hosts have",
-            )
+            rule = "all hosts write to one folder: each would save a part of every checkpoint"
+            fix = "mount the same file system there, or set monitor.folder to one that all hosts have"
+            yield Problem(what=f"host {host} does not see {job.runs} of host {first}", rule=rule, fix=fix)
         if host == first and isinstance(each["port"], str):
             fix = "name a free port with --port, and an address of that host"
             yield Problem(what=f"host {host} cannot listen on {each['port']}", rule="the hosts meet there", fix=fix)
-
-
-def _differs(host: str, what: str, found: str, other: str, reference: str) -> Problem:
-    return Problem(
-        what=f"host {host} has {what} {found}, and {other} has {reference}",
-        rule="all hosts of a run have the same versions",
-        fix=f"install {what} {reference} on {host}",
-    )
 
 
 def _ask(job: LaunchJob, host: str, order: dict[str, Any]) -> dict[str, Any] | str:

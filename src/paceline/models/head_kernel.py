@@ -84,19 +84,7 @@ def go_over_on_gpu(
     if logits.shape[0] == 0:
         return
     launch: Any = _row_kernel[(logits.shape[0],)]
+    kinds = {"smooths": smoothing > 0, "counts": hits is not None, "trains": is_trained}
+    tensors = (logits, logits.stride(0), targets, losses, losses if hits is None else hits)
     with torch.cuda.device(logits.device):
-        launch(
-            logits,
-            logits.stride(0),
-            targets,
-            losses,
-            losses if hits is None else hits,
-            logits.shape[1],
-            ignored,
-            smoothing,
-            smooths=smoothing > 0,
-            counts=hits is not None,
-            trains=is_trained,
-            block=_BLOCK,
-            num_warps=_WARPS,
-        )
+        launch(*tensors, logits.shape[1], ignored, smoothing, **kinds, block=_BLOCK, num_warps=_WARPS)

@@ -34,6 +34,7 @@ _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
     "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
 
 
@@ -71,16 +72,14 @@ def head_loss(
     targets out of range on a CPU; on a GPU, where looking would take time, such a target makes the sum NaN.
     """
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise UsageError(
-            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
-            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
-            "  give the weight of the layer that makes the logits, and what goes into it"
-        )
+        what = f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}"
+        rule = "the output layer is a matrix (vocabulary, width), and hidden states are (..., width)"
+        fix = "give the weight of the layer that makes the logits, and what goes into it"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
     if hidden.shape[:-1] != targets.shape:
-        raise UsageError(
-            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
-            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
-        )
+        what = f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}"
+        rule = "each row has one target"
+        raise UsageError(f"{what}\n  {rule}\n  give targets of the hidden states' shape without its last dim")
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
         rows = loss_rows(weight.shape[0], flat.element_size())
@@ -102,10 +101,9 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         bias: Tensor | None = self.bias
         if bias is not None:
-            raise UsageError(
-                "the loss of an output layer with a bias\n  the fused loss is that of hidden @ weight.T\n"
-                "  make the layer with bias=False, or compute the loss of its logits"
-            )
+            rule = "the fused loss is that of hidden @ weight.T"
+            fix = "make the layer with bias=False, or compute the loss of its logits"
+            raise UsageError(f"the loss of an output layer with a bias\n  {rule}\n  {fix}")
         return head_loss(x, self.weight, targets, counts=counts)
 
 
@@ -123,19 +121,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 # The operator: opaque to torch.compile, which puts it into one graph with the model whatever the number of rows.
 
 
-def _walk(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignored: int,
-    smoothing: float,
-    rows: int,
-    for_hidden: bool,
-    for_weight: bool,
-    counts: bool,
-) -> _Found:
-    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
-    results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
+def _walk(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> _Found:
+    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty. ``options``: see the schema."""
+    ignored, smoothing, rows = options[:3]
+    results = _make_results(hidden, weight, targets, *options[3:])
     if targets.device.type == "cpu":
         check_targets(targets, weight.shape[0], ignored)
     kind = hidden.device.type
@@ -221,10 +210,8 @@ class _OnMeta(torch.autograd.Function):
         num_rows, width, vocabulary, rows, dtype = ctx.sizes
         for begin in range(0, num_rows, rows):
             size = min(rows, num_rows - begin)
-            chunk, inputs, matrix = (
-                gradient.new_empty(shape, dtype=dtype)
-                for shape in ((size, vocabulary), (size, width), (vocabulary, width))
-            )
+            shapes = ((size, vocabulary), (size, width), (vocabulary, width))
+            chunk, inputs, matrix = (gradient.new_empty(shape, dtype=dtype) for shape in shapes)
             if ctx.is_needed[0]:
                 torch.mm(chunk, matrix, out=inputs)
             if ctx.is_needed[1]:
@@ -237,11 +224,9 @@ def check_targets(targets: Tensor, vocabulary: int, ignored: int) -> None:
     """Raises UsageError for a target that is no token. Reads values: on a GPU the host would wait for them."""
     wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
     if wrong.numel():
-        raise UsageError(
-            f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n"
-            f"  targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted\n"
-            "  give the model a larger vocabulary, or look at the data"
-        )
+        rule = f"targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted"
+        fix = "give the model a larger vocabulary, or look at the data"
+        raise UsageError(f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n  {rule}\n  {fix}")
 
 
 def _go_over(
@@ -254,7 +239,7 @@ def _go_over(
     is_trained: bool,
 ) -> None:
     """Writes the losses and right answers (None: nobody asks) of some rows; if trained, gradients over their logits."""
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
         go_over_on_gpu(logits, targets, losses, hits, ignored, smoothing, is_trained)
@@ -305,8 +290,3 @@ def _adds_wider() -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool((total == 32).all())
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -40,17 +40,13 @@ def load_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UsageError(
-            f"model.kind = hf needs transformers, which cannot be imported: {error}\n"
-            "  it builds the models of Hugging Face folders\n  pip install 'paceline[hf]'"
-        ) from error
+        what = f"model.kind = hf needs transformers, which cannot be imported: {error}"
+        rule = "it builds the models of Hugging Face folders"
+        raise UsageError(f"{what}\n  {rule}\n  pip install 'paceline[hf]'") from error
 
 
 def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
-    """Builds the model of a folder; ``is_unfilled``: without values, which a pretrained one gets later.
-
-    Raises ConfigError where it cannot read the data, UsageError for a folder of which no model can be made.
-    """
+    """Builds the model of a folder, maybe without values. Raises ConfigError for data that it cannot read."""
     library = load_transformers()
     settings = _settings(library, config)
     kind = _class(library, settings, config)
@@ -62,10 +58,9 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
         with parameters_on_meta(_is_hf_initialized=True) if is_unfilled else contextlib.nullcontext():
             model: nn.Module = kind(settings)
     except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UsageError(
-            f"model.path = {config.path!r}: {kind.__name__} cannot be built: {error}\n"
-            "  transformers builds it from config.json\n  check that file, or set model.task"
-        ) from error
+        what = f"model.path = {config.path!r}: {kind.__name__} cannot be built: {error}"
+        rule = "transformers builds it from config.json"
+        raise UsageError(f"{what}\n  {rule}\n  check that file, or set model.task") from error
     model.train()
     if is_unfilled:
         _draw(model, config.fresh)
@@ -88,11 +83,10 @@ def _settings(library: Any, config: HFModelConfig) -> Any:
     try:
         return library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}\n"
-            "  it must know the model_type in config.json; code of the folder is never run\n"
-            "  use a newer transformers, or a factory: model: {kind: factory, ...}"
-        ) from error
+        what = f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}"
+        rule = "it must know the model_type in config.json; code of the folder is never run"
+        fix = "use a newer transformers, or a factory: model: {kind: factory, ...}"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}") from error
 
 
 def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
@@ -102,17 +96,14 @@ def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
         try:
             return automatic._model_mapping[type(settings)]
         except KeyError:
-            raise UsageError(
-                f"model.task = {config.task} for a {settings.model_type}\n"
-                "  transformers has no such model of this family\n  choose another task, or leave it out"
-            ) from None
+            rule = "transformers has no such model of this family"
+            fix = "choose another task, or leave it out"
+            raise UsageError(f"model.task = {config.task} for a {settings.model_type}\n  {rule}\n  {fix}") from None
     names = getattr(settings, "architectures", None) or []
     found = getattr(library, str(names[0]), None) if names else None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise UsageError(
-            f"model.path = {config.path!r}: architectures = {names} in config.json is no class of transformers\n"
-            f"  it names the class of the model\n  set model.task to one of {', '.join(_TASKS)}"
-        )
+        what = f"model.path = {config.path!r}: architectures = {names} in config.json is no class of transformers"
+        raise UsageError(f"{what}\n  it names the class of the model\n  set model.task to one of {', '.join(_TASKS)}")
     return found
 
 
@@ -125,23 +116,17 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
                 settings.id2label = dict(enumerate(shape.class_names))
                 settings.label2id = {name: number for number, name in enumerate(shape.class_names)}
         elif settings.num_labels < shape.classes:
-            yield Problem(
-                what=f"the model has {settings.num_labels} classes, and the data {shape.classes}",
-                rule="its head is that of the folder",
-                fix="name the head in model.fresh, such as [classifier], and it begins anew with the data's classes",
-            )
-    text = _text_part(settings)
-    for name, needed, unit in (
-        ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
-        ("max_position_embeddings", shape.context, "tokens of a sample"),
-    ):
-        has = getattr(text, name, None)
+            what = f"the model has {settings.num_labels} classes, and the data {shape.classes}"
+            fix = "name the head in model.fresh, such as [classifier], and it begins anew with the data's classes"
+            yield Problem(what=what, rule="its head is that of the folder", fix=fix)
+    rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
+    rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
+    for name, (needed, unit) in rooms.items():
+        has = getattr(_text_part(settings), name, None)
         if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
-            yield Problem(
-                what=f"{name} = {has} in config.json, but the data has {needed} {unit}",
-                rule="the model needs room for all that the data has",
-                fix="choose the data's tokenizer and context for this model",
-            )
+            what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
+            rule = "the model needs room for all that the data has"
+            yield Problem(what=what, rule=rule, fix="choose the data's tokenizer and context for this model")
 
 
 @torch.no_grad()
@@ -203,19 +188,16 @@ def with_head_loss(model: nn.Module) -> nn.Module:
     """
     name = type(model).__name__
     if not is_causal(model):
-        raise UsageError(
-            f"{name} has no output layer that can be found\n"
-            "  it needs base_model, get_output_embeddings() that returns a linear layer, and config.vocab_size\n"
-            "  give it loss_vocabulary() and a forward that takes targets: see docs/fused-loss.md"
-        )
+        rule = "it needs base_model, get_output_embeddings() that returns a linear layer, and config.vocab_size"
+        fix = "give it loss_vocabulary() and a forward that takes targets: see docs/fused-loss.md"
+        raise UsageError(f"{name} has no output layer that can be found\n  {rule}\n  {fix}")
     head: nn.Linear = output_layer(model)
     bias: Tensor | None = head.bias
     if bias is not None or not _is_product(model, head):
-        raise UsageError(
-            f"the logits of {name} are not the products of its hidden states with its output layer alone\n"
-            "  the fused loss computes these, and would leave out a bias, a scale or a cap\n"
-            "  set train.fused_loss = false, or give the model a forward of its own that takes targets"
-        )
+        what = f"the logits of {name} are not the products of its hidden states with its output layer alone"
+        rule = "the fused loss computes these, and would leave out a bias, a scale or a cap"
+        fix = "set train.fused_loss = false, or give the model a forward of its own that takes targets"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
     model.__class__ = type(name, (_WithHeadLoss, type(model)), {"__module__": type(model).__module__})
     return model
 

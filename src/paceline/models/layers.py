@@ -26,10 +26,7 @@ from paceline.models.lora import output_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayer:
-    """One layer: a function of what the layer before returned, or of the model's inputs, and the modules it uses.
-
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it.
-    """
+    """One layer, with the modules that it uses; ``name`` is that of the first, by which split points are given."""
 
     name: str
     run: Callable[..., Any]
@@ -81,10 +78,8 @@ def sequential_layers(sequential: nn.Sequential, prefix: str = "") -> tuple[Pipe
         else:
             waiting.append((name, module))
     joined = [(row[0][0], tuple(module for _, module in row)) for row in (*rows, waiting) if row]
-    return tuple(
-        PipelineLayer(name=name, run=modules[0] if len(modules) == 1 else Chain(modules), modules=modules)
-        for name, modules in joined
-    )
+    made = [(name, modules[0] if len(modules) == 1 else Chain(modules), modules) for name, modules in joined]
+    return tuple(PipelineLayer(name=name, run=run, modules=modules) for name, run, modules in made)
 
 
 def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -129,22 +124,18 @@ def _check(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     names = [layer.name for layer in layers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(
-            f"two pipeline layers of {kind} are called {twice[0]!r}\n  split points are given by name\n"
-            "  name each after its first module"
-        )
+        rule = "split points are given by name\n  name each after its first module"
+        raise UsageError(f"two pipeline layers of {kind} are called {twice[0]!r}\n  {rule}")
     inner = {id(module) for module in model.modules()} - {id(model)}
     for layer in layers:
         for module in layer.modules:
             if id(module) not in inner:
-                is_model = module is model
-                raise UsageError(
-                    f"pipeline layer {layer.name!r} of {kind} uses "
-                    f"{'the model itself' if is_model else f'a {type(module).__name__} that is not in the model'}\n"
-                    "  a layer uses modules below the model\n"
-                    + ("  list those it reads, and give a parameter of the model itself a module of its own"
-                       if is_model else "  list modules that named_modules() has")
-                )  # fmt: skip
+                what, fix = f"a {type(module).__name__} that is not in the model", "list those of named_modules()"
+                if module is model:
+                    what = "the model itself"
+                    fix = "list those it reads, and give a parameter of the model itself a module of its own"
+                rule = "a layer uses modules below the model"
+                raise UsageError(f"pipeline layer {layer.name!r} of {kind} uses {what}\n  {rule}\n  {fix}")
     _check_complete(model, layers)
 
 
@@ -159,11 +150,9 @@ def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
     ]
     if left:
         more, verb = (f" and {len(left) - 1} more", "belong") if len(left) > 1 else ("", "belongs")
-        raise UsageError(
-            f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n"
-            "  what no stage has would be neither trained nor saved\n"
-            "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
-        )
+        rule = "what no stage has would be neither trained nor saved"
+        fix = "name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
+        raise UsageError(f"{left[0]}{more} of {type(model).__name__} {verb} to no pipeline layer\n  {rule}\n  {fix}")
 
 
 # Causal language models of Hugging Face: embedding, blocks, norm and head. A block is called without a mask: the fused
@@ -199,10 +188,9 @@ class _Block:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.window is not None and x.shape[1] > self.window:
-            raise UsageError(
-                f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline\n"
-                "  its blocks attend to all tokens before\n  set data.context to at most the window"
-            )
+            what = f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline"
+            rule = "its blocks attend to all tokens before"
+            raise UsageError(f"{what}\n  {rule}\n  set data.context to at most the window")
         places = _positions(x)
         turned = {} if self.rotary is None else {"position_embeddings": self.rotary(x, places)}
         found = self.block(x, attention_mask=None, position_ids=places, **turned)
@@ -218,10 +206,9 @@ def _causal_layers(model: Any) -> list[PipelineLayer] | None:
     if family is None or not isinstance(base, nn.Module) or base is model or not isinstance(head, nn.Linear):
         return None
     if getattr(settings, "_attn_implementation", None) == "eager":
-        raise UsageError(
-            f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages\n"
-            "  its blocks need a mask, which stages do not send\n  build it with attn_implementation='sdpa'"
-        )
+        what = f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages"
+        rule = "its blocks need a mask, which stages do not send"
+        raise UsageError(f"{what}\n  {rule}\n  build it with attn_implementation='sdpa'")
     first, row, last, beside, turns = family
     embedding, blocks, norm = (getattr(base, name) for name in (first, row, last))
     extra = {name: getattr(base, name, None) for name in beside}

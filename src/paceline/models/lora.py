@@ -60,11 +60,9 @@ def add_lora(
     lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
         known = sorted({name.rpartition(".")[2] for name in layers})
-        raise UsageError(
-            f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer\n"
-            f"  adapters are for linear layers, by the last parts of their names\n"
-            f"  the model has {', '.join(known) or 'none'}"
-        )
+        what = f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer"
+        rule = "adapters are for linear layers, by the last parts of their names"
+        raise UsageError(f"{what}\n  {rule}\n  the model has {', '.join(known) or 'none'}")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         if any(fits(name, pattern) for pattern in trained):

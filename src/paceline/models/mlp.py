@@ -23,11 +23,9 @@ class MLPClassifier(nn.Module):
     ) -> None:
         super().__init__()
         if input_dim < 1 or hidden_dim < 2 or num_classes < 1:
-            raise UsageError(
-                f"MLPClassifier got input_dim = {input_dim}, hidden_dim = {hidden_dim}, num_classes = {num_classes}\n"
-                "  every layer needs a unit, and the second hidden layer has half of hidden_dim\n"
-                "  give input_dim >= 1, hidden_dim >= 2 and num_classes >= 1"
-            )
+            what = f"MLPClassifier got input_dim = {input_dim}, hidden_dim = {hidden_dim}, num_classes = {num_classes}"
+            rule = "every layer needs a unit, and the second hidden layer has half of hidden_dim"
+            raise UsageError(f"{what}\n  {rule}\n  give input_dim >= 1, hidden_dim >= 2 and num_classes >= 1")
         self.flatten = nn.Flatten()
         self.layers = nn.Sequential(
             nn.Linear(input_dim, hidden_dim),

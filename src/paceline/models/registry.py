@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from paceline.config import sections
 from paceline.config.checks import dimension_problems
-from paceline.config.sections import GPT_DIMENSIONS
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT, gpt_config
@@ -19,17 +19,10 @@ from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 
 if TYPE_CHECKING:
-    from paceline.config.sections import (
-        FactoryModelConfig,
-        GPTModelConfig,
-        MLPModelConfig,
-        ModelConfig,
-        ResNetModelConfig,
-    )
     from paceline.data.datasets import DataShape
 
 
-def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
+def build_model(config: sections.ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
     The random numbers are torch's, so seed before. Does not compile the model. ``is_unfilled`` is for pretrained
@@ -39,10 +32,8 @@ def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = Fa
     if shape.end_token is not None and config.kind != "gpt":
         what = f"model.kind = {config.kind} cannot keep documents apart at token {shape.end_token}"
         raise ConfigError([Problem(what=what, rule="a gpt can", fix="set data.documents = joined")], source="model")
-    if config.kind == "mlp":
-        return _build_mlp(config, shape)
-    if config.kind == "resnet":
-        return _build_resnet(config, shape)
+    if config.kind == "mlp" or config.kind == "resnet":
+        return _build_classifier(config, shape)
     if config.kind == "gpt":
         return _build_gpt(config, shape)
     if config.kind == "hf":
@@ -61,11 +52,9 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     if callable(blocks) and not isinstance(blocks, nn.Module):
         found = list(blocks())
         if not all(isinstance(block, nn.Module) for block in found):
-            raise UsageError(
-                f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
-                "  every block must be an nn.Module\n"
-                "  return the repeated submodules in order, or rename the method"
-            )
+            what = f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}"
+            rule = "every block must be an nn.Module"
+            raise UsageError(f"{what}\n  {rule}\n  return the repeated submodules in order, or rename the method")
     else:
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1]
         rows = [row for row in map(list, lists) if len(set(map(type, row))) == 1 and all(map(num_parameters, row))]
@@ -100,9 +89,8 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
 def loss_vocabulary(model: nn.Module) -> int | None:
     """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has none.
 
-    With a method ``loss_vocabulary()`` a model promises that ``model(inputs, targets=targets)`` returns the summed
-    cross entropy, in which targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right
-    answers.
+    With this method a model promises that ``model(inputs, targets=targets)`` returns the summed cross entropy, in which
+    targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right answers.
     """
     method: object = getattr(model, "loss_vocabulary", None)
     return int(method()) if callable(method) else None
@@ -118,41 +106,44 @@ def check_initialised(model: nn.Module) -> None:
     """Raises UsageError for a model with lazy modules that have not seen a batch."""
     lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
     if lazy:
-        raise UsageError(
-            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet\n"
-            "  a lazy module learns its shapes from its first batch, and ranks share out parameters before that\n"
-            "  run the model once when it is built: with torch.no_grad(): model(example)"
-        )
+        what = f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet"
+        rule = "a lazy module learns its shapes from its first batch, and ranks share out parameters before that"
+        fix = "run the model once when it is built: with torch.no_grad(): model(example)"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
 
 
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _build_mlp(config: MLPModelConfig, shape: DataShape) -> MLPClassifier:
+def _build_classifier(config: sections.MLPModelConfig | sections.ResNetModelConfig, shape: DataShape) -> nn.Module:
+    """Builds what was asked, completed with what the data offers; raises ConfigError where neither says a dimension."""
     if shape.features is None and shape.channels is not None and shape.size is not None:
         shape = replace(shape, features=shape.channels * shape.size * shape.size)
-    problems = _kind_problems(config.kind, shape, needs="classes")
-    open_fields = {"input_dim": shape.features, "num_classes": shape.classes}
-    input_dim, num_classes = _dimensions(config, shape, open_fields, problems)
-    return MLPClassifier(input_dim, config.hidden_dim, num_classes, config.dropout)
-
-
-def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
     problems = list(_kind_problems(config.kind, shape, needs="classes"))
-    if shape.kind == "classes" and shape.channels is None:
+    if config.kind == "resnet" and shape.kind == "classes" and shape.channels is None:
         what = f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features"
         rule = "a residual network reads images: channels x height x width"
         problems += [Problem(what=what, rule=rule, fix="set model.kind = mlp, or choose data with images")]
-    open_fields = {"num_classes": shape.classes, "in_channels": shape.channels}
-    num_classes, in_channels = _dimensions(config, shape, open_fields, problems)
-    return ResNet(config.depth, num_classes, in_channels, config.width, config.norm, config.stem)
+    problems += dimension_problems(config, shape)
+    offered = {"input_dim": shape.features, "num_classes": shape.classes, "in_channels": shape.channels}
+    sizes: dict[str, Any] = {
+        field: getattr(config, field) or known for field, known in offered.items() if hasattr(config, field)
+    }
+    for field in (field for field, size in sizes.items() if size is None):
+        what = f"model.{field} is not set, and the data does not tell it"
+        rule = "what the config leaves open follows from the shape of the data"
+        problems.append(Problem(what=what, rule=rule, fix=f"set model.{field}, or give the data set a shape"))
+    _raise_any(problems)
+    if config.kind == "mlp":
+        return MLPClassifier(**sizes, hidden_dim=config.hidden_dim, dropout=config.dropout)
+    return ResNet(config.depth, **sizes, width=config.width, norm=config.norm, stem=config.stem)
 
 
-def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
+def _build_gpt(config: sections.GPTModelConfig, shape: DataShape) -> GPT:
     """Builds a GPT; the data's vocabulary goes before that of the size, whose other fields go before the data's."""
     _raise_any(_kind_problems(config.kind, shape, needs="tokens"))
-    overrides = {name: getattr(config, name) for name in GPT_DIMENSIONS}
+    overrides = {name: getattr(config, name) for name in sections.GPT_DIMENSIONS}
     if config.vocab_size is None:
         overrides["vocab_size"] = shape.vocab_size
     if config.context is None and config.size is None:
@@ -167,50 +158,26 @@ def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
     return GPT(settings, end_token=shape.end_token)
 
 
-def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
+def _build_from_factory(config: sections.FactoryModelConfig) -> nn.Module:
     factory = import_from_path(config.factory, "model.factory")
     try:
         model = factory(**config.args)
     except Exception as error:
-        raise UsageError(
-            f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}\n"
-            f"  it was called with model.args = {config.args}"
-        ) from error
+        what = f"model.factory = {config.factory!r} raised {type(error).__name__}: {error}"
+        raise UsageError(f"{what}\n  it was called with model.args = {config.args}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model.factory = {config.factory!r} returned {type(model).__name__}\n"
-            "  it must return a torch.nn.Module\n"
-            "  return the model from the function (a bare class of nn.Module works as a factory too)"
-        )
+        rule = "it must return a torch.nn.Module"
+        fix = "return the model from the function (a bare class of nn.Module works as a factory too)"
+        raise UsageError(f"model.factory = {config.factory!r} returned {type(model).__name__}\n  {rule}\n  {fix}")
     check_initialised(model)
     return model
 
 
 def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Problem]:
     if shape.kind not in (needs, "custom"):
-        yield Problem(
-            what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",
-            rule="mlp and resnet sort samples into classes; gpt predicts the next token",
-            fix=f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data",
-        )
-
-
-def _dimensions(
-    config: ModelConfig, shape: DataShape, offered: dict[str, int | None], problems: Iterable[Problem]
-) -> list[Any]:
-    """Returns what was asked, else what the data offers. Raises ConfigError where neither is, or they disagree."""
-    found = [getattr(config, field) or known for field, known in offered.items()]
-    missing = [
-        Problem(
-            what=f"model.{field} is not set, and the data does not tell it",
-            rule="what the config leaves open follows from the shape of the data",
-            fix=f"set model.{field}, or give the data set a shape",
-        )
-        for field, size in zip(offered, found, strict=True)
-        if size is None
-    ]
-    _raise_any([*problems, *dimension_problems(config, shape), *missing])
-    return found
+        what = f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}"
+        fix = f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data"
+        yield Problem(what=what, rule="mlp and resnet sort samples into classes; gpt predicts the next token", fix=fix)
 
 
 def _raise_any(problems: Iterable[Problem]) -> None:

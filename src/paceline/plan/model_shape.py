@@ -108,10 +108,6 @@ class ModelShape:
         return self.expert_params * max(1, self.experts)
 
     @property
-    def active_mlp_params(self) -> float:
-        return self.expert_params * (self.active_experts if self.experts else 1)
-
-    @property
     def layer_params(self) -> float:
         """Of one layer, with biases and norms left out, which are less than a thousandth."""
         return self.attention_params + self.mlp_params
@@ -129,4 +125,5 @@ class ModelShape:
     @cached_property
     def active_matmul_params(self) -> float:
         """Weights that one token is multiplied with, the head included."""
-        return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab_size * self.width
+        active = self.expert_params * (self.active_experts if self.experts else 1)
+        return self.layers * (self.attention_params + active) + self.vocab_size * self.width

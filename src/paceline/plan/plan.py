@@ -20,10 +20,7 @@ MARGIN = 0.1  # of a device's memory is kept free: allocators lose some, and est
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMachine:
-    """What there is for a run: ranks on devices, ``node_ranks`` of them on a host (None: all), and their memory.
-
-    ``device_bytes`` are those of each rank, ``host_bytes`` those of all ranks of a host; 0 where nobody asks.
-    """
+    """What there is for a run. ``device_bytes`` are a rank's, ``host_bytes`` all those of a host; 0: nobody asks."""
 
     device: str  # cpu or cuda
     ranks: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,26 +16,27 @@ from paceline.plan.model_shape import ModelShape
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
 
-DEFAULT = Layout()
+DEFAULT, ANY_MODEL = Layout(), ModelShape(kind="factory")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RuleCase:
     """What a rule looks at: a layout as it was asked for, the ranks if they are known, the model."""
 
     layout: Layout
-    ranks: int | None
-    node_ranks: int | None
-    model: ModelShape
-    keys: Mapping[str, str]
-    strategy: str  # as it was written: zero3 is another name of fsdp
+    _: KW_ONLY
+    ranks: int | None = None  # None: not known yet
+    node_ranks: int | None = None  # of a host; None: all; 0: not known yet
+    model: ModelShape = ANY_MODEL
+    keys: Mapping[str, str] = field(default_factory=dict)
+    strategy: str = ""  # as it was written: zero3 is another name of fsdp
 
     def key(self, name: str) -> str:
         return self.keys.get(name, "") + name
 
     def said(self, *names: str) -> str:
         """Writes fields with their values: ``parallel.pipeline = 2 x parallel.tensor = 4``."""
-        values = {name: self.strategy if name == "strategy" else getattr(self.layout, name) for name in names}
+        values = {name: (name == "strategy" and self.strategy) or getattr(self.layout, name) for name in names}
         return " x ".join(f"{self.key(name)} = {text_of(value)}" for name, value in values.items())
 
     def unread(self, name: str, owner: str, where: str, instead: str) -> Iterator[Problem]:
@@ -60,9 +61,6 @@ class RuleCase:
         return self.ranks is not None and self.ranks % self.parts == 0
 
 
-Rule = Callable[[RuleCase], Iterator[Problem]]
-
-
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
     what, fix = f"{key} = {value} has no effect {where}", f"remove {key}, or {instead}"
     return Problem(what=what, rule=rule, fix=fix, idle_key=key)
@@ -74,12 +72,10 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def named_twice(names: tuple[str, ...]) -> str:
-    """Returns a name that stands twice; empty: none does."""
     return next((name for name in sorted(names) if names.count(name) > 1), "")
 
 
 def text_of(value: object) -> str:
-    """Writes a value as a config has it."""
     value = value.parts if isinstance(value, Offload) else value
     if isinstance(value, tuple):
         return "[" + ", ".join(str(each) for each in value) + "]"

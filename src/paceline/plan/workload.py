@@ -27,11 +27,9 @@ class Running:
 
     ``micro_batch``, ``global_batch``: where a table counts them in tokens, or they do not divide; 0: the layout's.
     ``recomputes_attention``: of what a layout that keeps matrix products computes again, attention alone.
-    ``fused_loss``: where the framework's own loss is not, one that passes over the logits once is used in its place.
-    ``split_loss``: tensor-parallel ranks of torch keep their part of the logits, and gather none of them.
-    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes.
-    ``overlaps_tensor``: half of what tensor-parallel ranks send is hidden behind products.
-    ``names_precision``: the layout's precision was searched for, and is named where the layout is described.
+    ``fused_loss``: one that passes over logits once. ``split_loss``: tensor-parallel ranks of torch gather no logits.
+    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``overlaps_tensor``: half of
+    what tensor-parallel ranks send is hidden. ``names_precision``: the precision was searched for.
     """
 
     seq_len: int
@@ -70,7 +68,6 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a microbatch that a rank computes."""
         return self.micro_batch * self.run.seq_len / self.layout.context
 
     @property
@@ -89,7 +86,6 @@ class Workload:
 
     @property
     def recompute(self) -> Recompute:
-        """What is computed again in the backward, in the words of the formulas."""
         found = RECOMPUTES[self.layout.checkpoint_activations]
         return "attention" if found == "selective" and self.run.recomputes_attention else found
 

@@ -179,16 +179,12 @@ def _figure(name: str, before: float, after: float, *, higher_is_better: bool) -
 
 def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
     """Draws how speed grows with ranks; nothing without points."""
-    if not points:
-        return []
     table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency", "")
     for point in points:
-        table.add_row(
-            *(point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}"),
-            *(f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %"),
-            point.scaling,
-        )
-    return [table]
+        run = (point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}")
+        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %")
+        table.add_row(*run, *speed, point.scaling)
+    return [table] if points else []
 
 
 def draw_comparison(found: Comparison) -> RenderableType:

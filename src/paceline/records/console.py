@@ -47,12 +47,10 @@ class ProgressView:
         self._lines: deque[str] = deque(maxlen=_CELL_LINES)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and self._cell is None
         self._every_s = _DRAW_EVERY_S if self._is_live or self._cell is not None else plain_every_s
-        self._clock = clock
-        self._lock = RLock()
+        self._clock, self._lock = clock, RLock()
         self._progress = _RunProgress()
         self._live: Live | None = None
-        self._shown_at = clock()
-        self._shown_step = 0
+        self._shown_at, self._shown_step = clock(), 0
         # Rich leaves the process when a pipe breaks, so errors of the stream must not reach it.
         self._stream = self._console.file
         self._console.file = cast("IO[str]", _LastingStream(self._stream))

@@ -8,10 +8,7 @@ system.memory.usage, .limit     bytes          of the host
 process.memory.usage/RANK       bytes          resident memory of a rank's process
 system.network.io/DIRECTION     bytes/s        receive, transmit: all interfaces but loopback
 system.disk.io/DIRECTION        bytes/s        read, write: all disks
-hw.gpu.*, hw.power, hw.temperature             of each GPU: how busy, full, warm and fast it is, and what slows it down
-
-NVML is asked for GPUs through ``pynvml``, a few microseconds to a millisecond a value, in a process that trains
-nothing. What a GPU does not tell is left out.
+hw.gpu.*, hw.power, hw.temperature             of each GPU (NVML): how busy, full, warm and fast it is, and why slow
 """
 
 from __future__ import annotations
@@ -83,10 +80,10 @@ def open_gpus() -> tuple[Gpus | None, str]:
     """Returns the GPUs of this host, or None and the reason why nothing can be read of them."""
     try:
         import pynvml
+
+        return Gpus(pynvml), ""
     except ImportError:
         return None, "nvidia-ml-py is not installed"
-    try:
-        return Gpus(pynvml), ""
     except pynvml.NVMLError as error:
         return None, f"NVML does not answer ({error})"
 
@@ -95,19 +92,15 @@ class HostSampler:
     """Reads what this host does; ``processes`` returns the process of each rank on it, by rank."""
 
     def __init__(self, processes: Callable[[], Mapping[int, int]], gpus: Gpus | None = None) -> None:
-        self._processes = processes
-        self._gpus = gpus
+        self._processes, self._gpus = processes, gpus
         self._host = socket.gethostname()
         self._counted, self._counted_s = _counters(), time.monotonic()
         self._cpu_s = _cpu_seconds()
 
     def look(self) -> HostRecord:
         memory = psutil.virtual_memory()
-        values = {
-            "system.memory.usage": float(memory.total - memory.available),
-            "system.memory.limit": float(memory.total),
-            **self._rates(),
-        }
+        values = {"system.memory.usage": float(memory.total - memory.available)}
+        values |= {"system.memory.limit": float(memory.total), **self._rates()}
         (busy_s, all_s), (busy_before_s, all_before_s) = _cpu_seconds(), self._cpu_s
         self._cpu_s = busy_s, all_s
         if all_s > all_before_s:

@@ -12,12 +12,10 @@ For steps after the warm-up, as shares of their time:
     memory           memory ran out and the microbatch was cut, or a device is nearly full
     restarts         of the time in steps and between them: steps made again, and waiting for the next attempt
 
-What a run spends less than the threshold on does not limit it; a run that nothing else limits is limited by compute.
-Shares of the step count less where restarts took a part of the run, so that all causes compare.
-
-What a change of the config would bring is predicted by the formulas of ``predict/``, for the config as it is and as it
-would be; else it is a bound, the most that the change can bring, wholly or in half. With shares of the step d (data), c
-(communication), l (lost to a rank):
+A run that nothing limits beyond its threshold is limited by compute. Shares of the step count less where restarts took
+a part of the run. What a change of the config would bring is predicted by the formulas of ``predict/``; else it is a
+bound, the most that it can bring, wholly or in half. With shares of the step d (data), c (communication), l (lost to a
+rank):
 
     no waiting for data 1/(1-d)      half the exchanges 1/(1-c/2)      a rank as fast as the others 1/(1-l)
     twice the ranks     1/((1-c)/2 + c), where communication stays as it is
@@ -45,8 +43,8 @@ from paceline.units import format_bytes, format_flops, format_seconds
 _FEWEST = 1.005  # a speed-up below is none
 _LONGEST = 50.0  # a bound beyond says nothing
 _COMPILE = "compile the model (model.compile = auto)"
+# Returns how many times as fast a run would be with these overrides of its config; None where that is not known.
 Predict = Callable[[Sequence[str]], float | None]
-"""Returns how many times as fast a run would be with these overrides of its config; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +122,7 @@ class Gains:
     def _for_rank(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         if facts.straggler is None:
             return
-        rank, ranks = facts.straggler.rank, self.run.world_size
-        bound = 1.0 / max(1.0 - share, 1e-9)
+        rank, ranks, bound = facts.straggler.rank, self.run.world_size, 1.0 / max(1.0 - share, 1e-9)
         text = f"make rank {rank} as fast as the others: look at its {facts.straggler.phase}"
         yield self._change(text, bound, "no waiting for it")
         if ranks > 2:
@@ -215,9 +212,7 @@ def gains_of(folder: Path, run: RunRecord, cluster: str) -> Gains:
 
 
 Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
-FEWEST_STEPS = 5
-"""A run is judged by so many steps at least, after the warm-up."""
-
+FEWEST_STEPS = 5  # after the warm-up: a run is judged by so many at least
 _DATA, _COMMUNICATION, _HOST, _RESTARTS = 0.05, 0.15, 0.5, 0.1
 _NEARLY_FULL = 0.92  # of a device's memory: the allocator needs the rest
 _SLOW_LINK = 4.0  # times what the traffic should take

@@ -8,8 +8,6 @@ a step or two later on CUDA.
 from __future__ import annotations
 
 import operator
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
@@ -22,6 +20,7 @@ from paceline.clock import CudaMark, DeviceClock, Mark, on_device
 from paceline.comm.ledger import file as cells
 from paceline.comm.ledger.file import LAPS, NUM_CELLS, PHASE, STEP, TIMED_STEPS
 from paceline.comm.traced import Trace
+from paceline.free_memory import peak_memory_bytes
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 from paceline.records.records import CommRecord, StepRecord
 
@@ -74,6 +73,7 @@ class StepFacts(Protocol):
     def outcome(self) -> StepNumbers: ...
 
 
+_GroupNames = Mapping[tuple[int, ...], str]
 _Moment = Mark | float
 _Lap = tuple[str, _Moment, int]  # phase, its end, waits so far in the step
 _Waits = Sequence[tuple[Mark, Mark]]
@@ -94,21 +94,16 @@ class StepMeter:
     """Times steps and turns them into records."""
 
     def __init__(
-        self,
-        device: torch.device,
-        trace: Trace,
-        ledger: Ledger | None = None,
-        groups: Mapping[tuple[int, ...], str] | None = None,
+        self, device: torch.device, trace: Trace, ledger: Ledger | None = None, groups: _GroupNames | None = None
     ) -> None:
         """With a ``ledger``, phases and steps are noted there as they begin. ``groups`` are names by their ranks."""
-        self._device = device
-        self._is_device = device.type != "cpu"
+        self._device, self._is_device = device, device.type != "cpu"
         self._process = psutil.Process()
-        self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
-        self._trace = trace
-        self._waits = trace.waits
+        # Takes a mark of the time that steps are measured in.
+        self.take: Callable[[], _Moment] = (DeviceClock(device) if trace.clock is None else trace.clock).take
+        self._trace, self._waits = trace, trace.waits
         trace.adds_up = True
-        self._start = self._take()
+        self._start = self.take()
         self._laps: list[_Lap] = []
         self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
@@ -116,8 +111,7 @@ class StepMeter:
         self._groups = groups or {}
         self._drain_every = 1  # steps; a power of two
         self._drained_at = self._issued_at = self._comm_at = time.time()
-        self._flops_per_sample: float | None = None
-        self._peak_flops: float | None = None
+        self.rate_against(None, None)
         if ledger is not None:
             ledger.is_own_loop = False  # phases and steps are noted here
         self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
@@ -134,18 +128,14 @@ class StepMeter:
     def start(self) -> None:
         """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
         self._trace.take_waits()
-        self._start, self._issued_at = self._take(), time.time()
+        self._start, self._issued_at = self.take(), time.time()
         self._laps = []
         self._cells[PHASE] = _FIRST_PHASE
-
-    def take(self) -> _Moment:
-        """Takes a mark of the time that steps are measured in."""
-        return self._take()
 
     def lap(self, phase: str) -> None:
         """Ends a phase of the step."""
         number, order = len(self._laps), self._order
-        self._laps.append((phase, self._take(), len(self._waits)))
+        self._laps.append((phase, self.take(), len(self._waits)))
         self._cells[PHASE] = order[number] if number < len(order) else _PHASE_AFTER[phase]
 
     def finish(self, facts: StepFacts) -> bool:
@@ -160,7 +150,7 @@ class StepMeter:
             device = facts.outcome.loss_sum.device
             stacked = torch.stack([on_device(number, device) for number in _numbers(facts.outcome)])
             on_host = stacked.to("cpu", non_blocking=True)
-        end, now = self._take(), time.time()
+        end, now = self.take(), time.time()
         host_s = _host_seconds(self._laps, now - self._issued_at) if self._is_device else None
         waits = self._trace.take_waits() if self._waits else ()
         self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory, now, host_s))
@@ -302,11 +292,3 @@ def _memory(device: torch.device, process: psutil.Process) -> _Memory:
     found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # one question to the allocator
     allocated, reserved = (found.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
     return _Memory(allocated.get("peak", 0), allocated.get("current", 0), reserved.get("current", 0))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most memory that this process has held: the allocator's on CUDA, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -35,15 +35,13 @@ from paceline.untrusted import open_regular
 _TAIL_BYTES = 2**18
 
 
+Sample = tuple[str, dict[str, str], float]
+
+
 @cache
 def metrics() -> dict[str, str]:
     """Returns the names of all metrics, with what they are."""
-    text = resources.files("paceline.records").joinpath("metrics.yaml").read_text(encoding="utf-8")
-    names: dict[str, str] = load_yaml(text)
-    return names
-
-
-Sample = tuple[str, dict[str, str], float]
+    return dict(load_yaml(resources.files("paceline.records").joinpath("metrics.yaml").read_text(encoding="utf-8")))
 
 
 def metrics_text(runs: Sequence[Path]) -> str:
@@ -98,8 +96,7 @@ def _newest(path: Path) -> dict[object, Record]:
             record = parse_line(line)
             if isinstance(record, RunRecord):
                 found.clear()  # a new attempt
-            key = (record.kind, record.group) if isinstance(record, CommRecord) else type(record)
-            found[key] = record
+            found[(record.kind, record.group) if isinstance(record, CommRecord) else type(record)] = record
     return found
 
 
@@ -150,11 +147,9 @@ def _of_step(labels: dict[str, str], record: StepRecord, run: RunRecord | None) 
 
 
 def _of_host(label: str, newest: dict[object, Record]) -> Iterator[Sample]:
-    record = newest.get(HostRecord)
-    if not isinstance(record, HostRecord):
-        return
-    for key, value in record.values.items():
-        name, _, device = key.partition("/")
-        metric = f"paceline_{name.replace('.', '_')}"
-        if metric in metrics():
-            yield metric, {"run": label, "host": record.host, **({"device": device} if device else {})}, value
+    if isinstance(record := newest.get(HostRecord), HostRecord):
+        for key, value in record.values.items():
+            name, _, device = key.partition("/")
+            metric = f"paceline_{name.replace('.', '_')}"
+            if metric in metrics():
+                yield metric, {"run": label, "host": record.host, **({"device": device} if device else {})}, value

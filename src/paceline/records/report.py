@@ -173,23 +173,13 @@ def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
 def _about(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
     """Returns what the first record says, how fast the run was in what it counts, and how good that is, if known."""
     names = ("strategy", "backend", "world_size", "num_parameters", "num_trained", "global_batch", "unit")
-    about = {name: getattr(run, name) for name in names}
     if samples_per_s is None:
-        return about
+        return {name: getattr(run, name) for name in names}
     flops = samples_per_s * run.flops_per_sample if run.flops_per_sample else None
-
-    def share(peak: float | None) -> float | None:
-        return flops / peak / run.world_size if flops and peak else None
-
-    return about | {
-        "units_per_s": samples_per_s * run.units_per_sample,
-        "flops_per_s": flops,
-        "compute": run.compute,
-        "peak_flops": run.peak_flops,
-        "measured_peak_flops": run.measured_peak_flops,
-        "mfu": share(run.peak_flops),
-        "mfu_measured": share(run.measured_peak_flops),
-    }
+    about = {name: getattr(run, name) for name in (*names, "compute", "peak_flops", "measured_peak_flops")}
+    peaks = {"mfu": run.peak_flops, "mfu_measured": run.measured_peak_flops}
+    shares = {name: flops / peak / run.world_size if flops and peak else None for name, peak in peaks.items()}
+    return about | shares | {"units_per_s": samples_per_s * run.units_per_sample, "flops_per_s": flops}
 
 
 def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
@@ -214,7 +204,7 @@ class PlainTable:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[str, ...], ...]  # none: there is nothing to say
     note: str = ""
 
 
@@ -285,14 +275,9 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
 
 def plain_tables(summary: RunSummary) -> list[PlainTable]:
     """Returns the tables that there is something to say in."""
-    tables = (
-        _rank_table(summary.ranks) if summary.steps else None,
-        _phase_table(summary.ranks),
-        _traffic_table(summary.traffic),
-        _memory_table(summary.memory),
-        _goodput_table(summary.goodput),
-    )
-    return [table for table in tables if table is not None]
+    ranks = [_rank_table(summary.ranks)] if summary.steps else []
+    others = _traffic_table(summary.traffic), _memory_table(summary.memory), _goodput_table(summary.goodput)
+    return [table for table in (*ranks, _phase_table(summary.ranks), *others) if table.rows]
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -307,19 +292,14 @@ def new_table(title: str, *columns: str) -> Table:
 def _rank_table(ranks: Sequence[RankSummary]) -> PlainTable:
     """Shows the ranks, with parts of the step as shares, so that a rank that others wait for stands out."""
     width = max(len(str(rank.rank)) for rank in ranks)
-    rows = tuple(
-        (
-            f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
-            format_count(rank.samples),
-            format_seconds(rank.step_s),
-            *(f"{100 * getattr(rank, name) / rank.total_s:.1f}" if rank.total_s > 0 else "-" for name in PHASES),
-            format_bytes(rank.memory_bytes),
-        )
-        for rank in ranks
-    )
+    rows = []
     hosts: dict[str, list[str]] = {}
     parts: dict[tuple[int, int], list[str]] = {}  # ranks that were not there all the time
     for rank in ranks:
+        name = f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}"
+        shares = [f"{100 * getattr(rank, phase) / rank.total_s:.1f}" if rank.total_s > 0 else "-" for phase in PHASES]
+        took, memory = format_seconds(rank.step_s), format_bytes(rank.memory_bytes)
+        rows.append((name, format_count(rank.samples), took, *shares, memory))
         hosts.setdefault(rank.host, []).append(str(rank.rank))
         if rank.absent_steps and rank.steps:
             parts.setdefault((rank.steps, rank.steps + rank.absent_steps), []).append(str(rank.rank))
@@ -327,16 +307,14 @@ def _rank_table(ranks: Sequence[RankSummary]) -> PlainTable:
     note = f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
     there = (f"\nrank {' '.join(own)}: there in {steps:,} of {of:,} steps" for (steps, of), own in parts.items())
     columns = ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory")
-    return PlainTable(title="what each rank did", columns=columns, rows=rows, note=note + "".join(there))
+    return PlainTable(title="what each rank did", columns=columns, rows=tuple(rows), note=note + "".join(there))
 
 
-def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable | None:
+def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable:
     """Shows how phases differ between ranks: the mean, and who takes least and most."""
     known = [rank for rank in ranks if rank.steps and rank.total_s > 0]
-    if len(known) < 2:
-        return None
     rows, total = [], sum(rank.total_s for rank in known)
-    for phase in PHASES:
+    for phase in PHASES if len(known) > 1 else ():
         seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
         least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
         share = sum(float(getattr(rank, phase)) for rank in known) / total
@@ -347,9 +325,7 @@ def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable | None:
     return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
 
 
-def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable | None:
-    if not traffic:
-        return None
+def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable:
     rows = []
     for row in traffic:
         sizes = (str(row.ranks), format_count(row.calls), format_bytes(row.bytes), format_seconds(row.seconds))
@@ -359,29 +335,25 @@ def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable | None:
     return PlainTable(title=COMMUNICATION, columns=columns, rows=tuple(rows))
 
 
-def _memory_table(memory: MemoryUse) -> PlainTable | None:
-    if not memory.by_category:
-        return None
-    total = sum(memory.by_category.values())
-    rows = [
-        (name, format_bytes(size), f"{100 * size / total:.1f} %")
-        for name, size in sorted(memory.by_category.items(), key=lambda each: -each[1])
-    ]
-    rows.append(("planned", format_bytes(total), ""))
-    if memory.peak_bytes:
+def _memory_table(memory: MemoryUse) -> PlainTable:
+    total, sizes = sum(memory.by_category.values()), sorted(memory.by_category.items(), key=lambda each: -each[1])
+    rows = [(name, format_bytes(size), f"{100 * size / total:.1f} %") for name, size in sizes]
+    if rows:
+        rows.append(("planned", format_bytes(total), ""))
+    if rows and memory.peak_bytes:
         rows.append(("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %"))
     return PlainTable(title="memory of a rank, as planned", columns=("category", "bytes", "share"), rows=tuple(rows))
 
 
-def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
-    if goodput is None or not (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
-        return None
-    rows = [
-        ("steps that count", format_seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
-        ("steps made again", format_seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
-        ("down", format_seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
-    ]
-    if goodput.skipped_steps:
+def _goodput_table(goodput: Goodput | None) -> PlainTable:
+    rows = []
+    if goodput is not None and (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
+        rows = [
+            ("steps that count", format_seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
+            ("steps made again", format_seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
+            ("down", format_seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
+        ]
+    if goodput is not None and goodput.skipped_steps:
         rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
     return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
 

@@ -35,6 +35,7 @@ from paceline.units import format_count
 
 _MOST_KEPT = 100_000
 _WARNINGS = ("skipped", "straggler", "roll_back")
+_Clock = Callable[[], float]
 _Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
 
 
@@ -60,12 +61,7 @@ class JsonlSink:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        flush_every_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-        waits_for_space: bool = False,
+        self, path: Path, *, flush_every_s: float = 1.0, clock: _Clock = time.monotonic, waits_for_space: bool = False
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
@@ -73,9 +69,7 @@ class JsonlSink:
         self._lock = Lock()
         # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
         self._kept: list[Record] = []
-        self._flush_every_s = flush_every_s
-        self._clock = clock
-        self._flushed_at = clock()
+        self._flush_every_s, self._clock, self._flushed_at = flush_every_s, clock, clock()
         self._waits_for_space = waits_for_space
 
     def write(self, *records: Record) -> None:
@@ -179,15 +173,9 @@ class TensorBoardSink:
             found = detail[kind]
             if found is None or not found["count"]:
                 continue
-            histogram = self._summaries.HistogramProto(
-                min=found["min"],
-                max=found["max"],
-                num=found["count"],
-                sum=found["mean"] * found["count"],
-                sum_squares=found["norm"] ** 2,
-                bucket_limit=found["edges"][1:],
-                bucket=found["counts"],
-            )
+            total = {"num": found["count"], "sum": found["mean"] * found["count"], "sum_squares": found["norm"] ** 2}
+            buckets = {"bucket_limit": found["edges"][1:], "bucket": found["counts"]}
+            histogram = self._summaries.HistogramProto(min=found["min"], max=found["max"], **total, **buckets)
             yield self._value(tag=f"{kind}/{detail['parameter']}", histo=histogram)
 
     def _add(self, record: _Stepped, **content: Any) -> None:
@@ -215,10 +203,10 @@ class StepChoice:
         """Says whether a step that ended at this time is shown."""
         is_point = self._stride > 0 and step % self._stride == 0
         is_late = not 0 <= time_s - self._last_time < self._least_s  # a clock may be set back
-        if not (self._is_first or is_point or (is_late and step % self._every == 0)):
-            return False
-        self._last_time, self._is_first = time_s, False
-        return True
+        is_due = self._is_first or is_point or (is_late and step % self._every == 0)
+        if is_due:
+            self._last_time, self._is_first = time_s, False
+        return is_due
 
 
 class Strided:

@@ -99,8 +99,7 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     found = {}
     for path in (run_folder / "records").glob("rank-*.jsonl"):
         number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-        records = read_file(path, RunRecord) if number else []
-        if number and records:
+        if number and (records := read_file(path, RunRecord)):
             found[int(number[1])] = split_attempts(records)
     return dict(sorted(found.items()))
 
@@ -111,11 +110,9 @@ def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
     if not ranks:
         records = run_folder / "records"
         what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
-        raise RunFolderError(
-            f"no run to report on in {run_folder}: {records} {what}\n"
-            "  every rank writes its records there from its first moment on\n"
-            f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
-        )
+        fix = near_folders(run_folder) or "give the folder of a run, or start one with: paceline train CONFIG"
+        rule = "every rank writes its records there from its first moment on"
+        raise RunFolderError(f"no run to report on in {run_folder}: {records} {what}\n  {rule}\n  {fix}")
     paths = sorted((run_folder / "records").glob("host-*.jsonl")) if with_hosts else []
     hosts = [each for path in paths for each in read_file(path, HostRecord) if isinstance(each, HostRecord)]
     return RunRecords(ranks, hosts)
@@ -134,8 +131,7 @@ def read_file(path: Path, first: type[Record]) -> list[Record]:
         ) from error
     except ValueError as error:
         raise RunFolderError(
-            f"a record cannot be read: {error}\n"
-            "  every line is one record, written whole\n"
+            f"a record cannot be read: {error}\n  every line is one record, written whole\n"
             "  remove the line if the file was edited or the disk failed; the rest can be reported on"
         ) from error
     return records

@@ -60,9 +60,11 @@ class TrackedRun:
 
 
 class _Tracker:
-    """What the trackers have in common: numbers by name, at the last step that was seen."""
+    """What the trackers have in common: numbers by name, at the last step that was seen, and how the run ended."""
 
     _step = 0
+    _status = ""  # of the last attempt that ended
+    _is_closed = False
 
     def write(self, *records: Record) -> None:
         for record in records:
@@ -71,16 +73,21 @@ class _Tracker:
             if values:
                 self._log(values, self._step, record.time)
             if isinstance(record, EndRecord):
-                self._end(record.status)
+                self._status = record.status
 
     def flush(self) -> None:
         """Does nothing: the library sends by itself."""
 
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._finish()
+
     def _log(self, values: dict[str, float], step: int, time: float) -> None:
         raise NotImplementedError
 
-    def _end(self, status: str) -> None:
-        """Hears how an attempt has ended."""
+    def _finish(self) -> None:
+        raise NotImplementedError
 
 
 class WandbSink(_Tracker):
@@ -109,25 +116,16 @@ class WandbSink(_Tracker):
         # Steps come again after a restart, which a run's own step count does not allow.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._exit_code = 0
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish(exit_code=self._exit_code)
-
-    def _log(self, values: dict[str, float], step: int, time: float) -> None:
-        del time
+    def _log(self, values: dict[str, float], step: int, _: float) -> None:
         self._run.log({**values, "step": step})
 
-    def _end(self, status: str) -> None:
-        self._exit_code = 0 if status == "done" else 1
+    def _finish(self) -> None:
+        self._run.finish(exit_code=0 if self._status in ("", "done") else 1)
 
 
 class MlflowSink(_Tracker):
     """A run of MLflow, where its own settings say: a server or a database."""
-
-    _STATUSES = {"done": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
@@ -140,7 +138,6 @@ class MlflowSink(_Tracker):
             )
         self._metric: Any = Metric
         self._client: Any = mlflow.MlflowClient()
-        self._status = "FAILED"
         known = run.identity("mlflow")
         if known is not None:
             self._id = known
@@ -154,18 +151,14 @@ class MlflowSink(_Tracker):
         for key, value in _flat(run.config):
             self._client.log_param(self._id, key, str(value)[:500])
 
-    def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self._id, self._status)
-
     def _log(self, values: dict[str, float], step: int, time: float) -> None:
         stamp = int(time * 1e3)
         metrics = [self._metric(name, value, stamp, step) for name, value in values.items() if math.isfinite(value)]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def _end(self, status: str) -> None:
-        self._status = self._STATUSES.get(status, "FAILED")
+    def _finish(self) -> None:
+        statuses = {"done": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._id, statuses.get(self._status, "FAILED"))
 
 
 class TrackioSink(_Tracker):
@@ -178,14 +171,11 @@ class TrackioSink(_Tracker):
         self._run: Any = trackio.init(project=_PROJECT, name=name, resume="allow", config=dict(run.config), embed=False)
         run.remember("trackio", name)
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-    def _log(self, values: dict[str, float], step: int, time: float) -> None:
-        del time
+    def _log(self, values: dict[str, float], step: int, _: float) -> None:
         self._run.log(values, step=step)
+
+    def _finish(self) -> None:
+        self._run.finish()
 
 
 _SINKS: dict[str, Callable[[TrackedRun], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}

@@ -63,10 +63,7 @@ def config_on(
 
 
 def memory_bound(config: Config, cluster: Cluster, ranks: int) -> int | None:
-    """Returns the bytes of a rank that ``paceline plan`` shows; None where only the model's own code could tell.
-
-    It is an upper bound of what the dry run holds: it counts all gradients beside all activations.
-    """
+    """Returns the bytes of a rank that ``paceline plan`` shows, an upper bound; None where only code could tell."""
     device = "cpu" if cluster.device.is_cpu else "cuda"
     need = EngineMemory.of(config, device)
     if need is None:

@@ -35,7 +35,7 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.records import RunRecord, follow_records
 from paceline.run.logs import say
-from paceline.run.processes import node_ranks
+from paceline.run.processes import MACHINE, machine_entry, node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
 from paceline.search.expect import (
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 _ANYWAY = "to start it all the same: --no-memory-check"
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
-_ENTRY = "PACELINE_MACHINE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +211,6 @@ def check_virtual(config: Config) -> None:
 
 
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
-    """Prints what was decided before the run, and why."""
     notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
@@ -254,26 +252,13 @@ def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
     return variables_of(config.comm, uses_nccl=uses_nccl)
 
 
-def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
-    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
-    asked = variables_of(config.comm, uses_nccl=uses_nccl)
-    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
-    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}
-
-
-def machine_entry() -> Path | None:
-    """Returns the file that says what this machine can do, if its user names one in PACELINE_MACHINE."""
-    named = os.environ.get(_ENTRY)
-    return Path(named) if named else None
-
-
 def entry_problem() -> str | None:
     """Returns the reason why the file that PACELINE_MACHINE names cannot be used; None if there is no such problem."""
     try:
         if entry := machine_entry():
             load_cluster(str(entry))
     except UsageError as error:
-        return f"{_ENTRY} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
+        return f"{MACHINE} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
     return None
 
 
@@ -356,19 +341,12 @@ class BackgroundPrediction:
                     return
 
     def _write(self) -> None:
-        """Adds what was predicted since the start to what the run's folder has of before."""
+        """Adds the dry run's figures, or the formulas' and why there are no others, to those of before."""
+        from paceline.rehearse.dryrun.expected import better_of
+
         formula = self.formula
         if self._search is not None:
             formula = predict_run(self.config, threads=self.threads, cores=self.cores)
-        best = self._best(formula)
-        if best is not None and best != self.formula:
-            kept = (self.formula or Expectation()).with_later(best)
-            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")
-
-    def _best(self, formula: Expectation | None) -> Expectation | None:
-        """Returns the dry run's figures, or the formulas' and why there are no others; None where neither exists."""
-        from paceline.rehearse.dryrun.expected import better_of
-
         found = None if self._background is None else self._background.result(self.patience_s)
         best = better_of(formula, found)
         if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
@@ -377,4 +355,6 @@ class BackgroundPrediction:
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:
             best = replace(best, memory_bytes=expected_memory(self.config))
-        return best
+        if best is not None and best != self.formula:
+            kept = (self.formula or Expectation()).with_later(best)
+            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")

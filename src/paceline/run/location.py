@@ -27,7 +27,7 @@ from paceline.run.logs import say
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.config import Config
-    from paceline.run.whereami import Nodes
+    from paceline.run.whereami import Surroundings
     from paceline.search.automatic import Choice
 
 _SCHEDULERS = (
@@ -40,10 +40,9 @@ _SCHEDULERS = (
 class RunOptions:
     """How a run is started.
 
-    ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet`` hides progress;
-    ``is_verbose`` shows the lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to
-    need more memory than there is.
+    ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto``, ``last`` and
+    ``latest`` stand for the newest, unless a file has that name. ``is_quiet`` hides progress; ``is_verbose`` shows the
+    lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to need too much memory.
     """
 
     force: bool = False
@@ -51,7 +50,7 @@ class RunOptions:
     is_quiet: bool = False
     is_verbose: bool = False
     checks_memory: bool = True
-    hosts: Nodes | None = None
+    hosts: Surroundings | None = None
 
     def __post_init__(self) -> None:
         if self.resume in ("last", "latest") and not Path(self.resume).exists():
@@ -71,7 +70,6 @@ class RunResult(Shown):
 
     @property
     def final_loss(self) -> float | None:
-        """The loss of the last step."""
         return self.summary.final_loss
 
     def facts(self) -> dict[str, object]:
@@ -108,7 +106,6 @@ class RunLocation:
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder of a config's first run."""
     return Path(config.monitor.folder) / config.name
 
 
@@ -130,10 +127,9 @@ def locate_run(
     """Finds a run's folder, and the checkpoint to start from; changes nothing.
 
     ``resume`` is ``auto`` (the newest checkpoint of the newest run of that name), ``best`` (its best), or a path. A
-    name that is taken gets a number, unless ``force`` replaces the run, or ``may_number`` is False. ``auto`` begins a
-    run that was ended before its first step, or that a scheduler starts, or with ``may_begin`` any. Raises
-    RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could be
-    written to ``checkpoint.folder``.
+    name that is taken gets a number, unless ``force`` replaces the run, or not ``may_number``. ``auto`` begins a run
+    that ended before its first step, or that a scheduler starts, or with ``may_begin`` any. Raises RunFolderError if
+    the folder may not be used, CheckpointError if there is no such checkpoint or none could be written.
     """
     _check_checkpoint_folder(config.checkpoint.folder)
     if resume is None:

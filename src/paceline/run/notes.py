@@ -52,7 +52,6 @@ def forget_attempt(folder: Path, first: int = 0, end: int | None = None) -> None
 
 
 def forget(folder: Path, *patterns: str) -> None:
-    """Removes the notes of some kinds, such as ``FAILURES``."""
     for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         path.unlink(missing_ok=True)
 
@@ -92,7 +91,6 @@ class StepNote:
 
 
 def read_progress(folder: Path) -> dict[int, TrainedSteps]:
-    """Returns the progress of each rank that noted any, by rank."""
     found = {}
     for path in sorted((folder / "logs").glob("rank-*.step")):
         with contextlib.suppress(FileNotFoundError):  # a new attempt has begun, and has removed the notes of the last

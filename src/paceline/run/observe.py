@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.records.host import HostSampler, open_gpus
 from paceline.records.records import (
@@ -39,10 +39,6 @@ from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
 from paceline.run.signals import polling, start_thread
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 
 _PATIENCE_S = 2.0
 _LOOK_S = 0.5
@@ -67,7 +63,6 @@ def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbos
 
 
 def observing_host(folder: Path, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Samples this host while the ranks that this process started train."""
     return sampling(folder, config.monitor.sample_s, lambda: noted_processes(folder, os.getpid()), log)
 
 

@@ -27,15 +27,8 @@ from dataclasses import dataclass, field, replace
 from paceline.comm.control.store import SideChannel
 from paceline.comm.ledger.file import LedgerReader
 from paceline.errors import CommunicationError
+from paceline.health import pairing
 from paceline.health.ledger_view import GroupName, LedgerView, views_from_text, views_to_text
-from paceline.health.pairing import (
-    PairedRanks,
-    PlacedUpdate,
-    UpdateHistory,
-    pairing_verdict,
-    updates_from_text,
-    updates_to_text,
-)
 from paceline.health.straggler import Lateness, RankLook, Straggler, looks_from_text, looks_to_text
 from paceline.health.verdict import HangLimits, HangVerdict, judge
 
@@ -89,7 +82,6 @@ class LateHosts:
     _is_compared: bool = True
 
     def compare_clocks(self) -> float | None:
-        """Finds out how far this host's clock is ahead; None where that could not be found."""
         self._ahead_s = clock_ahead(self.channel, self.host, self.hosts, self.now)
         return self._ahead_s
 
@@ -113,7 +105,6 @@ class LateHosts:
         return self.lateness.look([look for each in looks for look in each]) if all(looks) else None
 
     def _looks(self, now: float, moment: float) -> list[RankLook]:
-        """Returns this host's ranks with their last operations before ``moment``."""
         if self._ahead_s is None:
             looks = self.take()
             return [replace(look, view=replace(look.view, entries=()), ahead_s=None) for look in looks]
@@ -147,19 +138,13 @@ class LeftRanks:
 
     def look(self, now: float) -> None:
         """Reads whether rank 0 has left, and acknowledges it; one thread of a host calls it, every now and then."""
-        if self.has_store and 0 not in self.hosts[self.host] and 0 not in self._known:
-            self._read(0, now)
-            if 0 in self._known:
-                self.channel.publish(f"seen/{self.host}", "rank 0")
+        if self.has_store and 0 not in self.hosts[self.host] and 0 not in self._known and self._read(0, now):
+            self.channel.publish(f"seen/{self.host}", "rank 0")
 
     def of_host(self, host: str, now: float) -> list[LedgerView]:
         """Returns the ranks of a host, if all of them have left; else none."""
-        for rank in self.hosts[host]:
-            if rank not in self._known:
-                self._read(rank, now)
-            if rank not in self._known:
-                return []
-        return [self._known[rank] for rank in self.hosts[host]]
+        has_left = all(self._read(rank, now) for rank in self.hosts[host])
+        return [self._known[rank] for rank in self.hosts[host]] if has_left else []
 
     def explain(self, views: Sequence[LedgerView], now: float) -> HangVerdict | None:
         """Returns a verdict if one of ``views``, which are this host's ranks, waits for a rank that has left."""
@@ -169,9 +154,8 @@ class LeftRanks:
             for rank in [rank for host, ranks in self.hosts.items() if host != self.host for rank in ranks]:
                 if verdict is not None or self.is_store_gone or time.monotonic() > deadline:
                     break
-                if rank not in self._known:
-                    self._read(rank, now)
-                    verdict = self._judge(views, now) if rank in self._known else None
+                if rank not in self._known and self._read(rank, now):
+                    verdict = self._judge(views, now)
         return verdict
 
     def leave(self, view: LedgerView, now: float) -> None:
@@ -187,10 +171,11 @@ class LeftRanks:
                 waits_for = [h for h in waits_for if not (self.channel.read(f"seen/{h}") or self.of_host(h, now))]
                 time.sleep(_ASK_S if waits_for else 0.0)
 
-    def _read(self, rank: int, now: float) -> None:
-        text = self.channel.read(left_key(rank))
-        if text:
+    def _read(self, rank: int, now: float) -> bool:
+        """Says whether a rank has left."""
+        if rank not in self._known and (text := self.channel.read(left_key(rank))):
             self._known.update((view.rank, view) for view in views_from_text(text, now))
+        return rank in self._known
 
     def _judge(self, views: Sequence[LedgerView], now: float) -> HangVerdict | None:
         if not self._known or any(view.state == "failed" for view in self._known.values()):
@@ -208,8 +193,8 @@ class PairedHosts:
     hosts: Mapping[str, Sequence[int]]
     ledger: LedgerReader
     name_of: Callable[[int | None], str]
-    history: UpdateHistory = field(default_factory=UpdateHistory)
-    _before: PairedRanks = field(default_factory=PairedRanks)
+    history: pairing.UpdateHistory = field(default_factory=pairing.UpdateHistory)
+    _before: pairing.PairedRanks = field(default_factory=pairing.PairedRanks)
     _published: int = 0
     _next_s: float = 0.0
 
@@ -230,18 +215,18 @@ class PairedHosts:
         place = names.index(self.host)
         self._publish(own)
         beside = [names[at] for at in (place - 1, place + 1) if 0 <= at < len(names)]
-        found = (self._compare(own, name, PairedRanks()) for name in beside)
+        found = (self._compare(own, name, pairing.PairedRanks()) for name in beside)
         return next((verdict for verdict in found if verdict is not None), None)
 
-    def _own(self) -> list[PlacedUpdate]:
+    def _own(self) -> list[pairing.PlacedUpdate]:
         return [(each, self.ledger.collective_before(each)) for each in self.history.updates()]
 
-    def _publish(self, own: Sequence[PlacedUpdate]) -> None:
+    def _publish(self, own: Sequence[pairing.PlacedUpdate]) -> None:
         if own and own[-1][0].collectives > self._published:
             self._published = own[-1][0].collectives
-            self.channel.publish(f"updates/{self.host}", updates_to_text(own))
+            self.channel.publish(f"updates/{self.host}", pairing.updates_to_text(own))
 
-    def _compare(self, own: Sequence[PlacedUpdate], host: str, pair: PairedRanks) -> HangVerdict | None:
+    def _compare(self, own: Sequence[pairing.PlacedUpdate], host: str, pair: pairing.PairedRanks) -> HangVerdict | None:
         """Compares this rank's updates with what another host has left, as far as they were not compared before."""
         text = self.channel.read(f"updates/{host}")
         if not own or not text:
@@ -250,7 +235,7 @@ class PairedHosts:
         ranks = self.hosts[self.host][0], self.hosts[host][0]
         everybody = GroupName(tuple(sorted(rank for each in self.hosts.values() for rank in each)))
         try:
-            others = updates_from_text(text, everybody)
+            others = pairing.updates_from_text(text, everybody)
         except ValueError:  # whoever left that, it was no rank of ours
             return None
         for other, there in others:
@@ -259,5 +244,5 @@ class PairedHosts:
             update, here = known[other.collectives]
             found = pair.compare(update, other)
             if found is not None:
-                return pairing_verdict(found, ranks, (here, there), self.name_of(found.counter))
+                return pairing.pairing_verdict(found, ranks, (here, there), self.name_of(found.counter))
         return None

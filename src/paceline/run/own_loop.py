@@ -22,25 +22,20 @@ from collections import deque
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import errors
 from paceline.comm import torch_dist
+from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger, UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator
-from paceline.errors import (
-    CollectiveMismatchError,
-    CommunicationError,
-    ConfigError,
-    LateRankError,
-    LostRankError,
-    UsageError,
-)
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangLimits, HangVerdict, judge
@@ -50,11 +45,6 @@ from paceline.run.seen_ranks import dump_stacks_into, look_at_process, stack_pat
 from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
 from paceline.terminal import echo
-
-if TYPE_CHECKING:
-    from types import FrameType, TracebackType
-
-    from paceline.comm.base import Communicator
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
@@ -116,7 +106,7 @@ def setup_distributed(
     it. Raises UsageError for a rank that is not below ``world_size``, or not the one that a launcher has given.
     """
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise UsageError(
+        raise errors.UsageError(
             f"setup_distributed got rank = {rank!r} and world_size = {world_size!r}\n"
             "  ranks are numbered from 0 to world_size - 1\n  pass what spawn gives each process, and how many they are"
         )
@@ -124,7 +114,7 @@ def setup_distributed(
     given = {name: os.environ[name] for name in asked if os.environ.get(name, asked[name]) != asked[name]}
     if given:
         told = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UsageError(
+        raise errors.UsageError(
             f"setup_distributed got rank = {rank} and world_size = {world_size}, and a launcher has set {told}\n"
             "  one of them says which rank this is\n  under a launcher call paceline.connect()"
         )
@@ -135,15 +125,14 @@ def setup_distributed(
 
 
 def _join_launcher() -> None:
-    """Sets torch's variables by those of the launcher. Raises CommunicationError where some are missing."""
     if torch_dist.is_connected():
         return
     try:
         around = recognise(os.environ)
-    except ConfigError as error:
-        raise CommunicationError(str(error)) from error
+    except errors.ConfigError as error:
+        raise errors.CommunicationError(str(error)) from error
     if around.kind == "host" and (around.host_ranks or 1) > 1:
-        raise CommunicationError(
+        raise errors.CommunicationError(
             f"{around} has {around.host_ranks} ranks on each host, and this process is one\n"
             "  a loop of your own is one rank\n  start it by torchrun on each host, or one process for each rank"
         )
@@ -237,7 +226,7 @@ class OwnLoop:
         """Closes at the end of the process; what is raised there would not change its exit code."""
         try:
             self.close()
-        except CollectiveMismatchError:
+        except errors.CollectiveMismatchError:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
@@ -263,15 +252,14 @@ class OwnLoop:
         """Tells and raises a verdict on ranks that are not in the same step, if there is one."""
         if verdict is not None:
             self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
-            raise CollectiveMismatchError(verdict.sentence)
+            raise errors.CollectiveMismatchError(verdict.sentence)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """Tells why ranks could not talk, before the error itself is shown."""
         if self._is_open and os.getpid() == self._pid:
             self._is_open = False
             self._ledger.fail()
             with contextlib.suppress(OSError):
-                verdict = self._judge(error) if isinstance(error, CommunicationError) else None
+                verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
                 if verdict is not None:
                     self._watch.tell(verdict)
                 self._clear()
@@ -280,10 +268,9 @@ class OwnLoop:
         else:
             self._hook_before(kind, error, traceback)
 
-    def _judge(self, error: CommunicationError) -> HangVerdict | None:
-        """Finds the cause of an error of communication in the ledgers of this host."""
+    def _judge(self, error: errors.CommunicationError) -> HangVerdict | None:
         own = self._ledger.reader().rank
-        deadline = time.monotonic() + (_DIES_S if isinstance(error, LostRankError) else 0.0)
+        deadline = time.monotonic() + (_DIES_S if isinstance(error, errors.LostRankError) else 0.0)
         while True:
             now = time.monotonic()
             self._watch.observe(now)
@@ -297,7 +284,7 @@ class OwnLoop:
             time.sleep(_ASK_S)  # a process that is killed closes its connections before it is gone
         # A rank that failed or died has said why, or its launcher will.
         is_told = is_dead or any(each.state == "failed" for each in views)
-        if is_told or not isinstance(error, LateRankError | LostRankError):
+        if is_told or not isinstance(error, errors.LateRankError | errors.LostRankError):
             return None
         if self._watch.left is not None:
             return self._watch.left.explain(views, now)
@@ -346,7 +333,7 @@ class StepPairing:
         found = None if self._notes.is_noted else self._compare(None)
         paired, left = self._watch.paired, self._watch.left
         if found is None and paired is not None and left is not None and not left.is_store_gone:
-            with contextlib.suppress(CommunicationError):
+            with contextlib.suppress(errors.CommunicationError):
                 found = paired.finish()
         return found
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 PROFILE = "PACELINE_PROFILE"  # the folder that profiled ranks leave what they saw in
+MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,14 @@ def run_processes(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
-    task = _pack(function, args)
+    try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
+        task = pickle.dumps((function, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
+            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
+            "  define the function at the top level of a module, and pass it plain data"
+        ) from error
     where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with scratch_folder() as folder, private_server(folder) as (address, secret):
@@ -98,20 +106,7 @@ def run_processes(
                     process.join()
 
 
-def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    # Plain pickle: multiprocessing's own would give every rank the same memory for a tensor.
-    try:
-        return pickle.dumps((function, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
-            "  define the function at the top level of a module, and pass it plain data"
-        ) from error
-
-
 def loopback_interface() -> str:
-    """Returns the name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
@@ -183,7 +178,6 @@ def _rank_main(
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Returns the error if it can be pickled, or one that says the same."""
     try:
         pickle.loads(pickle.dumps(error))  # nosec B301  # its own
     except Exception:
@@ -195,6 +189,11 @@ def profile_request() -> Path | None:
     """Returns the folder that ``paceline profile`` wants the spans of this rank in; None in every other run."""
     folder = os.environ.get(PROFILE)
     return None if folder is None else Path(folder)
+
+
+def machine_entry() -> Path | None:
+    named = os.environ.get(MACHINE)
+    return Path(named) if named else None
 
 
 def node_ranks(config: Config) -> int | None:
@@ -211,7 +210,6 @@ def restarted_by_launcher() -> dict[str, Any] | None:
 
 
 def uses_nccl(config: Config) -> bool:
-    """Says whether the ranks of a config will talk through NCCL, before they do."""
     return config.comm.backend in ("auto", "nccl") and uses_gpu(config)
 
 
@@ -305,7 +303,6 @@ def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
 
 
 def end_children() -> None:
-    """Ends the processes that this one started with multiprocessing, such as loader workers."""
     for child in multiprocessing.active_children():
         child.kill()
 

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,24 +20,15 @@ import torch
 
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
-from paceline.config import why_not_sharded
-from paceline.records.records import (
-    EndRecord,
-    EndStatus,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    parse_line,
-    to_line,
-)
+from paceline.comm.base import Communicator
+from paceline.config import Config, why_not_sharded
+from paceline.config.settings import variables_of
+from paceline.records.records import EndRecord, EndStatus, EventRecord, HostRecord, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
-from paceline.run.decide import machine_entry, variables_in_effect
 from paceline.run.notes import read_progress
+from paceline.run.processes import machine_entry
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
     from paceline.engines.precision import Precision
     from paceline.train.trainer import Trainer
 
@@ -61,13 +52,7 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
 
 
 def end_record(status: EndStatus, step: int, seconds: float, message: str = "") -> EndRecord:
-    """Returns the last record of an attempt that ends now, after so many seconds."""
     return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
-
-
-def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
-    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it can."""
-    return append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
 
 
 def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
@@ -167,6 +152,13 @@ def write_start(config: Config, comm: Communicator, trainer: Trainer) -> None:
         trainer.note("fallback", {"backend": world.backend, "instead_of": "shared_memory", "reason": why})
 
 
+def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
+    asked = variables_of(config.comm, uses_nccl=uses_nccl)
+    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
+    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}
+
+
 def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     """Writes every operation of this rank, one JSON object a line, if the config asks for it."""
     if not config.monitor.trace:
@@ -195,7 +187,7 @@ def _open_attempt(path: Path, since: float) -> tuple[RunRecord, int] | None:
                     kept.clear()
                 if line.endswith(b"\n"):
                     kept[line[: line.index(b",")]] = line  # the last of each type
-    found: list[Record] = [parse_line(line) for line in kept.values()]
+    found = [parse_line(line) for line in kept.values()]
     run = next((record for record in found if isinstance(record, RunRecord)), None)
     if run is None or run.time < since or any(isinstance(record, EndRecord) for record in found):
         return None

@@ -25,30 +25,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.config import Config
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
-from paceline.run.whereami import LAST_CALL_S, Nodes, host_name
+from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
 from paceline.untrusted import parse_json_object, read_regular
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-
 
 BACKEND = "paceline"
 CHANGED = "hosts"  # in the place of an account: some came or went
@@ -67,7 +56,9 @@ _TOLD = 4  # keys of the config that differ
 
 
 @contextlib.contextmanager
-def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None) -> Iterator[Rendezvous]:
+def rendezvous(
+    folder: Path, run_id: str, nodes: Surroundings | None, facts: HostFacts | None = None
+) -> Iterator[Rendezvous]:
     """Has the launchers meet, in ``folder`` where there is but one. Raises UsageError where hosts do not agree."""
     with contextlib.ExitStack() as stack:
         if nodes is None:
@@ -77,8 +68,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
             yield made
             return
         own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
-        address, secret = Address(nodes.host, nodes.port), lambda: secret_of(os.environ)
-        hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
+        address, secret = Address(nodes.address, nodes.port), lambda: secret_of(os.environ)
+        hosts = Hosts(least=nodes.least, most=nodes.count, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
         except OSError as error:
@@ -89,24 +80,24 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
         if facts is not None:
-            made.agree(facts, may_go_without=nodes.least < nodes.most)
+            made.agree(facts, may_go_without=nodes.least < nodes.count)
         yield made
 
 
-def _made_before(parameters: RendezvousParameters) -> RendezvousHandler:
+def _made_before(parameters: elastic.RendezvousParameters) -> elastic.RendezvousHandler:
     made: Rendezvous = parameters.config["made"]
     made.has_joined = False  # a new agent's
     return made
 
 
-rendezvous_handler_registry.register(BACKEND, _made_before)
+elastic.rendezvous_handler_registry.register(BACKEND, _made_before)
 
 
 class HostsChangedError(Exception):
     """The hosts of a round are no longer those that take part: the attempt is over, and nobody is to blame."""
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(elastic.RendezvousHandler):
     """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
 
     def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
@@ -141,7 +132,6 @@ class Rendezvous(RendezvousHandler):
         self._client.close()
 
     def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
-        """Compares this host with the first one. Raises UsageError where it may not take part."""
         try:
             _explained(agree, self._store, facts, may_go_without=may_go_without)
         except UsageError:
@@ -149,7 +139,7 @@ class Rendezvous(RendezvousHandler):
                 self.set_closed()
             raise
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Joins the next round, once for each agent: HostsChangedError ends one that would join another."""
         if self.has_joined:
             raise HostsChangedError
@@ -157,12 +147,13 @@ class Rendezvous(RendezvousHandler):
             found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
             self._raise_refusal()
-            raise RendezvousClosedError("the run has ended on another host")
+            raise elastic.RendezvousClosedError("the run has ended on another host")
         self._round, rank, self.size = found
         self.has_joined = True
         self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
-        return RendezvousInfo(store, rank, self.size, RendezvousStoreInfo(str(self._client.address), self._round))
+        place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
+        return elastic.RendezvousInfo(store, rank, self.size, place)
 
     def settle(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
@@ -173,7 +164,7 @@ class Rendezvous(RendezvousHandler):
         key, deadline = f"ended/{self._round}", time.monotonic() + _BETTER_S
         while not is_sure and time.monotonic() < deadline and not self._store.check([key]):
             self._raise_refusal()
-            if self._num("gone"):
+            if self._num_seen(2):
                 own = CHANGED
                 break
             self._is_over.wait(_BEAT_S / 20)
@@ -186,7 +177,6 @@ class Rendezvous(RendezvousHandler):
         return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
 
     def is_told(self) -> bool:
-        """Says whether a host has told how this round ended."""
         return self._store.check([f"ended/{self._round}"])
 
     def _raise_refusal(self) -> None:
@@ -197,18 +187,14 @@ class Rendezvous(RendezvousHandler):
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
         """Says what this launcher waits for, unless it comes within seconds."""
-        is_over = threading.Event()
-
-        def tell() -> None:
-            if not is_over.wait(_QUIET_S):
-                say(f"waiting at {self._client.address} {what}")
-
+        timer = threading.Timer(_QUIET_S, say, [f"waiting at {self._client.address} {what}"])
+        timer.daemon = True
         if self._thread is not None:  # one among several
-            start_thread(threading.Thread(target=tell, name="waiting", daemon=True))
+            start_thread(timer)
         try:
             yield
         finally:
-            is_over.set()
+            timer.cancel()
 
     def end(self, refusal: str = "") -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
@@ -222,15 +208,15 @@ class Rendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:
-            raise RendezvousConnectionError(str(self._problem)) from self._problem
-        num_waiting = self._num("waiting")
+            raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
+        num_waiting = self._num_seen(1)
         if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
             _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
         return num_waiting
 
-    def _num(self, what: Literal["waiting", "gone"]) -> int:
-        seen_in, num_waiting, num_gone = self._seen
-        return 0 if seen_in != self._round else num_waiting if what == "waiting" else num_gone
+    def _num_seen(self, place: int) -> int:
+        seen = self._seen  # which a thread replaces
+        return seen[place] if seen[0] == self._round else 0
 
     def set_closed(self) -> None:
         with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
@@ -267,7 +253,7 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
     try:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
-        raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
+        raise elastic.RendezvousConnectionError(str(error) or "the other hosts did not come") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,15 +276,10 @@ class HostFacts:
 
         kept = config.checkpoint.folder
         folders = [folder, *([Path(kept)] if kept is not None and not is_remote(kept) else [])]
-        return cls(
-            host=host_name(),
-            paceline=__version__,
-            torch=version("torch"),
-            ranks=ranks,
-            config=config.model_dump(mode="json", exclude={"name", "monitor"}),
-            folders=tuple(str(each.absolute()) for each in folders),
-            mark=secrets.token_hex(16),
-        )
+        where = tuple(str(each.absolute()) for each in folders)
+        asked = config.model_dump(mode="json", exclude={"name", "monitor"})
+        host, versions, mark = host_name(), {"paceline": __version__, "torch": version("torch")}, secrets.token_hex(16)
+        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, **versions)
 
 
 def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
@@ -366,7 +347,6 @@ def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:
 
 
 def _unseen(facts: HostFacts, mark: str) -> list[str]:
-    """Returns the folders in which this host does not find what the first one wrote."""
 
     def has_mark(folder: str) -> bool:
         with contextlib.suppress(OSError):

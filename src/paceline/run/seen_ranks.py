@@ -31,13 +31,12 @@ import psutil
 
 from paceline.comm.ledger.call_sites import ENGINE, LIBRARY, USER, kind_of_file, short_name
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
+from paceline.health.ledger_view import DATA, STEP_PHASES, LedgerView, State
 from paceline.health.straggler import RankLook
 from paceline.run.notes import noted_processes
 
 STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
 _DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
-_STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _MOSTLY = 0.5  # of the looks
 _MANY_PAGES = 50  # read from a disk in a second
 _PROC = Path("/proc")
@@ -133,7 +132,7 @@ class SeenRanks:
         """Notes which ranks have moved, and what the processes of the others do."""
         self._find_ledgers(now)
         for rank in self._ranks.values():
-            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
+            was_in_step = rank.pulse.phase in STEP_PHASES and rank.pulse.step > 0
             still_s = rank.look(now)
             if was_in_step:
                 self._longest_s = max(self._longest_s, still_s)
@@ -158,24 +157,16 @@ class SeenRanks:
         return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in found]
 
     def stands_still(self, now: float) -> bool:
-        """Says whether no rank has made progress since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
 
     def still_s(self, now: float) -> float:
-        """Returns for how long no rank has made progress."""
         return min((now - rank.changed_s for rank in self._ranks.values()), default=0.0)
-
-    def heartbeats(self) -> dict[int, int]:
-        """Returns how often each rank's own watch has looked, where ranks have one."""
-        self._find_ledgers(time.monotonic())
-        return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
 
     def readers(self) -> list[LedgerReader]:
         """Returns the ledgers of other processes of this host, as far as they were found."""
         return [rank.reader for rank in list(self._ranks.values()) if rank.reader.pid != os.getpid()]
 
     def processes(self) -> dict[int, int]:
-        """Returns the process of each rank that is known of."""
         early = {number: process.pid for number, process in self._early.items()}
         return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
 

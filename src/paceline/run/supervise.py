@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,6 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from paceline.checkpoint.find import is_whole, list_checkpoints, read_manifest, spots_in
+from paceline.checkpoint.manifest import Line, line_from
+from paceline.checkpoint.storage import absolute_path
 from paceline.cluster.detect import usable_cores
 from paceline.config import Config, check_ranks, dump_yaml, load_config
 from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError, PacelineError, UsageError
@@ -38,20 +41,18 @@ from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run import notes
+from paceline.run.decide import rank_variables
 from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation, find_start
 from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
-from paceline.run.processes import allocator_variables, end_groups, loopback_interface
+from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
 from paceline.run.records import end_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
-from paceline.run.watch import Watch, WatchPolicy
-from paceline.run.whereami import Nodes, host_name, interface_of
-
-if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import Line
-    from paceline.run.warm import WarmRanks
+from paceline.run.warm import WarmRanks
+from paceline.run.watch import Watch, WatchPolicy, watch_policy
+from paceline.run.whereami import Surroundings, host_name, interface_of
 
 _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
@@ -60,8 +61,10 @@ _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does n
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
     """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
     policy, folder = config.recovery, location.folder
-    own = _line(location.checkpoint)
-    command = rank_command(launcher, location.checkpoint)
+    first, own = location.checkpoint, None
+    if first is not None:  # the line of checkpoints that the run continues
+        own = line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
+    command = rank_command(launcher, first)
     while True:
         ended: FailedAttempt | None = None
         halved: tuple[str, str] | None = None
@@ -83,9 +86,9 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             raise _stopped(failed[-1], decision)
         if decision is not None and decision.halves_microbatch and is_ours and halved is not None:
             change_config(folder, *halved)
-        checkpoint, where = location.checkpoint, "from the newest checkpoint"
+        checkpoint, where = first, "from the newest checkpoint"
         if not launcher.has_others:
-            checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
+            checkpoint, where = _starting_point(config, folder, first, own)
         command = rank_command(launcher, checkpoint)
         if decision is None:
             say(f"hosts have come or gone; restarting {where}")
@@ -125,21 +128,8 @@ def halved_config(folder: Path) -> tuple[str, str] | None:
     return dump_yaml(smaller), replace(plan.with_microbatch(used // 2), finds_microbatch=False).to_text()
 
 
-def _line(first: Path | None) -> Line | None:
-    """Returns the line of checkpoints that a run continues which starts at ``first``."""
-    if first is None:
-        return None
-    from paceline.checkpoint.find import read_manifest, spots_in
-    from paceline.checkpoint.manifest import line_from
-
-    return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
-
-
 def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None) -> tuple[Path | None, str]:
     """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
-    from paceline.checkpoint.find import is_whole, list_checkpoints
-    from paceline.checkpoint.storage import absolute_path
-
     passed: list[str] = []
     path: Path | None
     try:
@@ -161,9 +151,8 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
 class LocalRanks:
     """The processes of one launcher, with ``variables`` in their environment, forked by ``warm`` where that is given.
 
-    ``num_records`` ranks write records, where processes have several each; None: one each. ``watch`` says when ranks
-    that stand still are ended; None: never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must
-    agree on.
+    ``num_records`` ranks write records; None: one each. ``watch`` says when ranks that stand still are ended; None:
+    never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must agree on.
     """
 
     ranks: int
@@ -172,9 +161,16 @@ class LocalRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
-    nodes: Nodes | None = None
+    nodes: Surroundings | None = None
     facts: HostFacts | None = None
     run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, secret: Mapping[str, str] | None = None, **others: Any) -> Self:
+        """Returns ``ranks`` processes for a config. Raises ConfigError where the environment contradicts it."""
+        variables = {**rank_variables(config, uses_nccl=uses_nccl(config)), **(secret or {})}
+        threads, watch = config.parallel.threads, watch_policy(config)
+        return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, **others)
 
 
 @contextlib.contextmanager
@@ -289,7 +285,6 @@ class Launcher:
         end_records(self.folder, self.ranks, status, message, since=self._started)
 
     def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
-        """Runs the agent until all ranks have left; raises why they did, if they were not done."""
         try:
             with contextlib.ExitStack() as self._watched:  # no watch adds to records that have an end
                 self._watched.callback(logging.disable, logging.root.manager.disable)
@@ -343,7 +338,11 @@ class Launcher:
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
+            end = ""
+            with contextlib.suppress(OSError), log.open("rb") as tail:
+                tail.seek(max(0, os.fstat(tail.fileno()).st_size - _LOG_BYTES))
+                end = tail.read().decode("utf-8", "replace")
+            found.append(silent_failure(rank, code, output if code > 0 else "", end))
         return found
 
 
@@ -354,7 +353,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
     newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
-        max_nodes=1 if nodes is None else nodes.most,
+        max_nodes=1 if nodes is None else nodes.count,
         nproc_per_node=asked.ranks,
         run_id=asked.run_id,
         rdzv_backend=BACKEND,
@@ -382,13 +381,6 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
         **allocator_variables(),
         **asked.variables,
     }
-
-
-def _end_of(log: Path) -> str:
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-        return file.read().decode("utf-8", "replace")
-    return ""
 
 
 @contextlib.contextmanager

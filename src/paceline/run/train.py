@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,10 +36,10 @@ from paceline.run.location import (
 from paceline.run.logs import run_log, say
 from paceline.run.notes import RunStoppedError, noted_processes
 from paceline.run.observe import observing, observing_host
-from paceline.run.processes import end_groups, uses_nccl
+from paceline.run.processes import end_groups
 from paceline.run.signals import polling
 from paceline.run.warm import WarmRanks, warm_ranks_of
-from paceline.run.whereami import Nodes, Surroundings, recognise
+from paceline.run.whereami import Surroundings, recognise
 
 if TYPE_CHECKING:
     from paceline.run.decide import Decision
@@ -54,8 +54,7 @@ def train(
     """Trains until the run is done, with restarts as the config says.
 
     ``overrides`` change keys of the file, ``["train.epochs=2", "name=mine"]``; ``options=RunOptions(force=True)``, of
-    ``paceline.run.train``, is for what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``,
-    ``is_verbose``.
+    ``paceline.run.train``, has what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``, ...
 
     Returns None where another process has the result: on ranks other than 0 under torchrun, and on hosts that join
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
@@ -72,7 +71,7 @@ def train(
         for note in loaded.notes if os.environ.get("RANK", "0") == "0" else ():
             say(note)
     if around.kind == "rank":
-        from paceline.run.under_launcher import run_under_launcher
+        from paceline.run.worker import run_under_launcher
 
         if chosen.hosts is not None:
             raise UsageError(
@@ -92,40 +91,32 @@ def train(
         return run_decided(decide_run(asked, checks_memory=chosen.checks_memory), location, chosen, warm)
 
 
-def _hosts_around(asked: Config, around: Surroundings) -> Nodes:
+def _hosts_around(asked: Config, around: Surroundings) -> Surroundings:
     """Returns the hosts of a launcher that starts one process on each; their ranks are those of the config."""
-    nodes, ranks = around.nodes(), asked.parallel.ranks
-    own = nodes.ranks or asked.parallel.node_ranks
-    if isinstance(ranks, int) and (ranks % nodes.most or own not in (None, ranks // nodes.most)):
-        each = f"{nodes.most} hosts" + (f" with {own} ranks each" if own else "")
+    most, ranks = around.count, asked.parallel.ranks
+    own = around.host_ranks or asked.parallel.node_ranks
+    if isinstance(ranks, int) and (ranks % most or own not in (None, ranks // most)):
+        each = f"{most} hosts" + (f" with {own} ranks each" if own else "")
         raise UsageError(
             f"parallel.ranks = {ranks} on {each} ({around})\n  every host has as many ranks as the others\n"
-            f"  set parallel.ranks = auto, or {(own or max(1, ranks // nodes.most)) * nodes.most}"
+            f"  set parallel.ranks = auto, or {(own or max(1, ranks // most)) * most}"
         )
     if around.number == 0:
         say(str(around))
-    return replace(nodes, ranks=own or (ranks // nodes.most if isinstance(ranks, int) else None))
+    return replace(around, host_ranks=own or (ranks // most if isinstance(ranks, int) else None))
 
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
-    from paceline.run.decide import BackgroundPrediction, predict_run, rank_variables, show_decisions
+    from paceline.run.decide import BackgroundPrediction, predict_run, show_decisions
     from paceline.run.supervise import LocalRanks, launching, supervise
-    from paceline.run.watch import watch_policy
 
     config, plan = decision.config, decision.plan
-    variables = rank_variables(config, uses_nccl=uses_nccl(config))
+    ranks = plan.layout.ranks
+    asked = LocalRanks.of(config, 1 if config.comm.backend == "virtual" else ranks, num_records=ranks, warm=warm)
     if config.monitor.console and not options.is_quiet:
         show_decisions(config, decision.choice, decision.notes)
-    expected, ranks = predict_run(config), plan.layout.ranks
-    asked = LocalRanks(
-        ranks=1 if config.comm.backend == "virtual" else ranks,
-        num_records=ranks,
-        threads=config.parallel.threads,
-        variables=variables,
-        warm=warm,
-        watch=watch_policy(config),
-    )
+    expected = predict_run(config)
     claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
     config, folder = location.settle(config), location.folder
     with claimed:
@@ -142,7 +133,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         return read_result(folder, config, decision.choice)
 
 
-def _train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResult | None:
+def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> RunResult | None:
     """Runs this host's ranks until the run is done, with other hosts; returns None on a host that joins.
 
     The launcher of each host supervises its own ranks as the only launcher of a run does. What differs: launchers meet
@@ -157,12 +148,15 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResu
     location = RunLocation(folder=running or run_folder(asked))
     if running is None:
         location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
-    folder, hosts = location.folder, range(nodes.least, nodes.most + 1)
+    folder, hosts = location.folder, range(nodes.least, nodes.count + 1)
     is_quiet, is_verbose = options.is_quiet, options.is_verbose
-    with warm_ranks_of(asked, nodes.ranks) as warm:
+    # The environment has the job's secret, or the first launcher leaves one in the run's folder.
+    is_given = bool({SECRET, SECRET_FILE} & os.environ.keys())
+    secret = {} if is_given else {SECRET_FILE: str(folder.absolute() / _SECRET)}
+    with warm_ranks_of(asked, nodes.host_ranks) as warm:
         from paceline.run.decide import decide_run
 
-        config = decide_run(asked, hosts=hosts, host_ranks=nodes.ranks, checks_memory=False).config
+        config = decide_run(asked, hosts=hosts, host_ranks=nodes.host_ranks, checks_memory=False).config
         settled = location.settle(config)
         if running is None:
             try:  # the first host to claim the folder has it, and the others join: no other number
@@ -172,49 +166,47 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResu
                     raise  # else another host's launcher came first, in between
             else:
                 with claimed:
-                    if not _given_secret():
+                    if secret:
                         write_secret(folder / _SECRET)
                     with explain_end(claimed), observing(folder, settled, is_quiet=is_quiet, is_verbose=is_verbose):
-                        _run_host(settled, folder, nodes, warm, asked)
+                        _run_host(settled, folder, nodes, secret, warm, asked)
                     return read_result(folder, settled)
-        say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.most} ranks")
+        say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.count} ranks")
         with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, settled):
-            _run_host(settled, folder, nodes, warm, asked)
+            _run_host(settled, folder, nodes, secret, warm, asked)
         return None
 
 
-def _run_host(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, asked: Config) -> None:
-    from paceline.run.decide import rank_variables
+def _run_host(
+    config: Config, folder: Path, nodes: Surroundings, secret: Mapping[str, str], warm: WarmRanks | None, asked: Config
+) -> None:
     from paceline.run.rendezvous import HostFacts
     from paceline.run.supervise import LocalRanks, launching, supervise
-    from paceline.run.watch import watch_policy
 
-    ranks = config.parallel.decided_ranks // nodes.most
-    secret = {} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}
-    local = LocalRanks(
-        ranks=ranks,
-        threads=config.parallel.threads,
-        variables=rank_variables(config, uses_nccl=uses_nccl(config)) | secret,
-        warm=warm,
-        watch=watch_policy(config),
-        nodes=nodes,
-        facts=HostFacts.here(asked, folder, ranks),
-        run_id=config.name,
-    )
+    ranks = config.parallel.decided_ranks // nodes.count
+    facts = HostFacts.here(asked, folder, ranks)
+    local = LocalRanks.of(config, ranks, secret, warm=warm, nodes=nodes, facts=facts, run_id=config.name)
     with launching(folder, local) as launcher:
         supervise(launcher, config, RunLocation(folder=folder))
-
-
-def _given_secret() -> bool:
-    """Says whether the environment has the job's secret; else the first launcher leaves one in the run's folder."""
-    return bool({SECRET, SECRET_FILE} & os.environ.keys())
 
 
 @contextlib.contextmanager
 def explain_end(claimed: RunFolder) -> Iterator[None]:
     """Forgets a run that was refused, says how to continue one that failed, and ends one whose folder is removed."""
+    ranks: dict[int, int] = {}
+
+    def look() -> bool:
+        if not claimed.is_gone():
+            with contextlib.suppress(OSError, ValueError):  # a note that is being written
+                ranks.update(noted_processes(claimed.path, os.getpid()))
+            return False
+        end_groups(ranks.values(), patience_s=0.0)
+        if not ranks:  # their notes went with the folder before they were read: the agent ends what it has started
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
     try:
-        with _ending_without(claimed):
+        with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
             yield
     except RunStoppedError as error:
         error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
@@ -237,8 +229,7 @@ def clearing_saves(folder: Path) -> Iterator[None]:
     try:
         yield
     except LaunchError:
-        from paceline.checkpoint.find import places_of
-        from paceline.checkpoint.retention import clear_leftovers
+        from paceline.checkpoint.find import clear_leftovers, places_of
         from paceline.checkpoint.storage import is_remote
 
         for place in places_of(folder):
@@ -246,25 +237,6 @@ def clearing_saves(folder: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # the next start removes it
                     clear_leftovers(place)
         raise
-
-
-@contextlib.contextmanager
-def _ending_without(claimed: RunFolder) -> Iterator[None]:
-    """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
-    ranks: dict[int, int] = {}
-
-    def look() -> bool:
-        if not claimed.is_gone():
-            with contextlib.suppress(OSError, ValueError):  # a note that is being written
-                ranks.update(noted_processes(claimed.path, os.getpid()))
-            return False
-        end_groups(ranks.values(), patience_s=0.0)
-        if not ranks:  # their notes went with the folder before they were read: the agent ends what it has started
-            os.kill(os.getpid(), signal.SIGTERM)
-        return True
-
-    with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
-        yield
 
 
 def _gone(path: Path) -> LaunchError:

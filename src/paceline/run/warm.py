@@ -32,31 +32,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from paceline.cluster import detect
+from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import scratch_folder
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
 
-if TYPE_CHECKING:
-    from paceline.config import Config
-
-
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
 
-# What a rank needs, loaded once before ranks are forked.
-_RANK_MODULES = (
-    "paceline.run.worker",
-    "paceline.train.assemble",
-    "paceline.train.survive.hooks",
-    "paceline.train.survive.hooks",
-    "paceline.comm.torch_dist",
-    "paceline.run.watch",
-    "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
-)
+# What a rank needs, loaded once before ranks are forked; optimizers load the last, which takes as long as torch itself.
+_RANK_MODULES = ("paceline.run.worker", "torch._dynamo")
 _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 PARENT = "PACELINE_PARENT"
@@ -82,7 +71,6 @@ class WarmRanks:
         return ["-I", "-S", str(client), str(self.address), *command]
 
     def close(self) -> None:
-        """Ends the server, and with it its ranks."""
         self._is_gone("its ranks went with it")
         self._end()
 
@@ -182,7 +170,10 @@ class WarmServer:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
                     if not os.read(0, 1):
-                        self._end_all()
+                        signal.set_wakeup_fd(-1)
+                        for pid in self._clients:
+                            with contextlib.suppress(ProcessLookupError, PermissionError):
+                                os.killpg(pid, signal.SIGKILL)
                         return None
                 elif key.fileobj is self._listener:
                     request = self._accept()
@@ -221,7 +212,6 @@ class WarmServer:
         return None
 
     def _become_rank(self, client: socket.socket, output: list[int]) -> None:
-        """Closes all that belongs to the server: its sockets, its signals, its process group."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -272,12 +262,6 @@ class WarmServer:
                     client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
             self._ended.discard(pid)
 
-    def _end_all(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for pid in self._clients:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-
 
 def _is_ending(pid: int) -> bool:
     """Whether a process is about to end by itself, or was killed.
@@ -293,7 +277,6 @@ def _is_ending(pid: int) -> bool:
 
 
 def main() -> None:
-    """Serves until the launcher is gone; in a rank, runs what was asked for."""
     address, descriptor, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the launcher
@@ -320,7 +303,6 @@ def main() -> None:
 
 
 def _run(request: dict[str, Any], server: int) -> NoReturn:
-    """Runs a rank's module in this process, as ``python -m`` would."""
     os.environ.clear()
     os.environ.update(request["environment"], **{PARENT: str(server)})
     os.chdir(request["folder"])

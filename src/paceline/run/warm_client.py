@@ -27,7 +27,6 @@ _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
-    """Asks for the rank, waits for its end, and ends likewise."""
     address, *command = sys.argv[1:]
     ended_by, is_forked = 0, False
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)  # the rank may be there before there is a way to it

@@ -1,11 +1,9 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
-A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
-the ranks are asked where they stand; the verdict is told (``notes.py``); then the ranks are killed. The
-operations themselves are read every two seconds, or when a rank stands still.
-
-    in the launcher   of ranks that ``paceline train`` has started, on each host
-    in every rank     of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``)
+A thread looks at the ledgers of a host's ranks some times a second, and at all operations every two seconds, or when a
+rank stands still. What it finds is judged by ``health/verdict.py``; the ranks are asked where they stand, the verdict
+is told (``notes.py``), and the ranks are killed. It runs in the launcher of ranks that ``paceline train`` has started,
+on each host; and in every rank of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``).
 
 Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
 lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
@@ -25,14 +23,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from paceline.comm.base import Communicator
 from paceline.comm.control.store import TIMEOUT_S, SideChannel
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator, ledger_clock
+from paceline.config import Config
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
@@ -41,14 +40,10 @@ from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, s
 from paceline.run.notes import end_ranks, tell_verdict
 from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
 from paceline.run.processes import end_children, tell_agent
-from paceline.run.records import append_event, note_clock
+from paceline.run.records import append_event
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
-
-if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
-    from paceline.config import Config
 
 _LOOK_AT_ALL_S = 2.0
 _PATIENT = 3.0  # times the longest standstill that ended by itself
@@ -73,7 +68,6 @@ class WatchPolicy:
 
 
 def watch_policy(config: Config) -> WatchPolicy | None:
-    """Returns how the ranks of a config are watched; None where it says not to."""
     if config.monitor.hang_s is None:
         return None
     return WatchPolicy(limits=HangLimits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
@@ -160,7 +154,6 @@ class Watch(SeenRanks):
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
         atexit.register(self.stop)
 
@@ -199,8 +192,12 @@ class Watch(SeenRanks):
                 self._ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
-                if ahead_s is not None and self._has_noted_clock(ahead_s):
-                    ahead_s = None
+                if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    ranks = list(self.hosts[self.host])
+                    clock = {"ahead_s": round(ahead_s, 6), "ranks": ranks}  # lays steps of hosts beside one another
+                    has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
+                    if has_begun and append_event(self.folder, ranks[0], "clock", clock):
+                        ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():
                     self._end(verdict)
@@ -208,13 +205,6 @@ class Watch(SeenRanks):
                 late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
                 if late is not None:
                     self._tell_late(late)
-
-    def _has_noted_clock(self, ahead_s: float) -> bool:
-        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
-        if self.told is not None:  # a loop of the user's own has no records
-            return True
-        has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
@@ -259,7 +249,10 @@ class Watch(SeenRanks):
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
-        limits = self._limits()
+        asked = self._policy.limits
+        stopped_s = asked.step_s if asked.stopped_s is None else asked.stopped_s
+        # Longer where steps have shown to be long.
+        limits = replace(asked, step_s=max(asked.step_s, _PATIENT * self._longest_s), stopped_s=stopped_s)
         found = judge(views, now, limits)
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
@@ -268,22 +261,16 @@ class Watch(SeenRanks):
         self._last_views = self.with_lines(self.views(now))
         return judge(self._last_views, now, limits) or found
 
-    def _limits(self) -> HangLimits:
-        """Returns the limits, longer where steps have shown to be long."""
-        asked = self._policy.limits
-        step_s = max(asked.step_s, _PATIENT * self._longest_s)
-        return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
-
     def states(self) -> list[RankState]:
-        """Returns what the ranks of this host do, for the details of a verdict."""
         now = time.monotonic()
         self.observe(now)
         return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
 
     def _leads(self, now: float, own: int) -> bool:
-        """Says whether the watches of all lower ranks on this host have stopped."""
-        for rank, beat in self.heartbeats().items():
+        self._find_ledgers(now)
+        for rank, seen in self._ranks.items():
             before, since_s = self._beats.get(rank, (-1, now))
+            beat = seen.reader.heartbeat  # how often its own watch has looked
             self._beats[rank] = (beat, now if beat != before else since_s)
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
@@ -310,8 +297,12 @@ class Watch(SeenRanks):
         """Ends the ranks of this host; one that watches leaves with the code that says why."""
         with contextlib.suppress(OSError):  # of a disk that is full
             self.tell(verdict)
-        if self.channel is not None:
-            self._wait_for_others(self.channel)
+        if self.channel is not None:  # every host must have the verdict: the store may be a rank's, and ends with it
+            deadline = time.monotonic() + _ANSWER_S
+            with contextlib.suppress(CommunicationError):
+                self.channel.publish(f"has/{self.host}", "it")
+                while time.monotonic() < deadline and not all(self.channel.read(f"has/{host}") for host in self.hosts):
+                    time.sleep(_ASK_S)
         end_ranks(self.folder, verdict, self.processes())
         if self._ledger is not None:
             tell_agent(verdict.sentence, verdict.to_text(), time.time())
@@ -364,14 +355,6 @@ class Watch(SeenRanks):
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
-
-    def _wait_for_others(self, channel: SideChannel) -> None:
-        """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
-        deadline = time.monotonic() + _ANSWER_S
-        with contextlib.suppress(CommunicationError):
-            channel.publish(f"has/{self.host}", "it")
-            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
-                time.sleep(_ASK_S)
 
     def _ask_others(self, channel: SideChannel, now: float) -> None:
         """Asks other hosts whether they live, once this one has stood still for half of the limit."""

@@ -55,15 +55,16 @@ HOST = "PACELINE_HOST"  # what this host is called, where several have the same 
 class Surroundings:
     """How this process was started: ``number`` of ``count`` ranks or hosts, which meet at ``address`` and ``port``.
 
-    ``least`` hosts are enough where the launcher may start fewer. ``host_ranks`` is how many ranks a host has; None:
-    one per GPU. ``because`` are the variables that were read, and ``named_by`` is the one with the address.
+    ``least`` hosts are enough where the launcher may start fewer; see [Note: hosts]. ``host_ranks`` is how many ranks
+    a host has; None: one per GPU. ``because`` are the variables that were read; the variable or option ``named_by``
+    has the address.
     """
 
     launcher: str
     kind: Literal["alone", "rank", "host"] = "alone"
     number: int = 0
     count: int = 1
-    least: int | None = None
+    least: int = 1
     local_rank: int | None = None
     host_ranks: int | None = None
     address: str = ""
@@ -75,23 +76,23 @@ class Surroundings:
         if self.kind == "alone":
             return f"{self.launcher}: this process starts the ranks of a run on this machine"
         read = f" ({', '.join(self.because)})" if self.because else ""
-        place = f"{self.address}:{self.port}{read}"
-        return f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {place}"
+        return f"{self.launcher}: {self.kind} {self.number} of {self.count}, meeting at {self.endpoint}{read}"
 
     def rank_variables(self) -> dict[str, str]:
         """Returns what torch's own launcher would set for this process; a host's only process is its only rank."""
         if self.kind == "alone":
             return {}
-        here = 0 if self.kind == "host" else self.local_rank
-        shared = 1 if self.kind == "host" else self.host_ranks
+        local, here = (0, 1) if self.kind == "host" else (self.local_rank, self.host_ranks)
         found = {"RANK": self.number, "WORLD_SIZE": self.count, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
-        local = {"LOCAL_RANK": here, "LOCAL_WORLD_SIZE": shared}
-        return {name: str(value) for name, value in {**found, **local}.items() if value is not None}
+        found |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
+        return {name: str(value) for name, value in found.items() if value is not None}
 
-    def nodes(self) -> Nodes:
-        """Returns where the launchers of all hosts meet, and the ranks of this one."""
-        least, host, port, by = self.least or self.count, self.address, self.port, self.named_by
-        return Nodes(least=least, most=self.count, host=host, port=port, ranks=self.host_ranks, named_by=by)
+    @property
+    def endpoint(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def own_address(self) -> str:
+        return address_towards(self.address, self.port, self.named_by)
 
 
 def recognise(environment: Mapping[str, str]) -> Surroundings:
@@ -205,15 +206,11 @@ def _recognise(read: _VariableReader) -> Surroundings:
 def _rank(read: _VariableReader, launcher: str, names: Sequence[str]) -> Surroundings:
     """Reads a rank by the ``names`` of its number, of that of all, of its number on its host, and of that of these."""
     world = read.number(names[1], "the number of ranks", least=1)
-    return Surroundings(
-        launcher=launcher,
-        kind="rank",
-        number=read.number_of(names[0], "the number of this rank", names[1], world),
-        count=world,
-        local_rank=read.number_if_set(names[2], "the number of this rank on its host"),
-        host_ranks=read.number_if_set(names[3], "the ranks of this host", least=1),
-        because=(names[0], names[1]),
-    )
+    number = read.number_of(names[0], "the number of this rank", names[1], world)
+    local = read.number_if_set(names[2], "the number of this rank on its host")
+    here = read.number_if_set(names[3], "the ranks of this host", least=1)
+    found = Surroundings(launcher=launcher, kind="rank", number=number, count=world, because=tuple(names[:2]))
+    return replace(found, local_rank=local, host_ranks=here)
 
 
 def _rank_of_environment(read: _VariableReader, launcher: str) -> Surroundings:
@@ -259,10 +256,8 @@ def _host_of_environment(read: _VariableReader, launcher: str, index: str) -> Su
         lone = 0 if most == 1 else None
         number = read.number_of(index, "the number of this host", counts, most, default=lone)
     else:
-        read.problem(
-            f"{index} = {read.environment.get(index, '')}, and neither NNODES nor WORLD_SIZE is set",
-            "one of them is the number of hosts",
-        )
+        what = f"{index} = {read.environment.get(index, '')}, and neither NNODES nor WORLD_SIZE is set"
+        read.problem(what, "one of them is the number of hosts")
         number = read.number(index, "the number of this host")
     ranks = read.number_if_set("LOCAL_WORLD_SIZE", "the ranks of a host", least=1)
     if not read.problems and most == 1:
@@ -315,16 +310,10 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
     address, named_by = read.environment.get("MASTER_ADDR", ""), "MASTER_ADDR"
     if not address:
         address, named_by = first_host(read.text("SLURM_STEP_NODELIST", "the nodes of the step")), "SLURM_STEP_NODELIST"
-    host = Surroundings(
-        launcher="Slurm",
-        kind="host",
-        number=task,
-        count=tasks,
-        address=address,
-        port=read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}")),
-        named_by=named_by,
-        because=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
-    )
+    port = read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}"))
+    because = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    host = Surroundings(launcher="Slurm", kind="host", number=task, count=tasks, least=tasks, because=because)
+    host = replace(host, address=address, port=port, named_by=named_by)
     if tasks == nodes:
         return host
     node = read.number("SLURM_NODEID", "the number of this node")
@@ -360,27 +349,7 @@ def _port_for(job: str) -> int:
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU. See [Note: hosts]."""
-
-    least: int
-    most: int
-    host: str
-    port: int
-    ranks: int | None = None
-    named_by: str = "--rdzv"
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def own_address(self) -> str:
-        """Returns the address under which the others reach this machine. Raises UsageError without one."""
-        return address_towards(self.host, self.port, self.named_by)
-
-
-def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
+def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Surroundings:
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     hosts = _parse_counts(counts)
     if hosts is None:
@@ -393,7 +362,9 @@ def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
             f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
             "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
         )
-    return Nodes(least=hosts[0], most=hosts[1], host=place["host"].strip("[]"), port=int(place["port"]), ranks=ranks)
+    address, port = place["host"].strip("[]"), int(place["port"])
+    found = Surroundings(launcher="--nnodes", kind="host", least=hosts[0], count=hosts[1], host_ranks=ranks)
+    return replace(found, address=address, port=port, named_by="--rdzv")
 
 
 def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
@@ -411,11 +382,9 @@ def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
 
 
 def host_name() -> str:
-    """Returns what this host is called in messages."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface that has an address; None if none has."""
     found = psutil.net_if_addrs().items()
     return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)

@@ -145,12 +145,7 @@ class Choice:
 
 
 def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided.
-
-    Of what fits into the memory of ``where``, the fastest by prediction on ``machine`` is taken; the first in order
-    where that is None or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number
-    of data ranks.
-    """
+    """Decides ``strategy: auto``, by time where ``machine`` can be priced. Raises ConfigError where nothing fits."""
     config = with_precision(config, where.device)
     left_out: list[str] = []
     ladder = _ladder_for(config, model, where, left_out)
@@ -208,10 +203,21 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
     config = config.with_values("parallel", device=where.device)
     try:
         cluster, task = _priced(config, model, machine, where)
-        ladder = tuple(
-            each if each.rejected else replace(each, seconds=_seconds(each, where, config, model, task, cluster))
-            for each in choice.ladder
-        )
+
+        def seconds(layout: Layout) -> float | None:
+            """Predicts a step of a candidate; None where that cannot be priced, as a sampled model's in parts."""
+            size = layout.microbatch
+            if layout.checkpoint_activations not in RECOMPUTES or (layout.is_split and task.model.is_sampled):
+                return None
+            if layout.is_split:
+                layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
+            elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room
+                most = largest_microbatch(model, layout, StateFacts.of(config, where.device), where.budget_bytes)
+                local = max(1, task.global_batch // where.ranks)
+                size = max(size for size in divisors(local) if size <= max(1, most))
+            return _price(layout, size, task, cluster)
+
+        ladder = tuple(each if each.rejected else replace(each, seconds=seconds(each.layout)) for each in choice.ladder)
     except (UsageError, ConfigError) as error:
         return replace(choice, untimed=error.headline)
     chosen: Judged | None = None
@@ -227,10 +233,7 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
 def first_microbatch(
     config: Config, model: ModelFacts, machine: Machine, sizes: Sequence[int], *, ranks: int, node_ranks: int
 ) -> int | None:
-    """Returns the size of ``sizes`` that is predicted to be fastest: where trials begin. None where none is priced.
-
-    All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
-    """
+    """Returns where trials begin: the largest of ``sizes`` predicted within 2 % of the fastest; None: unpriced."""
     layout = layout_of(config, ranks, node_ranks)
     if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
         return None
@@ -254,23 +257,6 @@ def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachi
     return cluster, task_of(with_degrees(config, where.ranks), where.ranks, facts=model)
 
 
-def _seconds(
-    each: Judged, where: RunMachine, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
-) -> float | None:
-    layout, size = each.layout, each.layout.microbatch
-    if layout.checkpoint_activations not in RECOMPUTES:
-        return None
-    if layout.is_split:
-        if task.model.is_sampled:
-            return None  # a model known by its samples is not priced in parts
-        layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
-    elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room
-        most = largest_microbatch(model, layout, StateFacts.of(config, where.device), where.budget_bytes)
-        local = max(1, task.global_batch // where.ranks)
-        size = max(size for size in divisors(local) if size <= max(1, most))
-    return _price(layout, size, task, cluster)
-
-
 def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> float:
     """Predicts the seconds of a step, with the buckets and the schedule that are usual."""
     layout = replace(
@@ -284,10 +270,7 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
 
 
 def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Judged]:
-    """Returns all candidates in order; ``left_out`` learns what cannot be done here, with the reason.
-
-    What ``memory`` says itself is kept as it is. A microbatch that is to be found counts as one sample.
-    """
+    """Returns all candidates in order; ``left_out`` learns what cannot be done here. What ``memory`` says is kept."""
     keep = frozenset(config.memory.model_fields_set)
     try:
         asked = layout_of(with_degrees(config, machine.ranks), machine.ranks, machine.local_ranks)
@@ -320,10 +303,7 @@ def _judge(model: ModelFacts, layout: Layout, machine: RunMachine, states: State
 def whole_ladder(
     model: ModelFacts, asked: Layout, machine: RunMachine, states: StateFacts, keep: frozenset[str] = frozenset()
 ) -> list[Judged]:
-    """Returns the candidates of a whole model: ``asked``, whose shard ranks are hybrid's, in other strategies.
-
-    ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``.
-    """
+    """Returns the candidates of a whole model: ``asked`` in other strategies; ``keep`` names what stays as asked."""
     ranks = machine.ranks
     strategies: list[tuple[Strategy, int]] = [("ddp", 1), ("zero1", ranks)]
     if ranks > 1:
@@ -394,7 +374,6 @@ def _split_ladder(
 
 
 def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize: int = 4) -> float:
-    """Returns the time of a step beside computing, in parts of computing, by the rule of thumb above."""
     pipeline, tensor, count = layout.pipeline, layout.tensor, layout.accumulate
     data = machine.ranks // (pipeline * tensor)
     operations = 3 * sum(layer.operations for layer in model.layers)

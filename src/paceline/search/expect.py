@@ -35,7 +35,7 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, framework_bytes, is_known, rank_estimates
 from paceline.search.expectation import Expectation
 from paceline.search.request import COMPUTE, planned_values, request_for, task_of, workload_as_written
-from paceline.search.result import PlanResult, plan_for
+from paceline.search.result import plan_for
 from paceline.search.search import Change, rank_one
 from paceline.units import format_bytes
 
@@ -45,8 +45,7 @@ def expect_run(
 ) -> Expectation:
     """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of a time.
 
-    ``threads`` are those of a CPU rank where the config does not say; None: the cores are shared out. ``entry`` is a
-    file that ``paceline calibrate`` wrote on this machine.
+    ``threads`` of a CPU rank; None: the cores are shared out. ``entry``: a file that ``paceline calibrate`` wrote here.
     """
     ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
@@ -84,10 +83,7 @@ def expect_run(
 
 
 def expected_memory(config: Config, hosts: int = 1) -> float | None:
-    """Estimates what records will tell of the rank that holds most; None where that is not known beforehand.
-
-    Virtual ranks share one process, and a microbatch that the ranks find is not known yet.
-    """
+    """Estimates what records will tell of the rank that holds most; None where that is not known beforehand."""
     stages = () if config.comm.backend == "virtual" else rank_estimates(config, hosts)
     if not stages:
         return None
@@ -163,22 +159,17 @@ def present_cluster(
 def _with_cores(device: Device, cores: float) -> Device:
     """Returns a core's device as so many. The memory is shared, and the host launches one kernel after another."""
     share = min(1.0, cores)  # of a core that several ranks take turns on
+    times = ("tensor_s", "step_s", "loop_s", "launch_s", "compiled_launch_s", "operation_s")
+    known = {name: getattr(device, name) for name in times if getattr(device, name) is not None}
+    rates = device.memory_rates.items()
     return replace(
         device,
         peak_flops={dtype: rate * cores for dtype, rate in device.peak_flops.items()},
         matmul_ceiling={dtype: rate * cores for dtype, rate in device.matmul_ceiling.items()},
         shapes=tuple(replace(each, flops=each.flops * cores) for each in device.shapes),
         memory_bandwidth=device.memory_bandwidth * share,
-        memory_rates={
-            family: tuple((size, rate * share) for size, rate in points)
-            for family, points in device.memory_rates.items()
-        },
-        operation_s=None if device.operation_s is None else device.operation_s / share,
-        tensor_s=device.tensor_s / share,
-        step_s=device.step_s / share,
-        loop_s=device.loop_s / share,
-        launch_s=device.launch_s / share,
-        compiled_launch_s=device.compiled_launch_s / share,
+        memory_rates={family: tuple((size, rate * share) for size, rate in points) for family, points in rates},
+        **{name: seconds / share for name, seconds in known.items()},
     )
 
 
@@ -188,8 +179,6 @@ _TOLD = 3  # categories, the largest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Bytes by category of those who share one memory, and who these are."""
-
     who: str
     parts: dict[str, int]
 
@@ -251,10 +240,7 @@ def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = Fa
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:
-    """Lists why a host cannot hold what is offloaded, for a config whose device, ranks and strategy are settled.
-
-    Nothing is offloaded on CPU ranks. What a model of the user's own code needs, each rank finds when it is set up.
-    """
+    """Lists why a host cannot hold what is offloaded, for a config whose device, ranks and strategy are settled."""
     offload = config.memory.offload
     if not offload or config.parallel.device != "cuda":
         return []
@@ -277,11 +263,7 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
 
 
 def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:
-    """Returns what makes a run fit that does not: the smallest changes, the fastest by prediction first.
-
-    Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
-    ``paceline calibrate`` wrote.
-    """
+    """Returns the smallest changes that make a run fit, the fastest first; else what comes nearest, or why not."""
     is_gpu = config.parallel.device == "cuda"
     try:
         cluster, _ = present_cluster(config, machine, config.parallel.decided_ranks, None, entry)
@@ -297,11 +279,26 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             f"which changes fit is not known: {error.headline}",
             "parallel.strategy=auto takes the first way that fits, where one does",
         ]
-    fitting = [each for each in _changes(found) if each.ranked and _is_enough(config, each.ranked, cluster, verdict)]
+    winner, changes = found.winner, list(found.changes)
+    if winner is not None and not changes:  # the config is not priced as it is written: its first plan
+        settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
+        written = {key: attrgetter(key)(found.request.config) for key in settings}
+        changes = [Change(keys={key: to for key, to in settings.items() if written[key] != to}, ranked=winner)]
+
+    def is_enough(ranked: Prediction) -> bool:
+        """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
+        try:
+            changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
+        except ConfigError:
+            return False
+        need = needed(changed.with_values("parallel", device=config.parallel.device))
+        return need is not None and need.total <= verdict.has_bytes
+
+    fitting = [each for each in changes if winner and each.ranked and is_enough(each.ranked)]
     fitting.sort(key=lambda each: each.seconds)
     if fitting:
         return [f"fits with {each}" for each in fitting]
-    lines = [f"would fit with {each}" for each in found.changes if found.winner is None]
+    lines = [f"would fit with {each}" for each in changes if winner is None]
     if found.found.nearest is not None:
         workload, least = found.found.nearest
         lines.insert(
@@ -310,23 +307,3 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             f"{format_bytes(least)} of a rank",
         )
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
-
-
-def _changes(found: PlanResult) -> list[Change]:
-    """Returns the changes that a plan knows; for a config that is not priced as it is written, its first plan."""
-    winner = found.winner
-    if winner is None or found.changes:
-        return list(found.changes) if winner else []
-    settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
-    written = {key: attrgetter(key)(found.request.config) for key in settings}
-    return [Change(keys={key: to for key, to in settings.items() if written[key] != to}, ranked=winner)]
-
-
-def _is_enough(config: Config, ranked: Prediction, cluster: Cluster, verdict: MemoryVerdict) -> bool:
-    """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
-    try:
-        changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")
-    except ConfigError:
-        return False
-    need = needed(changed.with_values("parallel", device=config.parallel.device))
-    return need is not None and need.total <= verdict.has_bytes

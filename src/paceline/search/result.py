@@ -30,7 +30,6 @@ from paceline.search.search import (
     Change,
     Order,
     Search,
-    budget_of,
     explain_against,
     explain_winner,
     host_bytes,
@@ -99,7 +98,6 @@ class PlanResult(Shown):
         return f"<b>PlanResult</b> on {html.escape(self.request.cluster.name)}: {told}"
 
     def explanations(self, top: int = 5) -> list[str]:
-        """Returns a sentence on the first plan, and one on what each of the next loses against it."""
         others = [explain_against(self.plans[0], each) for each in self.plans[1:top]]
         return [explain_winner(self.found), *others] if self.plans else []
 
@@ -138,7 +136,7 @@ class PlanResult(Shown):
             "looked_at": found.looked_at,
             "fit": found.num_fit,
             "left_out": found.left_out,
-            "budget_bytes": budget_of(found.cluster),
+            "budget_bytes": found.budget,
             "plans": [_ranked(self, each) for each in found.ranked[:top]],
             "explanations": self.explanations(top),
             "nearest": None if nearest is None else {**_decided(nearest[0]), "memory_bytes": nearest[1]},
@@ -190,10 +188,7 @@ class PlanResult(Shown):
 def plan_for(
     request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
 ) -> PlanResult:
-    """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
-
-    Raises UsageError for an order, a price or a number of devices that cannot be.
-    """
+    """Searches, and judges the config as it is written; ``gpus``: for tables of scaling. Raises UsageError."""
     order = next((each for each in ORDERS if by == each), None)
     if order is None:
         raise UsageError(f"by = {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try by = time")
@@ -336,7 +331,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
         yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
         if found.nearest is not None:
             workload, need = found.nearest
-            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(budget_of(found.cluster))} may be taken"
+            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
         yield from (f"would fit with {change}" for change in result.changes)
     else:
         yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{left_out}\n"
@@ -374,7 +369,7 @@ def _verdict(result: PlanResult, winner: Prediction) -> Iterator[str]:
     if result.as_written_fits:
         yield f"as written ({ranked}): fits, {ranked.seconds / winner.seconds:.2f} x the first plan's time"
         return
-    needs, has, where = ranked.memory_bytes, budget_of(found.cluster), ""
+    needs, has, where = ranked.memory_bytes, found.budget, ""
     if needs <= has:
         needs, has, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
     yield f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(has)} may be taken"

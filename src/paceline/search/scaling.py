@@ -37,10 +37,7 @@ def scaling_rows(
     order: Order = "time",
     host_memory: float = float("inf"),
 ) -> list[ScalingRow]:
-    """Plans for each number of devices. Raises UsageError for a number that no equal nodes of this cluster have.
-
-    Weak scaling keeps the samples of a device: the batch is the task's on the whole cluster, and in proportion else.
-    """
+    """Plans for each number of devices; weak: with the same samples a device. Raises UsageError."""
     rows: list[ScalingRow] = []
     first: float | None = None  # throughput a device
     for each in [resized(cluster, count) for count in sorted(set(counts))]:
@@ -85,8 +82,8 @@ _STYLES = {"strong": ("tab:blue", "o", "same batch"), "weak": ("tab:orange", "s"
 def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: str) -> None:
     """Draws throughput and efficiency into a file; its ending (.png, .svg, .pdf) is its format.
 
-    ``tables``: rows of strong and weak scaling by these names, with a plan in one row at least; rows without one have
-    no point. The dashed line is the first point's throughput, device by device. Raises UsageError for other endings.
+    One row has a plan at least. The dashed line is the first point's throughput, device by device. Raises UsageError
+    for other endings.
     """
     from matplotlib.figure import Figure
 

@@ -57,10 +57,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
-
-    ``nearest``: where nothing fits, the workload that needs least, and how much.
-    """
+    """What was found, and how many fit; ``nearest``: where nothing does, what needs least, and how much."""
 
     task: TrainingTask
     cluster: Cluster
@@ -75,10 +72,13 @@ class Search:
     def looked_at(self) -> int:
         return self.num_fit + sum(self.left_out.values())
 
+    @property
+    def budget(self) -> float:
+        return budget_of(self.cluster)
+
     def fits(self, ranked: Prediction) -> bool:
-        """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
-        return ranked.memory_bytes <= budget_of(self.cluster) and on_host <= self.host_memory
+        return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
@@ -95,8 +95,8 @@ def search(
 ) -> Search:
     """Ranks all layouts that fit: by ``task.need``, else by the formulas.
 
-    ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
-    cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
+    ``host_memory``: bytes that all ranks of a node may take. ``keep``: which layouts are looked at. Raises UsageError
+    where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
     fitting: list[Sized] = []
@@ -239,8 +239,7 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
 
 
 def explain_winner(found: Search) -> str:
-    winner = found.ranked[0]
-    step = winner.step
+    winner, step = found.ranked[0], found.ranked[0].step
     parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
@@ -255,10 +254,8 @@ def _parts_of(*ranked: Prediction) -> dict[str, str]:
 
 
 def explain_against(winner: Prediction, other: Prediction) -> str:
-    slower = other.seconds / winner.seconds - 1
-    ours, theirs = winner.step, other.step
-    names = _parts_of(winner, other)
-    gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
+    slower, names = other.seconds / winner.seconds - 1, _parts_of(winner, other)
+    gaps = {words: getattr(other.step, name) - getattr(winner.step, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
     more = f"{format_seconds(gaps[worst])} more of {worst}" if gaps[worst] > 0.001 * winner.seconds else ""
@@ -279,10 +276,8 @@ class Change:
     ranked: Prediction | None = None
 
     def __str__(self) -> str:
-        values = {
-            key: f"[{','.join(of)}]" if isinstance(of, list) else str(of).lower() for key, of in self.keys.items()
-        }
-        told, found = " ".join(f"{key}={value}" for key, value in values.items()), self.ranked
+        texts = [f"[{','.join(to)}]" if isinstance(to, list) else str(to).lower() for to in self.keys.values()]
+        told, found = " ".join(map("{}={}".format, self.keys, texts)), self.ranked
         if found is None:
             return told
         return f"{told}: {format_seconds(found.seconds)} a step, {format_bytes(found.memory_bytes)} of a rank"

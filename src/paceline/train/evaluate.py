@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_flatten
 
-from paceline.checkpoint.retention import best_mode
+from paceline.checkpoint.find import best_mode
 from paceline.clock import on_device
 from paceline.config.schema import EarlyStopConfig
 from paceline.data.loader import EvalLoader
@@ -56,15 +57,15 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
     """Returns what scores a batch: the loss, and sum and count of each metric, in one forward pass."""
 
     def score(model: Callable[..., Any], batch: Any) -> tuple[LossValue, list[Any]]:
-        last: tuple[Any, Any] | None = None
+        last: tuple[list[Any], Any, Any] | None = None
 
         def once(*args: Any, **kwargs: Any) -> Any:
             """Gives the same output again when it is called with the same arguments as before."""
             nonlocal last
-            called = (*args, *sorted(kwargs.items()))
-            if last is None or not _are_same(last[0], called):
-                last = called, model(*args, **kwargs)
-            return last[1]
+            called, kind = tree_flatten((args, kwargs))
+            if last is None or last[1] != kind or any(a is not b for a, b in zip(last[0], called, strict=True)):
+                last = called, kind, model(*args, **kwargs)
+            return last[2]
 
         value = loss.score(once, batch)
         seen = loss.prepare(batch) if isinstance(loss, OnNormalised) else batch
@@ -73,19 +74,10 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
     return score
 
 
-def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and _are_same(a, b)) for a, b in pairs
-    )
-
-
 def _checked(name: str, value: Any) -> list[Any]:
     """Returns sum and count of a metric. Raises UsageError where it returned something else."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    if not is_pair or not all(
-        isinstance(each, int | float) or (isinstance(each, torch.Tensor) and each.numel() == 1) for each in value
-    ):
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (None,)
+    if not all(isinstance(x, int | float) or (isinstance(x, torch.Tensor) and x.numel() == 1) for x in pair):
         raise UsageError(
             f"train.metrics.{name} returned {type(value).__name__}\n"
             "  a metric returns (sum over its elements, their number): a mean would weigh ragged batches wrongly\n"
@@ -109,10 +101,8 @@ class EarlyStop:
 
     @property
     def reason(self) -> str:
-        if self.best is None:
-            return f"stopped early: {self._config.metric} was never a number"
-        since = f"has not become better than {self.best:g} in {self.num_bad} evaluations"
-        return f"stopped early: {self._config.metric} {since}"
+        best = "" if self.best is None else f"has not become better than {self.best:g} in {self.num_bad} evaluations"
+        return f"stopped early: {self._config.metric} {best or 'was never a number'}"
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of an evaluation. Raises UsageError where the one that is asked for is not among them."""
@@ -120,10 +110,9 @@ class EarlyStop:
             return
         value = metrics.get(self._config.metric)
         if value is None:
-            raise UsageError(
-                f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate\n"
-                f"  it evaluates {', '.join(name for name in metrics if name != 'step')}"
-            )
+            known = ", ".join(name for name in metrics if name != "step")
+            what = f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate"
+            raise UsageError(f"{what}\n  it evaluates {known}")
         limit = None if self.best is None else self._sign * self.best - self._config.min_delta
         if value == value and (limit is None or self._sign * value < limit):
             self.best, self.num_bad = value, 0
@@ -204,15 +193,14 @@ def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> li
     engine.world.all_reduce(sums).wait()
     engine.world.all_reduce(limits, "min").wait()
     found, ends = sums.cpu(), limits.cpu()  # sync point
-    made = [
-        {"parameter": name, **{kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}}
-        for name, row in rows.items()
-    ]
-    return [each for each in made if each["weights"] is not None]  # else a buffer
+    made: list[dict[str, Any]] = []
+    for name, row in rows.items():
+        kinds = {kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}
+        made += [] if kinds["weights"] is None else [{"parameter": name, **kinds}]  # else a buffer
+    return made
 
 
 def _count(values: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor, limits: torch.Tensor) -> None:
-    """Adds what a rank holds of a tensor to its row."""
     for part in torch.split(values.reshape(-1), _AT_ONCE):
         each = part if part.dtype == torch.float64 else part.float()
         if weight is not None:
@@ -249,13 +237,6 @@ def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
             edges.append(start)
         edges += [end] if edges else [start, end]
         kept.append(count)
-    return {
-        "count": number,
-        "not_finite": not_finite,
-        "norm": math.sqrt(row[_SQUARES].item()),
-        "min": low,
-        "max": high,
-        "mean": row[_SUM].item() / max(number, 1),
-        "edges": edges,
-        "counts": kept,
-    }
+    norm, mean = math.sqrt(row[_SQUARES].item()), row[_SUM].item() / max(number, 1)
+    numbers = {"count": number, "not_finite": not_finite, "norm": norm, "min": low, "max": high, "mean": mean}
+    return {**numbers, "edges": edges, "counts": kept}

@@ -1,7 +1,4 @@
-"""CUDA graphs: a step that the host issues as one call.
-
-A step of a small model is hundreds of short kernels, and the device waits while the host issues them. A graph holds
-them all, recorded once, and replaying it is one call.
+"""CUDA graphs: the hundreds of short kernels of a step, recorded once, and issued by the host as one call.
 
     steps 1 to 5    run as they are; from the third on, the host is timed
     step 6          is recorded, unless the host took too small a share of the time (``auto``); then it is replayed
@@ -21,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.config import Config
@@ -38,7 +36,6 @@ _TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's st
 # The host's share of a step from which on a graph pays: kernels of a graph also follow one another more closely. Below
 # it the device has long kernels, and phases that records can show one by one are worth more.
 _HOST_BOUND = 0.25
-_Shape = tuple[Any, ...]
 
 
 def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> str:
@@ -67,25 +64,22 @@ class GraphedStep:
         self._host_shares: list[float] = []
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_decided = False
-        self._shape: _Shape = ()
+        self._shape: tuple[Any, ...] = ()
         self._inputs: list[torch.Tensor] = []
         self._rates: list[torch.Tensor] = []
         self._last_rates: list[float] = []
         self._outcome: StepOutcome | None = None
 
     def __call__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
+        self, engine: Engine, optimizer: Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
     ) -> StepOutcome:
         """Trains on one global batch: ``run`` does it kernel by kernel."""
         self._num_steps += 1
-        if self._graph is not None and _shape(batch) == self._shape:
-            return self._replay(engine, optimizer, batch, on_phase)
-        if self._is_decided:
-            return run(batch, on_phase)
         if self._num_steps <= _TIMED[-1]:
             return self._timed(lambda: run(batch, on_phase))
-        if self._decide() and self._record(engine, optimizer, batch, run):
+        if self._num_steps == _TIMED[-1] + 1:
+            self._decide(engine, optimizer, batch, run)
+        if self._graph is not None and _shape(batch) == self._shape:
             return self._replay(engine, optimizer, batch, on_phase)
         return run(batch, on_phase)
 
@@ -104,17 +98,12 @@ class GraphedStep:
             self._host_shares.append((issued - start) / (time.perf_counter() - start))
         return outcome
 
-    def _decide(self) -> bool:
-        self._is_decided = True
-        share = sorted(self._host_shares)[len(self._host_shares) // 2]
-        wants = self._choice == "on" or share >= _HOST_BOUND
-        if not wants:
+    def _decide(self, engine: Engine, optimizer: Optimizer, batch: StepBatch, run: RunStep) -> None:
+        """Records the step of a batch, where that pays and is possible; nothing is computed yet."""
+        share, device = sorted(self._host_shares)[len(self._host_shares) // 2], engine.device
+        if self._choice != "on" and share < _HOST_BOUND:
             self.on_decided({"used": False, "why": f"the host took {share:.0%} of a step: the device is busy"})
-        return wants
-
-    def _record(self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, run: RunStep) -> bool:
-        """Records the step of a batch; nothing is computed yet. Returns whether that was possible."""
-        device = engine.device
+            return
         placed = place(batch.microbatches, device, self._dtype)
         static = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, placed)
         rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
@@ -136,17 +125,13 @@ class GraphedStep:
                     "what it computed\n  take train.cuda_graphs = auto, which goes on without a graph"
                 ) from error
             self.on_decided({"used": False, "why": f"the step cannot be recorded: {reason}"})
-            return False
+            return
         self._graph, self._outcome, self._shape = graph, outcome, _shape(batch)
         self._inputs, self._rates = _tensors(static), rates
         self._last_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        share = sorted(self._host_shares)[len(self._host_shares) // 2]
         self.on_decided({"used": True, "why": f"the host took {share:.0%} of a step", "counted_as": "forward"})
-        return True
 
-    def _replay(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase
-    ) -> StepOutcome:
+    def _replay(self, engine: Engine, optimizer: Optimizer, batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
         assert self._graph is not None
         assert self._outcome is not None
         for target, source in zip(self._inputs, _tensors(batch.microbatches), strict=True):
@@ -171,13 +156,13 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
 
 
-def _shape(batch: StepBatch) -> _Shape:
+def _shape(batch: StepBatch) -> tuple[Any, ...]:
     """Returns what must be the same for a graph to stand for a step."""
     return (batch.global_samples, *((each.shape, each.dtype) for each in _tensors(batch.microbatches)))
 
 
 @contextmanager
-def _capturable(optimizer: torch.optim.Optimizer, rates: Sequence[torch.Tensor]) -> Iterator[None]:
+def _capturable(optimizer: Optimizer, rates: Sequence[torch.Tensor]) -> Iterator[None]:
     """Lets an optimizer read its learning rates from the device for a while."""
     groups = optimizer.param_groups
     before = [(group["lr"], group.get("capturable")) for group in groups]

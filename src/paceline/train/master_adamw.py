@@ -29,6 +29,11 @@ from paceline.errors import UsageError
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 _ALIGN = 16  # bytes
+_NOT_PREPARED = (
+    "a CUDA graph captures an update for which no step has prepared\n"
+    "  a step makes tables on the device, and pinned memory for one graph; a capture can make neither\n"
+    "  make one step with the same parameters and gradients before each capture"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,6 @@ class MasterAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        """``copies``: by master, the module's parameter; what has none is updated alone."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self._step_supports_amp_scaling = False  # of torch's GradScaler, which would write to the masters' gradients
         self._copies = dict(copies)
@@ -83,10 +87,9 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes an update.
+        """Makes an update. For a CUDA graph, make one step before the capture, and keep the gradients' memory.
 
-        In a CUDA graph: make one step before the capture, keep the gradients' memory for as long as the graph lives,
-        and call ``upload_rates`` before each replay for which learning rates have changed.
+        Call ``upload_rates`` before each replay for which learning rates have changed.
         """
         loss = None
         if closure is not None:
@@ -157,15 +160,11 @@ class MasterAdamW(torch.optim.AdamW):
 
 def can_update(parameters: Sequence[nn.Parameter]) -> bool:
     """Says whether the kernel updates these masters: fp32 on one NVIDIA device, whole in memory, with Triton there."""
-    if not parameters or torch.version.hip is not None:
+    if not parameters or torch.version.hip is not None or parameters[0].device.type != "cuda":
         return False
-    device = parameters[0].device
-    return (
-        device.type == "cuda"
-        and all(p.device == device and p.dtype == torch.float32 for p in parameters)
-        and all(p.data_ptr() % _ALIGN == 0 and torch.ops.aten.is_non_overlapping_and_dense(p) for p in parameters)
-        and has_kernel(device)
-    )
+    device, is_dense = parameters[0].device, torch.ops.aten.is_non_overlapping_and_dense
+    alike = all(p.device == device and p.dtype == torch.float32 for p in parameters)
+    return alike and all(p.data_ptr() % _ALIGN == 0 and is_dense(p) for p in parameters) and has_kernel(device)
 
 
 @functools.cache
@@ -181,12 +180,9 @@ def has_kernel(device: torch.device) -> bool:
         optimizer.step_scaled(Scaling(norm=torch.ones((), device=device), max_norm=1.0))  # as every step does
         return bool((master < 0.6).item())
     except Exception as error:  # whatever a compiler, a driver or a version of Triton brings up
-        first = (str(error).strip().splitlines() or [""])[0]
-        warnings.warn(
-            f"Triton cannot build the update of fp32 masters ({type(error).__name__}: {first}): torch's fused AdamW "
-            "takes its place, which reads and writes more memory",
-            stacklevel=2,
-        )
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        told = f"Triton cannot build the update of fp32 masters ({reason}): torch's fused AdamW takes its place"
+        warnings.warn(f"{told}, which reads and writes more memory", stacklevel=2)
         return False
 
 
@@ -210,7 +206,6 @@ class _Tables:
         self._known_rates = rates
 
     def launch(self, updates: list[_Update], groups: Sequence[Mapping[str, Any]], scaling: Scaling) -> None:
-        """Launches the update of all tensors: one kernel for each kind, and one that counts the step."""
         updates.sort(key=lambda update: update.kind)  # keeps the order within a kind
         key = tuple((update.kind, update.master.numel()) for update in updates)
         is_capturing = torch.cuda.is_current_stream_capturing()
@@ -280,17 +275,14 @@ class _Plan:
             mine.append(column)
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self.firsts = torch.tensor(firsts, dtype=torch.int32, device=device)
-        self.owners = {kind: _owners(mine, blocks).to(device) for kind, mine in columns.items()}
+        self.owners = {}  # by kind the column of each program, of every column as many as it has blocks
+        for kind, mine in columns.items():
+            counts = torch.tensor([blocks[column] for column in mine], device="cpu")
+            numbers = torch.tensor(mine, dtype=torch.int32, device="cpu")
+            self.owners[kind] = torch.repeat_interleave(numbers, counts).to(device)
         self.addresses: list[int] = []
         self.table = torch.empty(kernel.NUM_ROWS * len(updates), dtype=torch.int64, device=device)
         self.spare: torch.Tensor | None = None  # pinned memory
-
-
-_NOT_PREPARED = (
-    "a CUDA graph captures an update for which no step has prepared\n"
-    "  a step makes tables on the device, and pinned memory for one graph; a capture can make neither\n"
-    "  make one step with the same parameters and gradients before each capture"
-)
 
 
 def _update_plainly(update: _Update, group: Mapping[str, Any], scaling: Scaling) -> None:
@@ -319,12 +311,6 @@ def _update_plainly(update: _Update, group: Mapping[str, Any], scaling: Scaling)
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
-
-
-def _owners(columns: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
-    """Returns the column of each program, for as many programs as each of some columns has blocks."""
-    counts = torch.tensor([blocks[column] for column in columns], device="cpu")
-    return torch.repeat_interleave(torch.tensor(columns, dtype=torch.int32, device="cpu"), counts)
 
 
 def _pinned(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

@@ -27,7 +27,7 @@ from torch import nn
 from paceline.config import OptimConfig
 from paceline.config.schema import ParameterGroupConfig
 from paceline.engines.engine import Engine
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update
@@ -52,29 +52,25 @@ def build_optimizer(
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     parameters = [parameter for _, parameter in trained]
-    groups = _groups(config, trained, rate_scale)
+    groups, lr = _groups(config, trained, rate_scale), config.lr
+    betas, eps = (config.betas[0], config.betas[1]), config.eps
+    # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
+    can_fuse = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
     if config.kind == "muon":
-        betas = (config.betas[0], config.betas[1])
         decay, settings = config.weight_decay, config.muon
-        return Muon(trained, engine, lr=config.lr, weight_decay=decay, betas=betas, eps=config.eps, settings=settings)
+        return Muon(trained, engine, lr=lr, weight_decay=decay, betas=betas, eps=eps, settings=settings)
     if config.kind == "adamw":
-        # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
-        betas = (config.betas[0], config.betas[1])
         if engine is not None and engine.can_fuse_cast and can_update(parameters):
-            return MasterAdamW(groups, engine.fuse_cast(), lr=config.lr, betas=betas, eps=config.eps)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
+            return MasterAdamW(groups, engine.fuse_cast(), lr=lr, betas=betas, eps=eps)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=can_fuse)
     if config.kind == "sgd":
-        return torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=_can_fuse(parameters)
-        )
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=can_fuse)
     make = import_from_path(config.kind, "optim.kind")
     try:
         optimizer = make(groups, lr=config.lr, **config.args)
     except Exception as error:
-        raise UsageError(
-            f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}\n"
-            "  it is called as Class(parameter_groups, lr=..., **args)"
-        ) from error
+        what = f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}"
+        raise UsageError(f"{what}\n  it is called as Class(parameter_groups, lr=..., **args)") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optim.kind = {config.kind} made a {type(optimizer).__name__}, not a torch optimizer")
     return optimizer
@@ -130,10 +126,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     return float(groups[0]["lr"])
 
 
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSchedule:
     """How the learning rate moves over a run of ``length`` units; ``unit`` says what they are."""
@@ -146,26 +138,20 @@ class RateSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the factor is 1 from the first step to the last."""
         return self.kind == "constant" and self.warmup <= 0
 
     def factor(self, *, before: float, after: float) -> float:
         """Returns the share of the peak rate for the step that takes progress from ``before`` to ``after``."""
-        if self.kind == "one_cycle":
-            rise = self.warmup or _ONE_CYCLE_RISE * self.length
-            if before < rise:
-                return _cosine(_ONE_CYCLE_START, 1.0, before / rise)
-            return _cosine(1.0, self.final_ratio, min(1.0, (before - rise) / max(self.length - rise, 1e-12)))
-        if before < self.warmup:
-            return min(1.0, after / self.warmup)
-        t = min(1.0, (before - self.warmup) / max(self.length - self.warmup, 1e-12))
+        is_cycle = self.kind == "one_cycle"
+        rise = self.warmup or (_ONE_CYCLE_RISE * self.length if is_cycle else 0.0)
+        if before < rise:
+            return _cosine(_ONE_CYCLE_START, 1.0, before / rise) if is_cycle else min(1.0, after / rise)
+        t = min(1.0, (before - rise) / max(self.length - rise, 1e-12))
         if self.kind == "linear":
             return self.final_ratio + (1.0 - self.final_ratio) * (1.0 - t)
         if self.kind == "range":
             return float(max(self.final_ratio, _SMALLEST) ** (1.0 - t))
-        if self.kind == "cosine":
-            return _cosine(1.0, self.final_ratio, t)
-        return 1.0
+        return 1.0 if self.kind == "constant" else _cosine(1.0, self.final_ratio, t)
 
 
 def _cosine(start: float, end: float, t: float) -> float:

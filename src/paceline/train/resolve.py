@@ -14,12 +14,11 @@ again in backward do not count: they are work of the run, and not of the model.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,8 +45,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT
-from paceline.models.known_values import KnownValues, answering
-from paceline.models.measured import measure_model
+from paceline.models.measured import KnownValues, answering, measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.plan.plan import RunMachine
 from paceline.predict.formulas.step import transformer_flops
@@ -83,14 +81,14 @@ def has_own_code(config: Config) -> bool:
 
 
 def is_users(config: Config) -> bool:
-    """Says whether model, data or loss of a config are of the user's own code."""
     return has_own_code(config) or config.train.loss != "auto"
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
     """Returns such as ``at my_net.py:7 in forward, where head is Linear(...)``; None where Paceline raised it."""
     calls = [(frame, line, Path(frame.f_code.co_filename)) for frame, line in traceback.walk_tb(error.__traceback__)]
-    ours = [place for place, (_, _, file) in enumerate(calls) if _is_ours(file)]
+    inside = [file.is_relative_to(_OURS) and not any(map(file.is_relative_to, _RECORDERS)) for _, _, file in calls]
+    ours = [place for place, is_ours in enumerate(inside) if is_ours]
     behind = calls[ours[-1] + 1 :] if ours else calls
     own = [call for call in behind if kind_of_file(str(call[2])) in (USER, LIBRARY)]
     module = next((each for frame, _, _ in reversed(behind) if (each := _module(frame)) is not None), None)
@@ -121,20 +119,13 @@ def made_at(config: Config, make_model: Callable[[], nn.Module] | None = None) -
 def misfit(error: Exception, what: str, data: DataSplits, place: str, *, made: str = "") -> UsageError:
     """Returns what to say of a model that its own code or its data break. ``what`` is what cannot be."""
     maker = f"; {made} makes the model" if made and made.partition(":")[0] not in place else ""
-    return UsageError(
-        f"{what}: {type(error).__name__}: {first_line(error)}\n"
-        f"  it is raised {place}{maker}\n"
-        f"  {RULE}; the inputs of its data are {_inputs(data)}\n"
-        "  mend the model, or take the data that it is made for"
-    )
+    cause = f"{what}: {type(error).__name__}: {first_line(error)}\n  it is raised {place}{maker}"
+    rule = f"{RULE}; the inputs of its data are {_inputs(data)}"
+    return UsageError(f"{cause}\n  {rule}\n  mend the model, or take the data that it is made for")
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".")
-
-
-def _is_ours(file: Path) -> bool:
-    return file.is_relative_to(_OURS) and not any(file.is_relative_to(each) for each in _RECORDERS)
 
 
 def _module(frame: FrameType) -> nn.Module | None:
@@ -195,7 +186,9 @@ def measure_config(
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
     loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data), dtype=dtype)
     model: nn.Module | None = None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():
+    log = logging.getLogger(fake_tensor.__name__)
+    was_off = log.disabled
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def make_batch(samples: int) -> Any:
             return _fake_batch(data, samples, mode, torch.device(device), dtype)
@@ -205,6 +198,7 @@ def measure_config(
                 return loss(model, batch).total
 
         try:
+            log.disabled = True  # torch would print where in itself a fake tensor failed: the error says it
             with torch.device(device):
                 model = build_model(config.model, data.shape) if make_model is None else make_model()
             _cast(model, dtype)
@@ -217,17 +211,8 @@ def measure_config(
                 raise misfit(error, what, data, place, made=made_at(config, make_model)) from error
             cause = f"{type(error).__name__}: {first_line(error)}" + ("" if place is None else f", {place}")
             raise UsageError(f"{what}: {cause}\n  {RULE}\n  {fix}") from error
-
-
-@contextlib.contextmanager
-def _without_its_log() -> Iterator[None]:
-    """Keeps torch from printing where in itself a fake tensor failed: the error says it."""
-    log = logging.getLogger(fake_tensor.__name__)
-    was_off, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_off
+        finally:
+            log.disabled = was_off
 
 
 def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype) -> Any:
@@ -238,8 +223,7 @@ def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: to
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        wanted = dtype if value.is_floating_point() else value.dtype
-        return torch.empty(value.shape, dtype=wanted, device=device)
+        return torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=device)
 
     with mode:
         return tree_map(fake, real)
@@ -310,8 +294,6 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose parameters and buffers have no values; shared ones stay shared."""
-    memo: dict[int, Any] = {
-        id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()
-    }
+    memo: dict[int, Any] = {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
     memo |= {id(each): each.to("meta") for each in model.buffers()}
     return copy.deepcopy(model, memo)

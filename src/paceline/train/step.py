@@ -6,14 +6,12 @@
     clip by the global norm; update            unless that norm is not finite
 
 So the gradient is that of the mean over the global batch, however it was cut. Every rank goes through the same number
-of microbatches, and sits out those for which it has no samples.
-
-The update is left out where the global gradient norm is not finite: the same number on all ranks, and not finite as
-soon as any gradient of any rank is not. So all ranks update, or none does.
+of microbatches, and sits out those for which it has no samples. The norm is the same on all ranks, and not finite as
+soon as any gradient of any rank is not: all ranks update, or none does.
 
 [Note: skipping] On a CPU the norm is there, and the host decides. On CUDA the host would have to wait for the device in
-every step; instead the fused optimizers are handed a flag on the device and leave parameters and state as they are if
-it is set. Where that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
+every step; instead the fused optimizers are handed a flag on the device and leave all as it is if it is set. Where
+that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
 
 [Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
 CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
@@ -25,11 +23,9 @@ The optimizer of masters (master_adamw.py) is handed the norm itself.
     a gradient overflows:         the step is left out, scale *= backoff
     2,000 good steps since:       scale *= growth
 
-Powers of two scale exactly. The decision follows the global gradient norm, so it is the same on every rank. Scale and
-counts live on the device and are updated there: the host never waits for them. What is scaled is a microbatch's share
-of the mean over the global batch, not the mean of a rank: so the numbers that may overflow, and the steps that are left
-out, do not depend on how many ranks there are. Where the count of elements is exchanged after backward, that of the
-step before stands for it until then.
+Powers of two scale exactly. Scale and counts live on the device: the host never waits for them. What is scaled is a
+microbatch's share of the mean over the global batch, so the steps that are left out do not depend on how many ranks
+there are. Where the count of elements is exchanged after backward, that of the step before stands for it until then.
 """
 
 from __future__ import annotations
@@ -93,7 +89,6 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, norm: torch.Tensor) -> None:
-        """Moves the scale after a step whose unscaled gradients had this global norm."""
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
@@ -214,7 +209,7 @@ def train_step(
 ) -> StepOutcome:
     """Trains on one global batch, unless a gradient is not finite. ``passes`` takes the place of ``accumulate``."""
     on_phase, on_gradients = callbacks
-    loss_scale = None if scaler is None else scaler.scale
+    scale = None if scaler is None else scaler.scale
     per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
     # Where every sample counts alike the count needs no communication: all ranks know the global batch.
     known = None if per_sample is None else batch.global_samples * per_sample
@@ -240,14 +235,12 @@ def train_step(
     norm = norm if weight is None else norm * weight
     if on_gradients is not None:
         on_gradients(weight)
-    is_updated = update_if_finite(optimizer, norm, policy.clip_norm, weight)
+    done = update_if_finite(optimizer, norm, policy.clip_norm, weight)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
     on_phase("optimizer")
-    return StepOutcome(
-        loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
-    )
+    return StepOutcome(loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=scale, factor=factor, is_updated=done)
 
 
 def accumulate(passes: Passes) -> Sequence[LossSum]:

@@ -24,7 +24,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import StepBatch
-from paceline.engines.compiled import take_notes
+from paceline.engines.blocks import take_notes
 from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
@@ -127,15 +127,12 @@ class Trainer(RunState):
         for record in self._write_records(wait=wait):
             is_wrong = record.loss is not None and not math.isfinite(record.loss) and not record.is_skipped
             if is_wrong and self.losses.on_spike not in ("roll_back", "lower_rate"):  # else it is a spike
-                raise TrainingError(
-                    f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
-                    f"gradient norm {record.grad_norm})\n"
-                    "  its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved\n"
-                    "  look at the loss function and the data of that step"
-                )
+                facts = f"learning rate {record.lr:.3g}, gradient norm {record.grad_norm}"
+                what = f"the loss is {record.loss} at step {record.step} ({facts})"
+                rule = "its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved"
+                raise TrainingError(f"{what}\n  {rule}\n  look at the loss function and the data of that step")
 
     def has_checkpoint(self) -> bool:
-        """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
         return find_together(self.parts.engine.world, self.find_checkpoint) is not None
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
@@ -157,10 +154,9 @@ class Trainer(RunState):
         if parts.has_perplexity:
             result.metrics["perplexity"] = math.exp(min(result.loss, _LARGEST_EXPONENT))
         seconds = seconds_between(start, meter.take())
-        self.metrics = {"step": self.step, "eval_loss": result.loss}
-        if result.accuracy is not None:
-            self.metrics["eval_accuracy"] = result.accuracy
-        self.metrics.update({f"eval_{name}": value for name, value in result.metrics.items()})
+        accuracy = {} if result.accuracy is None else {"accuracy": result.accuracy}
+        found = {"loss": result.loss, **accuracy, **result.metrics}
+        self.metrics = {"step": self.step, **{f"eval_{name}": value for name, value in found.items()}}
         self.early_stop.note(self.metrics)
         if self.sink is not None:
             self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
@@ -175,7 +171,7 @@ class Trainer(RunState):
     def _settle(self) -> None:
         """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
-        for bad in self.bad_steps.read_all():
+        for bad in self.bad_steps.read():
             self._note_bad(bad)
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
@@ -210,10 +206,8 @@ class Trainer(RunState):
         parts = self.parts
         limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
         goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
-        has, count = goes_back and self.has_checkpoint(), self.num_roll_backs
-        reaction = on_bad_steps(
-            self.losses, num_in_a_row=bad.num_in_a_row, limit=limit, num_roll_backs=count, has_checkpoint=has
-        )
+        has, count, row = goes_back and self.has_checkpoint(), self.num_roll_backs, bad.num_in_a_row
+        reaction = on_bad_steps(self.losses, num_in_a_row=row, limit=limit, num_roll_backs=count, has_checkpoint=has)
         if isinstance(reaction, GoOn):
             return
         if isinstance(reaction, GoBack):
@@ -304,21 +298,17 @@ class EvaluateHook:
                 trainer.note("early_stop", {"note": trainer.end_reason}, step=result.step)
 
 
-@dataclass(slots=True)
-class CompileHook:
-    """Records what was compiled and how long that took, and what could not be."""
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step > 3 and result.step % 100 and not result.is_last:
-            return
-        notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
-        done = [note for note in notes if not note.problem]
-        if done:
-            seconds = sum(note.seconds for note in done)
-            trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
-        for note in notes:
-            if note.problem:
-                trainer.note("not_compiled", {"what": note.what, "why": note.problem})
+def note_compiled(trainer: Trainer, result: StepResult) -> None:
+    """Records what was compiled and how long that took, and what could not be. A hook."""
+    if result.step > 3 and result.step % 100 and not result.is_last:
+        return
+    notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
+    if done := [note for note in notes if not note.problem]:
+        seconds = sum(note.seconds for note in done)
+        trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
+    for note in notes:
+        if note.problem:
+            trainer.note("not_compiled", {"what": note.what, "why": note.problem})
 
 
 @dataclass(slots=True)

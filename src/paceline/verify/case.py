@@ -23,7 +23,7 @@ from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.plan.rule_case import field_problems, unknown_word
+from paceline.plan.rule_case import RuleCase, field_problems, unknown_word
 from paceline.plan.rules import rules
 from paceline.train.assemble import build_workload
 from paceline.train.loss import Loss, Normalise, OutputLoss, build_loss
@@ -220,7 +220,7 @@ def _problems(settings: Settings, batch: int | None) -> Iterator[Problem]:
         rule = "a difference is allowed up to a number above 0"
         yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
     wrong = field_problems(replace(layout, strategy="ddp"))  # another strategy that is none is told above
-    yield from wrong or rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
+    yield from wrong or rules(RuleCase(layout, ranks=settings.ranks if settings.ranks >= 1 else None))
     if settings.layout.precision in PRECISIONS:
         try:
             check_precision(settings.policy, torch.device("cpu"))

@@ -19,7 +19,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -42,9 +42,8 @@ FIELDS = (  # of a step record that are kept, besides its step and time
     *("loss", "loss_sum", "count", "lr", "grad_norm", "samples", "memory_bytes", "mfu", "flops_per_s", "epoch"),
 )
 KEYS = ("step", "time", *FIELDS)
+# What the map of ranks and steps can show. ``late_s`` is a rank's own time above the median of the ranks.
 HEAT = ("step_s", "late_s", *PHASES, "host_s", "loss", "samples", "memory_bytes", "mfu")
-"""What the map of ranks and steps can show. ``late_s`` is a rank's own time above the median of the ranks."""
-
 _INDEX = {name: place for place, name in enumerate(FIELDS)}
 _MOST_STEP = 2**53  # floats hold every whole number up to here
 
@@ -53,8 +52,7 @@ class Columns:
     """The steps of all ranks of a run."""
 
     def __init__(self) -> None:
-        self.ranks: list[int] = []  # in the order of the rows of the grid
-        self._rows: dict[int, int] = {}
+        self.ranks: dict[int, int] = {}  # with their rows of the grid
         self.steps: Array = np.empty(0)  # those that any rank has made, in order
         self._grid = np.full((len(FIELDS), 1, 64), np.nan, np.float32)
         self._time = np.full((1, 64), np.nan)  # of day: more digits than the grid holds
@@ -71,15 +69,17 @@ class Columns:
         usable = (values[:, 0] >= 0) & (values[:, 0] < _MOST_STEP)
         values = values[usable]
         if len(values):
-            cuts = np.flatnonzero(np.diff(values[:, 0]) <= 0) + 1
-            for part in np.split(values, cuts):
-                self._add(self._row(rank), part)
+            row = self.ranks.setdefault(rank, len(self.ranks))
+            if row >= self._grid.shape[1]:
+                self._grow(2 * self._grid.shape[1], self.steps)
+            for part in np.split(values, np.flatnonzero(np.diff(values[:, 0]) <= 0) + 1):
+                self._add(row, part)
         return int((~usable).sum())
 
     def cut(self, ranks: int, step: int) -> None:
         """Forgets what ranks from ``ranks`` on did from ``step`` on: the run went back there, and on without them."""
         column = int(np.searchsorted(self.steps, step))
-        for rank, row in self._rows.items():
+        for rank, row in self.ranks.items():
             if rank >= ranks and not np.isnan(self._time[row, column:]).all():
                 self._forget(row, column)
 
@@ -103,37 +103,25 @@ class Columns:
 
     def heat(self, name: str, steps: slice, columns: int) -> tuple[list[int], Array, Array]:
         """Returns ranks, the middle step of each bucket, and the mean of a field by rank and bucket."""
-        order = sorted(self.ranks)
-        rows = [self._rows[rank] for rank in order]
-        if name == "late_s":
-            own = self._field("step_s", rows, steps) - self._field("comm_s", rows, steps)
+        values = self._part(self._grid[_INDEX["step_s" if name == "late_s" else name]], steps)
+        if name == "late_s" and self.ranks:
+            own = values - self._part(self._grid[_INDEX["comm_s"]], steps)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
-                values = own - np.nanmedian(own, axis=0) if len(rows) else own
-        else:
-            values = self._field(name, rows, steps)
+                values = own - np.nanmedian(own, axis=0)
         numbers = self.steps[steps]
         starts = bucket_starts(len(numbers), columns)
-        return order, means(numbers, starts), means(values, starts)
+        return sorted(self.ranks), means(numbers, starts), means(values, starts)
 
     def step_of(self, steps: slice) -> tuple[list[int], Array, Array, Array]:
         """Returns ranks, step numbers, end times [rank, step] and lengths with phases [field, rank, step]."""
-        order = sorted(self.ranks)
-        rows = [self._rows[rank] for rank in order]
-        fields = np.stack([self._field(name, rows, steps) for name in ("step_s", *PHASES)])
-        return order, self.steps[steps], self._time[rows][:, : len(self.steps)][:, steps], fields
+        fields = np.stack([self._part(self._grid[_INDEX[name]], steps) for name in ("step_s", *PHASES)])
+        return sorted(self.ranks), self.steps[steps], self._part(self._time, steps), fields
 
-    def _field(self, name: str, rows: Sequence[int], steps: slice) -> Array:
-        part: Array = self._grid[_INDEX[name]][list(rows)][:, : len(self.steps)][:, steps]
-        return part.astype(np.float64)
-
-    def _row(self, rank: int) -> int:
-        if rank not in self._rows:
-            self._rows[rank] = len(self.ranks)
-            self.ranks.append(rank)
-            if len(self.ranks) > self._grid.shape[1]:
-                self._grow(2 * self._grid.shape[1], self.steps)
-        return self._rows[rank]
+    def _part(self, values: Array, steps: slice) -> Array:
+        """Returns what ``values`` by row and column hold of some steps, in the order of ranks."""
+        rows = [self.ranks[rank] for rank in sorted(self.ranks)]
+        return np.asarray(values[rows][:, : len(self.steps)][:, steps], dtype=np.float64)
 
     def _add(self, row: int, values: Array) -> None:
         """Writes rows whose steps rise."""

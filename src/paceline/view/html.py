@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_STYLES = ("uPlot.min.css", "page.css")
+_INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
 _POINTS, _HEAT_POINTS, _HEAT_VALUES = 1500, 600, 40_000  # of a report
 
@@ -100,20 +100,16 @@ def _page(data: str, connect: str) -> tuple[str, str]:
 @cache
 def _assets() -> tuple[str, str, str]:
     folder = resources.files("paceline.view") / "page"
-
-    def read(names: Sequence[str]) -> str:
-        return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
-
-    return read(_STYLES), read(_SCRIPTS), (folder / "index.html").read_text(encoding="utf-8")
+    parts = [[(folder / name).read_text(encoding="utf-8") for name in names] for names in (_STYLES, _SCRIPTS, _INDEX)]
+    style, script, index = map("\n".join, parts)
+    return style, script, index
 
 
 def security_policy(style: str, script: str, connect: str) -> str:
     """Returns the content security policy of a page: its own style and script alone, by their hashes."""
     allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
-    return (
-        f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
-        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
+    return policy + f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 _COLUMNS = (
@@ -155,8 +151,18 @@ def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
     )
     for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
         _lines(axis, runs, name, title, scale)
-    _phases(axes[1, 1], runs[0])
-    _map(axes[1, 2], runs[0])
+    columns, phases, heat_map = runs[0].columns, axes[1, 1], axes[1, 2]
+    parts = [1e3 * np.nan_to_num(columns.curves()[name]) for name in PHASES]
+    names = [name.removesuffix("_s") for name in PHASES]
+    phases.stackplot(columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
+    _finish(phases, "phases of a step, mean of the ranks, ms", has_legend=True)
+    ranks, steps, values = columns.heat("step_s", slice(None), 600)
+    if values.size:
+        low, high = 1e3 * np.nanpercentile(values, (2, 98))
+        extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
+        shown = heat_map.imshow(1e3 * values, aspect="auto", extent=extent, vmin=low, vmax=high)
+        figure.colorbar(shown, ax=heat_map, shrink=0.8)
+    _finish(heat_map, "step time by rank and step, ms", has_legend=False)
     figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
     made = io.BytesIO()
     figure.savefig(made, format=kind, dpi=130)
@@ -170,24 +176,6 @@ def _lines(axis: Axes, runs: Sequence[ShownRun], name: str, title: str, scale: f
         color = _COLORS[place % len(_COLORS)]
         axis.plot(run.columns.steps, values, color=color, linewidth=1.0, label=_plain(run.name))
     _finish(axis, title, has_legend=len(runs) > 1)
-
-
-def _phases(axis: Axes, run: ShownRun) -> None:
-    curves = run.columns.curves()
-    parts = [1e3 * np.nan_to_num(curves[name]) for name in PHASES]
-    names = [name.removesuffix("_s") for name in PHASES]
-    axis.stackplot(run.columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
-    _finish(axis, "phases of a step, mean of the ranks, ms", has_legend=True)
-
-
-def _map(axis: Axes, run: ShownRun) -> None:
-    ranks, steps, values = run.columns.heat("step_s", slice(None), 600)
-    if values.size:
-        low, high = np.nanpercentile(values, (2, 98))
-        extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
-        shown = axis.imshow(1e3 * values, aspect="auto", extent=extent, vmin=1e3 * low, vmax=1e3 * high)
-        axis.figure.colorbar(shown, ax=axis, shrink=0.8)
-    _finish(axis, "step time by rank and step, ms", has_legend=False)
 
 
 def _finish(axis: Axes, title: str, *, has_legend: bool) -> None:
@@ -210,9 +198,8 @@ def write_file(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}\n  give a file in a folder that can be written"
-        ) from error
+        why = f"cannot write {path}: {error.strerror or error}"
+        raise RunFolderError(f"{why}\n  give a file in a folder that can be written") from error
 
 
 _MOST_ROWS = 256  # of a table

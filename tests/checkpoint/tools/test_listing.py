@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trained_gpt import Save, change_manifest
 
-from paceline.checkpoint.retention import Retention, retention_of
+from paceline.checkpoint.find import Retention, retention_of
 from paceline.checkpoint.tools.listing import folder_of, list_folder, summarize
 from paceline.errors import CheckpointError
 

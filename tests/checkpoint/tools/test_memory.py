@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.manifest import State
-from paceline.checkpoint.tools import audit, incoming, listing, outgoing, reshard
+from paceline.checkpoint.tools import audit, incoming, listing, outgoing, stream
 from paceline.checkpoint.tools.stream import write_checkpoint
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
@@ -53,7 +53,7 @@ if way == "dcp":
     outgoing.export(source, folder / "m", outgoing.ExportOptions(format="dcp"))
     incoming.save_incoming(incoming.open_incoming(folder / "m", "dcp", allows_pickle=True), folder / "c", "m")
 else:
-    made = reshard.reshard(source, folder / "b", Layout(strategy="ddp").for_ranks(3))
+    made = stream.reshard(source, folder / "b", Layout(strategy="ddp").for_ranks(3))
     assert listing.compare(source, open_checkpoint(made)).is_same_state
     outgoing.export(source, folder / "m.safetensors", outgoing.ExportOptions())
     incoming.save_incoming(incoming.open_incoming(folder / "m.safetensors", "safetensors"), folder / "c", "m")

@@ -11,14 +11,20 @@ import pytest
 import torch
 from trained_gpt import LLAMA, Save, save_trained
 
-from paceline.checkpoint.find import find_checkpoint, list_checkpoints, verify_checkpoint
+from paceline.checkpoint.find import (
+    Retention,
+    apply_retention,
+    clear_leftovers,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from paceline.checkpoint.manifest import MANIFEST, State
 from paceline.checkpoint.read import open_checkpoint
-from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import RemoteFiles, absolute_path, is_remote, storage_of, url_of
 from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.listing import compare, list_folder
-from paceline.checkpoint.tools.reshard import reshard
+from paceline.checkpoint.tools.stream import reshard
 from paceline.checkpoint.write import SaveTarget, commit, write_part
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError

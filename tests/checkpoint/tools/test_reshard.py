@@ -17,8 +17,7 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.listing import compare
-from paceline.checkpoint.tools.reshard import Cut, cut_regions, reshard
-from paceline.checkpoint.tools.stream import stream_made, write_checkpoint
+from paceline.checkpoint.tools.stream import Cut, cut_regions, reshard, stream_made, write_checkpoint
 from paceline.checkpoint.write import own_shares
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ pytestmark = [pytest.mark.judge, pytest.mark.filterwarnings("ignore")]
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
 DTYPE = torch.float64
 CATALOGUE: dict[str, Any] = {info.name: info for info in common_modules.module_db}
+Choose = Callable[[Sequence[Any]], Sequence[Any]]
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
 
 
@@ -39,7 +39,10 @@ def cases_of(name: str, *, training: bool) -> list[Any]:
     info = CATALOGUE[name]
     torch.manual_seed(5)
     cases = info.module_inputs_func(info, device="cpu", dtype=DTYPE, requires_grad=False, training=training)
-    return [case for case in cases if any(True for _ in build(name, case).parameters())]
+    found = [case for case in cases if any(True for _ in build(name, case).parameters())]
+    if not found:
+        pytest.skip("the module has no parameters")
+    return found
 
 
 def build(name: str, case: Any) -> nn.Module:
@@ -50,12 +53,6 @@ def build(name: str, case: Any) -> nn.Module:
     chosen = {key: value for key, value in takes.items() if key in known} | case.constructor_input.kwargs
     made: nn.Module = kind(*case.constructor_input.args, **chosen)
     return made.to(DTYPE)
-
-
-def names() -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield from sorted(name for name in CATALOGUE if cases_of(name, training=True))
 
 
 def of_rank(value: Any, rank: int) -> Any:
@@ -118,18 +115,11 @@ def sharding(comm: Communicator, strategy: str) -> dict[str, int]:
     return {"shard_ranks": comm.size} if strategy == "hybrid" else {}
 
 
-NAMES = list(names())
-
-
-def test_the_catalogue_is_there() -> None:
-    assert len(NAMES) >= 30
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_trains_as_in_one_process(name: str, strategy: str, ranks: int) -> None:
-    for case in cases_of(name, training=True):
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_a_module_trains_as_in_one_process(name: str, strategy: str, ranks: int, of_turn: Choose) -> None:
+    for case in of_turn(cases_of(name, training=True)):
         work = functools.partial(trained_on_a_rank, name=name, case=case, strategy=strategy)
         found = outcome_of(lambda work=work: run_virtual(work, ranks))
         expected = trained_alone(name, case, ranks)
@@ -138,9 +128,9 @@ def test_a_module_trains_as_in_one_process(name: str, strategy: str, ranks: int)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_evaluates_as_in_one_process(name: str, strategy: str) -> None:
-    for case in cases_of(name, training=False):
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_a_module_evaluates_as_in_one_process(name: str, strategy: str, of_turn: Choose) -> None:
+    for case in of_turn(cases_of(name, training=False)):
         work = functools.partial(evaluated_on_a_rank, name=name, case=case, strategy=strategy)
         found = outcome_of(lambda work=work: run_virtual(work, 2))
         for rank, outputs in enumerate(found):

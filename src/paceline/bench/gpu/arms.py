@@ -61,33 +61,26 @@ def bench_gpu(
         for number, name in enumerate(rotate(list(arms), rounds)):
             if name in failed:
                 continue
-            found = _take_turn(arms[name], asked, file, Path(scratch) / str(number))
-            if isinstance(found, str):
-                failed[name] = found
-                tell(f"  {name}: {found}")
-            else:
-                turns[name].append(found)
-                step_ms = 1e3 * found.median_s(asked.warm_up)
-                tell(f"  {name}: {step_ms:.2f} ms a step, the first after {found.first_step_s:.1f} s")
+            try:
+                found = _take_turn(arms[name], asked, file, Path(scratch) / str(number))
+            except (PacelineError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+                failed[name] = " ".join(str(error).split())[:_LONGEST]
+                tell(f"  {name}: {failed[name]}")
+                continue
+            turns[name].append(found)
+            step_ms = 1e3 * found.median_s(asked.warm_up)
+            tell(f"  {name}: {step_ms:.2f} ms a step, the first after {found.first_step_s:.1f} s")
         flops = _flops_of(asked, file)
     return make_rows(asked, list(arms.values()), turns, failed, flops)
 
 
-def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> ArmTurn | str:
-    """Runs an arm in a process of its own; returns what it measured, or why it failed."""
+def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> ArmTurn:
+    """Runs an arm in a process of its own; returns what it measured. Raises LaunchError where it failed."""
     folder.mkdir()
     started, steps = time.time(), workload.warm_up + workload.steps
-    try:
-        if arm.name.startswith(TRAIN):
-            turn = run_train(workload, file, folder, workload.overrides(steps, precision=arm.precision))
-        else:
-            turn = _run_process(arm, workload, file, folder, steps)
-    except (PacelineError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return " ".join(str(error).split())[:_LONGEST]
-    return replace(turn, started_at=started)
-
-
-def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, steps: int) -> ArmTurn:
+    if arm.name.startswith(TRAIN):
+        turn = run_train(workload, file, folder, workload.overrides(steps, precision=arm.precision))
+        return replace(turn, started_at=started)
     asked, output = [arm.name, workload.model, workload.device, str(file), steps], folder / "output.json"
     command = [sys.executable, "-m", _PROCESS, json.dumps(asked), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -96,7 +89,7 @@ def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, s
         raise LaunchError(
             found.get("error") or f"it left with exit code {done.returncode}: {done.stderr.strip()[-200:]}"
         )
-    return ArmTurn(**found)
+    return replace(ArmTurn(**found), started_at=started)
 
 
 def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequence[str]) -> ArmTurn:

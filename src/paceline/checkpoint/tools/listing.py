@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import list_checkpoints, places_of, read_manifest, step_of
+from paceline.checkpoint.find import Saved, list_checkpoints, places_of, read_manifest, retention_of, step_of, why_kept
 from paceline.checkpoint.formats import GROUP
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
 from paceline.checkpoint.read import Checkpoint, decode_found
-from paceline.checkpoint.retention import Saved, retention_of, why_kept
 from paceline.checkpoint.storage import nothing_there, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
@@ -65,33 +64,28 @@ def folder_of(where: Path) -> Path:
 def list_folder(where: Path, now: float, depth: Depth = "fast", progress: Progress = ignore_progress) -> list[Listed]:
     """Returns the checkpoints of a run or folder, oldest first, those that are not whole among them."""
     folder = folder_of(where)
-    storage = storage_of(folder)
-    names = [name for name in storage.names(folder) if _step(name) is not None]
+    names = [name for name in storage_of(folder).names(folder) if _step(name) is not None]
     names.sort(key=lambda name: (_step(name) or 0, name))
     looked = [_look(folder / name, now, depth, progress) for name in names]
-    reasons = kept_because([(each, manifest) for each, manifest in looked if manifest and not each.problem])
-    return [replace(each, kept=reasons.get(each.path, ())) for each, _ in looked]
+    reasons = kept_because([manifest for each, manifest in looked if manifest and not each.problem])
+    return [replace(each, kept=() if each.problem else reasons[each.step]) for each, _ in looked]
 
 
-def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[str, ...]]:
-    """Returns why each of some whole checkpoints is kept, by the settings of the newest one's run."""
+def kept_because(found: Sequence[Manifest]) -> dict[int, tuple[str, ...]]:
+    """Returns by step why some whole checkpoints are kept, by the settings of the newest one's run."""
     if not found:
         return {}
-    current = newest_line(manifest.spot for _, manifest in found)
-    left = {each.path for each, manifest in found if not current.has(manifest.line, manifest.step)}
-    newest = max((manifest for _, manifest in found), key=lambda each: (current.has(each.line, each.step), each.step))
+    current = newest_line(each.spot for each in found)
+    is_left = {each.step: not current.has(each.line, each.step) for each in found}
+    newest = max(found, key=lambda each: (not is_left[each.step], each.step))
     settings = newest.setting("checkpoint")
     policy = retention_of(settings if isinstance(settings, dict) else {})
-    saved = [
-        Saved(step=each.step, value=manifest.metrics.get(policy.metric), is_left=each.path in left)
-        for each, manifest in found
-    ]
+    values = {each.step: each.metrics.get(policy.metric) for each in found}
+    saved = [Saved(step=step, value=value, is_left=is_left[step]) for step, value in values.items()]
     reasons = why_kept(saved, newest.step, policy)
-    for each, _ in found:
-        reasons[each.step] += ["the run has gone back from it"] if each.path in left else []
-    return {
-        each.path: tuple(reasons[each.step]) or ("not by the policy: goes with the next save",) for each, _ in found
-    }
+    for step in values:
+        reasons[step] += ["the run has gone back from it"] if is_left[step] else []
+    return {step: tuple(reasons[step]) or ("not by the policy: goes with the next save",) for step in values}
 
 
 def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Listed, Manifest | None]:
@@ -260,8 +254,7 @@ def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Pr
         a, b = (values.abs().double() if values.is_complex() else values.double() for values in both)
         gap = (a - b).abs()
         gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
-        scale = torch.maximum(a.abs(), b.abs())
-        ratio = torch.where(gap > 0, gap / scale, torch.zeros_like(gap))
+        ratio = torch.where(gap > 0, gap / torch.maximum(a.abs(), b.abs()), torch.zeros_like(gap))
         absolute, relative = max(absolute, _largest(gap)), max(relative, _largest(ratio))
     return TensorDifference(
         name=name,
@@ -284,7 +277,6 @@ def _settings(*about: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
-    """Returns what a run goes on from besides tensors, by dotted names."""
     named = {"step": manifest.step, "position": manifest.position, **manifest.values, **manifest.found}
     values = {name: decode(value) for name, value in named.items()}
     names: dict[str, str] = {}  # groups by their first member: their labels are hashes of settings, such as the rate

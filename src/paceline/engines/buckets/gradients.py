@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, dense_stride
+from paceline.engines.flat.shard import ALIGN, ShardGradients, dense_stride
 from paceline.errors import UsageError
 from paceline.shards import FlatLayout, flat_layout
 
@@ -110,8 +109,7 @@ class ReplicaBucket(GradientBucket):
     ) -> None:
         """Takes the ranks that reduce the gradients, the factor that these get before, and the number of flags."""
         shapes, strides = [tuple(p.shape) for p in parameters], [dense_stride(p) for p in parameters]
-        layout = flat_layout(shapes, strides=strides, align=ALIGN, tail=tail)
-        super().__init__(members, parameters, layout)
+        super().__init__(members, parameters, flat_layout(shapes, strides=strides, align=ALIGN, tail=tail))
         self.comm = comm
         self.scale = scale
         self.num_flags = tail  # travel behind the gradients

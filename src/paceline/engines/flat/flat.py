@@ -9,7 +9,7 @@ object for life and only its memory comes and goes, because views that autograd 
 that are gathered again for backward.
 
 The optimizer gets one flat *piece* for each parameter: the part of it that lies in this rank's slice, empty on some.
-Where what lies is in ``shard_layout.py``, the gradients' side in ``shard_gradients.py``.
+Where what lies, and the gradients' side, is in ``shard.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, HostShard, ShardLayout, SideStream
+from paceline.engines.flat.shard import ALIGN, HostShard, ShardGradients, ShardLayout, SideStream
 from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision
@@ -71,8 +70,15 @@ class FlatGroup:
         # The values are laid out in the dtype of the masters, so that these lose nothing.
         make = torch.empty if self.is_unfilled else torch.zeros
         self.full = make(self.layout.length, dtype=self.dtype, device=comm.device)
-        views = self.layout.views(self.full)
-        self.parameters = [_move(p, view) for p, view in zip(originals, views, strict=True)]
+        self.parameters = []
+        for parameter, view in zip(originals, self.layout.views(self.full), strict=True):
+            if parameter.is_meta and not view.is_meta:
+                made = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                self.parameters.append(_marked_as(parameter, made))
+            else:
+                view.copy_(parameter.detach())
+                parameter.data = view
+                self.parameters.append(parameter)
         self.host: HostShard | None = None  # where the masters are on the host
         self.kept: Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
         self.gathers = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
@@ -109,11 +115,11 @@ class FlatGroup:
             piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
             piece.full_shape = slot.shape  # type: ignore[attr-defined]
             self.pieces.append(_marked_as(parameter, piece))
-        reduce_dtype, aside = self._reduce_dtype or self.dtype, SideStream(torch.device("cpu"))
+        reduced, aside = self._reduce_dtype or self.dtype, SideStream(torch.device("cpu"))
         copies = None if self.host is None else self.host.copies
         stashes = offload.gradients and copies is None and device.type != "cpu"
         self.gradients = ShardGradients(
-            self.layout, self.comm, self.pieces, self.dtype, reduce_dtype, aside, copies, stashes
+            self.layout, self.comm, self.pieces, self.dtype, reduced, aside, copies, stashes
         )
         if is_cast:
             self.full = self.full.to(self.param_dtype)
@@ -176,14 +182,6 @@ class FlatGroup:
         if self.comm.size > 1:
             self.comm.all_gather(whole, mine).wait()
         return self.layout.views(whole)
-
-
-def _move(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
-    if parameter.is_meta and not view.is_meta:
-        return _marked_as(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
-    view.copy_(parameter.detach())
-    parameter.data = view
-    return parameter
 
 
 def _marked_as(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:

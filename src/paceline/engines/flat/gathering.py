@@ -1,4 +1,4 @@
-"""Gathering parameters while the model already runs: whoever takes one from its module waits for it.
+"""Gathering parameters while the model already runs. ``Gathering`` (ZeRO): who takes one from its module waits for it.
 
     begin       issues the all-gathers of all groups, in the order in which forward uses them
     a module runs, or anybody reads ``module.weight``: waits for the groups up to the one that holds it
@@ -6,11 +6,15 @@
 
 While groups are under way, a module's table of parameters is replaced by one that waits when it is asked. So a weight
 that a parent reads, or that two modules share, cannot be read too early. What is kept elsewhere (a recurrent layer has
-a list of its weights) is waited for at the beginning, and all that a compiled function reads before it runs.
+a list of its weights) is waited for at the beginning, and all that a compiled function reads before it runs. Whether to
+gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised backward (an
+update of another kind may follow), and when the masters' version has changed, which fused optimizers do not raise.
 
-Whether to gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised
-backward (an update of another kind may follow), and when the masters' version has changed, which fused optimizers do
-not raise.
+``Route`` (full sharding): the collectives of a pass, in the one order in which all ranks issue them, whatever branch of
+the model each of them takes. The first pass *learns* it: before each collective the ranks tell one another what they
+want next, and all do the same one of these. Later passes *follow* it without asking: a rank that needs a leg first does
+those before it that it did not need itself (it gathers for the others, and gives zeros to a reduction). So a rank may
+skip units, and none ever waits for a collective that another never issues.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence, ValuesView
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -26,9 +31,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from paceline.comm.base import Work
-from paceline.engines.compiled import Compiled
+from paceline.comm.base import Communicator, Work, control_device
+from paceline.engines.blocks import Compiled
 from paceline.engines.flat.flat import FlatGroup
+from paceline.errors import UsageError
 
 Table = dict[str, nn.Parameter | None]
 
@@ -202,3 +208,161 @@ def _tell_of_step(optimizer: Optimizer, *_: Any) -> None:
     for gathering in list(Gathering.alive):
         if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
             gathering.may_have_changed = True
+
+
+_END = -1
+
+
+class Leg(NamedTuple):
+    """One collective of a pass: a unit is gathered, or its gradients are reduced."""
+
+    unit: int
+    kind: Literal["gather", "reduce"]
+
+    @property
+    def is_gather(self) -> bool:
+        return self.kind == "gather"
+
+
+def complete(learned: Sequence[Leg], order: Sequence[Leg]) -> list[Leg]:
+    """Inserts the legs of ``order`` that were not learned, each before the first that follows it there."""
+    legs = list(dict.fromkeys(learned))
+    for place in reversed(range(len(order))):
+        if order[place] in legs:
+            continue
+        later = set(order[place + 1 :])
+        legs.insert(next((i for i, leg in enumerate(legs) if leg in later), len(legs)), order[place])
+    return legs
+
+
+def issue_plan(legs: Sequence[Leg], prefetch: int) -> list[list[Leg]]:
+    """Returns what is issued when the pass begins, and when each leg is reached: the leg itself, unless that is done,
+    and the next gathers ahead of use.
+
+    The same on every rank. A unit is gathered at most ``prefetch`` gathers early, which bounds the memory.
+    """
+    issued: set[int] = set()  # places in ``legs``
+
+    def next_gathers(start: int) -> list[Leg]:
+        ahead = [i for i in range(start, len(legs)) if legs[i].is_gather][:prefetch]
+        fresh = [i for i in ahead if i not in issued]
+        issued.update(fresh)
+        return [legs[i] for i in fresh]
+
+    plan = [next_gathers(0)]
+    for place, leg in enumerate(legs):
+        now = [] if place in issued else [leg]
+        issued.add(place)
+        plan.append(now + (next_gathers(place + 1) if leg.is_gather else []))
+    return plan
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """One pass's legs, and how far this rank has come."""
+
+    comm: Communicator
+    order: Sequence[Leg]
+    names: Sequence[str]  # of the units
+    issue: Callable[[Leg], None]  # starts a leg's collective
+    release: Callable[[Leg], None]  # is called for a gather that this rank has passed by without use
+    prefetch: int
+    legs: list[Leg] | None = None
+    repeated: set[Leg] = field(default_factory=set)  # what the first pass did more than once
+    read: set[Leg] = field(default_factory=set)  # units that some rank read beside their calls; the same on all ranks
+    _learned: list[Leg] = field(default_factory=list)
+    _position: int = 0
+    _place_of: dict[Leg, int] = field(default_factory=dict)
+    _is_ahead: bool = False
+    _plan: list[list[Leg]] = field(default_factory=lambda: [[]])  # what is issued at first, and at each leg
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the ranks still ask one another."""
+        return self.legs is None
+
+    def begin(self) -> None:
+        self._position = 0
+        self._learned = []
+        self._is_ahead = False
+
+    def look_ahead(self) -> None:
+        """Issues the first gathers, ahead of use. Once in a pass, at the same place on all ranks: before any leg."""
+        if not self._is_ahead:
+            self._is_ahead = True
+            for leg in self._plan[0]:
+                self.issue(leg)
+
+    def reach(self, leg: Leg, *, is_read: bool = False) -> None:
+        """Issues ``leg``, and those passed by before it. ``is_read``: of a parameter, beside calls, which all learn."""
+        if self.legs is None:
+            while self._agree(leg, is_read=is_read) != leg:
+                pass
+            return
+        self.look_ahead()
+        place = self._place_of[leg]
+        if place < self._position:
+            raise UsageError(
+                f"rank {self.comm.rank} needs unit {self.names[leg.unit]} again, after the ranks had passed it\n"
+                "  the first pass has settled the order in which all ranks gather and reduce their units\n"
+                "  call every unit as often and in the same order as in the first step, keep units gathered\n"
+                "  (reshard_after_forward=False), or make one unit of those whose order changes"
+            )
+        while self._position <= place:
+            self._go_on(is_used=self._position == place)
+
+    def reach_ready(self, is_ready: Callable[[Leg], bool]) -> None:
+        """Issues the reductions that come next, as far as ``is_ready`` says so of each."""
+        while self.legs is not None and self._position < len(self.legs):
+            leg = self.legs[self._position]
+            if leg.is_gather or not is_ready(leg):
+                return
+            self.look_ahead()
+            self._go_on(is_used=True)
+
+    def finish(self, drop: Callable[[Leg], bool] = lambda _leg: False) -> None:
+        """Ends the pass: does what the other ranks may still need. A first pass leaves ``drop`` out of later ones."""
+        if self.legs is None:
+            while self._agree(None) is not None:
+                pass
+            for leg in self.order:  # reductions that nobody asked for: of units without inputs that want gradients
+                if not leg.is_gather and leg not in self._learned:
+                    self._learned.append(leg)
+                    self.issue(leg)
+            self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
+            self.order = tuple(leg for leg in self.order if not drop(leg))
+            self.legs = complete([leg for leg in self._learned if not drop(leg)], self.order)
+            self._place_of = {leg: place for place, leg in enumerate(self.legs)}
+            self._plan = issue_plan(self.legs, self.prefetch)
+            self._position = len(self.legs)
+            return
+        self.look_ahead()
+        while self._position < len(self.legs):
+            self._go_on(is_used=False)
+
+    def _go_on(self, *, is_used: bool) -> None:
+        leg = (self.legs or ())[self._position]
+        self._position += 1
+        for each in self._plan[self._position]:
+            self.issue(each)
+        if leg.is_gather and not is_used:
+            self.release(leg)
+
+    def _agree(self, want: Leg | None, *, is_read: bool = False) -> Leg | None:
+        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it. Syncs."""
+        device = control_device(self.comm)
+        number = _END if want is None else 2 * self.order.index(want) + is_read
+        mine = torch.tensor([number], dtype=torch.int64, device=device)
+        wants = torch.empty(self.comm.size, dtype=torch.int64, device=device)
+        self.comm.all_gather(wants, mine).wait()
+        asked: list[int] = [number for number in wants.tolist() if number != _END]
+        if not asked:
+            return None
+        leg = self.order[min(asked) // 2]
+        if 2 * self.order.index(leg) + 1 in asked:
+            self.read.add(leg)
+        self._learned.append(leg)
+        self.issue(leg)
+        if leg != want and leg.is_gather:
+            self.release(leg)
+        return leg

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.gathering import held_elsewhere, keeps_second_list
 from paceline.engines.flat.unit import Attribute, Unit
-from paceline.engines.groups import Groups
+from paceline.engines.groups import Groups, broadcast_tensors
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
 from paceline.models.hugging_face import is_unfilled
@@ -64,20 +63,17 @@ def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[Parameter
     A parameter belongs to the innermost unit around it; to the root, which is gathered whenever any unit runs, where
     several use it (tied weights), or an attribute of another kind keeps it, such as a plain list.
     """
-    innermost: dict[int, set[int]] = {}
-    for owner, parameter in held_elsewhere(model):
-        if not keeps_second_list(owner):
-            innermost[id(parameter)] = {len(units)}
-    first_name: dict[int, tuple[str, nn.Parameter]] = {}
+    innermost = {each: {len(units)} for owner, each in held_elsewhere(model) if not keeps_second_list(owner)}
+    first_name: dict[nn.Parameter, str] = {}
     prefixes = sorted(((name, index) for index, (name, _) in enumerate(units)), key=lambda pair: -len(pair[0]))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name.setdefault(id(parameter), (name, parameter))
+        first_name.setdefault(parameter, name)
         inside = next((index for prefix, index in prefixes if name.startswith(prefix + ".")), len(units))
-        innermost.setdefault(id(parameter), set()).add(inside)
+        innermost.setdefault(parameter, set()).add(inside)
     owned: list[Parameters] = [[] for _ in range(len(units) + 1)]
-    for key, named in first_name.items():
-        users = innermost[key]
-        owned[users.pop() if len(users) == 1 else len(units)].append(named)
+    for parameter, name in first_name.items():
+        users = innermost[parameter]
+        owned[users.pop() if len(users) == 1 else len(units)].append((name, parameter))
     return owned
 
 
@@ -90,14 +86,14 @@ def _by_name(model: nn.Module, names: Sequence[str]) -> list[Named]:
             f"units = {list(names)}: no module is called {', '.join(map(repr, wrong))}\n"
             f"  a unit is a module of the model below its root, by its name\n  the first modules are {known}"
         )
-    seen: dict[int, str] = {}
+    seen: dict[nn.Module, str] = {}
     for name in names:
-        if id(modules[name]) in seen:
+        if modules[name] in seen:
             raise UsageError(
-                f"units {seen[id(modules[name])]!r} and {name!r} are one and the same module\n"
+                f"units {seen[modules[name]]!r} and {name!r} are one and the same module\n"
                 "  a module is gathered by one unit\n  name it once: it may be called as often as you like"
             )
-        seen[id(modules[name])] = name
+        seen[modules[name]] = name
     return [(name, modules[name]) for name in modules if name in set(names)]
 
 
@@ -158,13 +154,13 @@ def build_units(
 
 
 def _places(model: nn.Module) -> dict[str, list[Attribute]]:
-    names: dict[int, str] = {}
+    names: dict[nn.Parameter, str] = {}
     places: dict[str, list[Attribute]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{prefix}.{attribute}" if prefix else attribute
-                places.setdefault(names.setdefault(id(parameter), full), []).append(Attribute(module, attribute))
+                places.setdefault(names.setdefault(parameter, full), []).append(Attribute(module, attribute))
     return places
 
 

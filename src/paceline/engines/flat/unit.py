@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, Float8Group, is_alone
-from paceline.engines.flat.gathering import AskingTable, Table, keeps_second_list
-from paceline.engines.flat.route import Route
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.gathering import AskingTable, Route, Table, keeps_second_list
+from paceline.engines.flat.shard import ShardGradients
 from paceline.engines.float8 import travels_as_float8
 from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import receive_object, send_object
-from paceline.engines.agree import tensors_in
+from paceline.engines.groups import tensors_in
 from paceline.errors import UsageError
 
 _PLAIN = (int, float, str, bool, type(None))

@@ -14,7 +14,7 @@ the model; the gradients of its copies add up to that of the one parameter, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -167,33 +167,24 @@ def tied_names(model: nn.Module, bounds: Sequence[int], *, layers: Layers | None
 @torch.no_grad()
 def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     """Gives stages of a meta model the values that one process draws: each rank draws all, and keeps its own."""
-    kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
-    real: dict[int, nn.Parameter] = {}  # by what stood in its place
-    alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
+    kept = {tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
+    real: dict[nn.Parameter | None, nn.Parameter] = {}  # by what stood in its place
     for module, parameters, buffers in reset_modules(model):
         for attribute, old in parameters.items():
             if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
-                is_kept, new = id(old) in kept, module._parameters[attribute]
-                assert new is not None
-                module._parameters[attribute] = real.setdefault(id(old), new) if is_kept else old
+                new = module.get_parameter(attribute)
+                module._parameters[attribute] = real.setdefault(old, new) if old in kept else old
         for attribute, buffer in buffers.items():
-            if id(buffer) not in kept:
+            if buffer not in kept:
                 module._buffers[attribute] = buffer
     for stage in stages:
         for module in stage.modules():
             for attribute, held in module._parameters.items():
-                module._parameters[attribute] = real.get(id(held), held)
-    del alive
+                module._parameters[attribute] = real.get(held, held)
 
 
-def _modules_of(layers: Layers) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-    for layer in layers:
-        for module in layer.modules:
-            for inner in module.modules():
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    yield inner
+def _modules_of(layers: Layers) -> Iterable[nn.Module]:
+    return dict.fromkeys(inner for layer in layers for module in layer.modules for inner in module.modules())
 
 
 def _places(layers: Layers) -> Places:
@@ -234,16 +225,14 @@ def drop_values(model: nn.Module, kept: Collection[nn.Module] = (), *, renews_me
     """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself."""
     tensors = [t for module in kept for t in (*module._parameters.values(), *module._buffers.values())]
     used = {id(tensor) for tensor in tensors if tensor is not None}
-    empty: dict[int, nn.Parameter] = {}
-    before: list[nn.Parameter] = []  # alive until all are replaced: an id is used again after that
+    empty: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in used and (renews_meta or not parameter.is_meta):
-                before.append(parameter)
-                if id(parameter) not in empty:
+                if parameter not in empty:
                     values = torch.empty_like(parameter, device="meta")
-                    empty[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[name] = empty[id(parameter)]
+                    empty[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in used:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")

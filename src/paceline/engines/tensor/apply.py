@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from paceline.bounded_yaml import load_shipped
 from paceline.comm.base import Communicator
+from paceline.engines.nodes import TensorRegion
 from paceline.engines.tensor.layers import (
     ColumnLinear,
     RowLinear,
@@ -44,7 +45,6 @@ from paceline.engines.tensor.layers import (
     causal_loss,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
-from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
 from paceline.models.lora import A, Adapted, B, matches, mixed
@@ -145,6 +145,13 @@ def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChang
         inside += [model.get_submodule(name) for name in begins] or [model]
     partial = {id(module) for each in inside for module in each.modules()}
     split = {id(p) for c in changes for n, p in c.module._parameters.items() if n in c.splits and c.splits[n].dim == 0}
+    begun = {id(module) for _, each, _ in plan.fitting(model, "input") for module in each.modules()}
+    for change in changes:
+        if change.rule.role == "column" and id(change.module) not in begun:
+            yield (
+                f"  {change.name} is inside no module with the role input, so what it reads would get a part of its "
+                "gradient: add a rule with the role input for the module that the split part begins with"
+            )
     for name, module in model.named_modules():
         if id(module) in changed:
             continue
@@ -311,10 +318,8 @@ def plan_for(model: nn.Module) -> TensorPlan:
 def ready_plans() -> dict[str, TensorPlan]:
     """Returns the plans of ``plans.yaml`` by name."""
     found = load_shipped((Path(__file__).parent / "plans.yaml").read_text())
-    return {
-        name: TensorPlan(name=name, rules=tuple(rule for row in rows for rule in _rules(**row)))
-        for name, rows in found.items()
-    }
+    rules = {name: tuple(rule for row in rows for rule in _rules(**row)) for name, rows in found.items()}
+    return {name: TensorPlan(name=name, rules=each) for name, each in rules.items()}
 
 
 def _rules(

@@ -36,9 +36,8 @@ from torch.autograd.function import once_differentiable
 
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
-from paceline.engines.nodes import moved
+from paceline.engines.nodes import TensorRegion, moved
 from paceline.engines.tensor.layout import Split, split_range
-from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import check_targets
 from paceline.models.lora import A, Adapted
@@ -234,14 +233,11 @@ class SplitLogits:
         value, index = self.local.max(-1)
         values = value.new_empty(self.comm.size, *value.shape)
         indices = index.new_empty(self.comm.size, *index.shape)
-        for work in [
-            self.comm.all_gather(values, value.contiguous()),
-            self.comm.all_gather(indices, index + self.first),
-        ]:
+        works = self.comm.all_gather(values, value.contiguous()), self.comm.all_gather(indices, index + self.first)
+        for work in works:
             work.wait()
         # The first of equals is on the first rank: within a rank max() gives any of them, as torch's argmax does.
-        best = values.max(0).values
-        owner = (values == best).int().argmax(0, keepdim=True)
+        owner = (values == values.max(0).values).int().argmax(0, keepdim=True)
         return indices.gather(0, owner).squeeze(0)
 
     def gather(self) -> Tensor:

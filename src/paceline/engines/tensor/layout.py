@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.flat.optimizer_state import numbered_parameters
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.engines.groups import expert_dim
 from paceline.errors import UsageError
 from paceline.shards import Region

@@ -106,7 +106,7 @@ class BlockModel:
     def costs(self) -> BlockCosts:
         (matmul_f, matmul_b, last), (attention_f, attention_b) = self._matmuls(), self._attention()
         memory_f = self._memory()
-        wait = self._tensor_wait() + self._expert_wait() + self._context_wait(attention_f)
+        wait = self._waits(attention_f)
         kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * bool(self.model.experts)
         launch = self.constants.launch_us * 1e-6
         forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
@@ -223,23 +223,20 @@ class BlockModel:
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
         else:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
-        hidden = 0.5 if self.run.overlaps_tensor else 1.0
-        return 2 * (each + CALL_S) * self.constants.slowdown * hidden
+        return 2 * (each + CALL_S) * self.constants.slowdown * (0.5 if self.run.overlaps_tensor else 1.0)
 
-    def _expert_wait(self) -> float:
-        expert = self.layout.expert
-        if expert == 1:
-            return 0.0
-        group = group_of(self.cluster, expert, self.layout.tensor)
-        num_bytes = self.tokens / self.layout.tensor * self.model.active_experts * self.model.width * 2
-        return 2 * (collective_seconds("all_to_all", num_bytes, group, self.cluster) + CALL_S) * self.constants.slowdown
-
-    def _context_wait(self, attention: float) -> float:
-        """Keys and values travel around the ring while attention works on those that are there."""
-        context = self.layout.context
-        if context == 1:
-            return 0.0
-        group = group_of(self.cluster, context, self.layout.tensor)
-        num_bytes = self.tokens * context * self.model.kv_width / self.layout.tensor * self.width
-        moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
-        return max(0.0, moved - attention) + context * CALL_S
+    def _waits(self, attention: float) -> float:
+        """For tensor-parallel ranks; for tokens on their way to experts; for keys and values, around the ring while
+        attention works on those that are there."""
+        layout, model, waits = self.layout, self.model, self._tensor_wait()
+        if layout.expert > 1:
+            group = group_of(self.cluster, layout.expert, layout.tensor)
+            num_bytes = self.tokens / layout.tensor * model.active_experts * model.width * 2
+            moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
+            waits += 2 * (moved + CALL_S) * self.constants.slowdown
+        if layout.context > 1:
+            group = group_of(self.cluster, layout.context, layout.tensor)
+            num_bytes = self.tokens * layout.context * model.kv_width / layout.tensor * self.width
+            moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
+            waits += max(0.0, moved - attention) + layout.context * CALL_S
+        return waits

@@ -75,7 +75,15 @@ def price_untuned(workload: Workload, cluster: Cluster) -> Prediction:
     elif layout.is_fully_sharded and layout.pipeline > 1:
         step = _times(step, workload.microbatches)
     if layout.strategy == "hybrid":
-        step = _averaged_between_groups(step, workload, cluster)
+        # The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for.
+        constants = _constants_of(workload, cluster)
+        group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)
+        num_bytes = part_params(workload) * 4 / layout.shards
+        seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
+        hidden = min(seconds, max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches))
+        contention = step.contention + constants.contention * hidden
+        exposed = step.exposed + seconds - hidden
+        step = replace(step, exposed=exposed, hidden=step.hidden + hidden, contention=contention)
     return replace(found, step=step)
 
 
@@ -113,11 +121,7 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
 
 
 def engine_footprint(workload: Workload) -> MemoryEstimate:
-    """Returns what a rank's device holds by the formulas of ``footprint``, with the states that the engines here keep.
-
-    States that are offloaded are on the host. A slice to gather from stays, and in the buckets of zero1 the whole
-    gradients.
-    """
+    """Returns what a rank's device holds by ``footprint``, with the states that the engines here keep."""
     found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
     offload, layout = _offload_of(workload), workload.layout
     if workload.model.is_sampled:
@@ -198,22 +202,6 @@ def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepPa
 
 def _times(step: StepParts, count: float) -> StepParts:
     return replace(step, exposed=step.exposed * count, hidden=step.hidden * count, contention=step.contention * count)
-
-
-def _averaged_between_groups(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
-    """The last microbatch's backward, two thirds of its compute, hides what its own gathers have left room for."""
-    constants, layout = _constants_of(workload, cluster), workload.layout
-    group = group_of(cluster, layout.data // layout.shards, layout.tensor * layout.shards)
-    num_bytes = part_params(workload) * 4 / layout.shards
-    seconds = (collective_seconds("all_reduce", num_bytes, group, cluster) + CALL_S) * constants.slowdown
-    room = max(0.0, (2 / 3 * step.compute - step.hidden) / workload.microbatches)
-    hidden = min(seconds, room)
-    return replace(
-        step,
-        exposed=step.exposed + seconds - hidden,
-        hidden=step.hidden + hidden,
-        contention=step.contention + constants.contention * hidden,
-    )
 
 
 def _bucketed(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:

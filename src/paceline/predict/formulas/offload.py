@@ -65,8 +65,7 @@ def _walk(step: Offloaded) -> float:
     microbatches = step.layout.accumulate
     walked = min(microbatches, _WALKED)
     ends = [walker.microbatch(number, is_last=number == walked - 1) for number in range(walked)]
-    middle = ends[2] - ends[1] if walked == _WALKED else 0.0
-    return ends[-1] + (microbatches - walked) * middle
+    return ends[-1] + (microbatches - walked) * (ends[2] - ends[1] if walked == _WALKED else 0.0)
 
 
 class _Walker:

@@ -105,8 +105,7 @@ class StepParts:
 class Prediction:
     """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml).
 
-    ``memory`` and ``fits`` are of the formula. A search fills in the device's dense peak, and the bytes of a rank by
-    the estimate that the engines are checked against, where that knows the model.
+    ``memory`` and ``fits`` are of the formula; a search fills in the device's peak, and a rank's bytes by the estimate.
     """
 
     workload: Workload
@@ -286,10 +285,7 @@ def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float
 
 
 def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
-    """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
-
-    ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
-    """
+    """Returns what 1F1B (interleaved with chunks) takes, by the closed form; ``message``: of a neighbour's tensor."""
     slowest = max(stage.both for stage in stages)
     fill = (sum(stage.both for stage in stages) - slowest) / chunks
     return microbatches * slowest + fill + 2 * (len(stages) - 1) * message
@@ -390,10 +386,7 @@ class _DataParallelTime:
         return exposed, hidden
 
     def _gathered(self, shards: int) -> tuple[float, float]:
-        """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
-
-        Megatron gathers block by block, ahead of the next step's first forward; the others all at once.
-        """
+        """Exposed and hidden seconds of the updated parameters' way back: in Megatron block by block."""
         if self.workload.run.framework != "megatron":
             total = self.layers * self.block_params + self.end_params
             return self._collective("all_gather", total * 2, shards), 0.0

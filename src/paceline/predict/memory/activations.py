@@ -91,12 +91,24 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
 
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
     block = _gpt_block(shape, tokens, widths)
-    first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
-    tied = shape.vocab_size * shape.width if shape.tied else 0
-    root = BlockFacts.together((first, last), tied=tied, tied_columns=shape.width if shape.tied else 0)
+    last, width, length = _gpt_head(shape, tokens, widths), shape.width, shape.context or tokens
+    embedded = shape.vocab_size * width
+    learned = length * width if shape.positions == "learned" else 0
+    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
+    first = BlockFacts(
+        parameters=embedded + learned,
+        saved_bytes=tokens * _INDEX_BYTES + masks,
+        largest_parameter=max(embedded, learned),
+        columns=width + (width if learned else 0),
+        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
+        split_parameters=embedded,
+        stream_bytes=masks,
+    )
+    tied = embedded if shape.tied else 0
+    root = BlockFacts.together((first, last), tied=tied, tied_columns=width if shape.tied else 0)
     loss = LossFacts(
         vocabulary=shape.vocab_size,
-        width=shape.width,
+        width=width,
         tokens=tokens,
         element_bytes=widths.compute,
         kept_bytes=last.split_bytes,
@@ -120,6 +132,12 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
+    # Products, attention over all tokens, and what is written: every product twice, scores about four times.
+    length, wide = shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
+    turned = 5 * width if shape.positions == "rotary" else 0
+    normed = (6 if shape.norm == "rms" else 2) * width
+    written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
+    operations = length * (2 * matrices + 4 * length * width + _OPERATIONS_PER_NUMBER * written)
     rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
     return BlockFacts(
         parameters=matrices + 2 * width,
@@ -131,26 +149,11 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
         columns=(6 if shape.gated else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
         temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
-        operations=_gpt_block_operations(shape, shape.context or tokens),
+        operations=operations,
         split_parameters=matrices,
         split_bytes=tokens * inside,
         stream_bytes=tokens * between,
         split_products=tokens * widths.compute * (products - 2 * width),  # sums over the ranks are whole
-    )
-
-
-def _gpt_embedding(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, length = shape.width, shape.context or tokens
-    learned = length * width if shape.positions == "learned" else 0
-    masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
-    return BlockFacts(
-        parameters=shape.vocab_size * width + learned,
-        saved_bytes=tokens * _INDEX_BYTES + masks,
-        largest_parameter=max(shape.vocab_size * width, learned),
-        columns=width + (width if learned else 0),
-        operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
-        split_parameters=shape.vocab_size * width,
-        stream_bytes=masks,
     )
 
 
@@ -175,24 +178,12 @@ def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     )
 
 
-def _gpt_block_operations(shape: ModelShape, tokens: int) -> float:
-    """Products, attention over all tokens, and what is written: every product twice, scores about four times."""
-    width, mlp = shape.width, shape.mlp_width * (2 if shape.gated else 1)
-    turned = 5 * width if shape.positions == "rotary" else 0
-    norms = (6 if shape.norm == "rms" else 2) * width
-    written = 2 * (_gpt_product_features(shape) - width) + 4.5 * shape.heads * tokens + mlp + norms + 2 * width + turned
-    return tokens * (
-        2 * (shape.attention_params + shape.expert_params) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written
-    )
-
-
 def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
     """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
     width = shape.width
     if shape.dropout and widths.device == "cpu":
         # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
-        itemsize = max(widths.compute, 4)
-        attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
+        attention = (3 * width + 3 * shape.heads * tokens) * max(widths.compute, 4) + width * widths.compute
     else:
         copies = 2 if shape.positions == "rotary" else 1
         # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.

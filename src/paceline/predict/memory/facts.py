@@ -63,11 +63,7 @@ class BlockFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """What a loss keeps of logits, and what one takes that is fused with the output layer, and keeps none.
-
-    Of a sample of ``tokens``: ``kept_bytes``, of the root's ``saved_bytes``, are its logits for backward;
-    ``temporary_bytes`` live while an operation of the blocks runs.
-    """
+    """What a loss keeps of the logits of a sample, and what one takes that is fused with the output layer."""
 
     vocabulary: int
     width: int
@@ -282,3 +278,7 @@ def choose_bounds(
     for begins in reversed(cuts):
         bounds.append(begins[bounds[-1]])
     return tuple(reversed(bounds))
+
+
+def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[float, ...]:
+    return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))

@@ -163,7 +163,10 @@ class _Estimate:
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
         masters, host = self.slice if is_cut else self.full if self.computed_apart else 0, 0
         gradients = self.slice if layout.sharing.gradients else self.full
-        optimizer = self._optimizer_bytes()
+        # Of the optimizer's state, norms and biases of Muon's blocks count as matrices.
+        spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in model.blocks)
+        optimizer = self.states.optimizer_slots * (self.slice if layout.sharing.optimizer else self.full)
+        optimizer -= spared // layout.shards if layout.sharing.optimizer else spared
         if offload.updates_on_host:
             low_slice = self._slice_of(self.computed)
             staged = low_slice if self.computed != self.full else 0
@@ -186,13 +189,6 @@ class _Estimate:
             host=host,
             compression=owed,
         )
-
-    def _optimizer_bytes(self) -> int:
-        """Returns the optimizer's state of this rank. Norms and biases of Muon's blocks count as matrices."""
-        spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in self.model.blocks)
-        if not self.layout.sharing.optimizer:
-            return self.states.optimizer_slots * self.full - spared
-        return self.states.optimizer_slots * self.slice - spared // self.layout.shards
 
     def _moving(self) -> int:
         layout, model, full = self.layout, self.model, self.model.parameters
@@ -225,10 +221,7 @@ class _Estimate:
 
 
 def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
-
-    Empty where that is not known: a microbatch or strategy that is found later, a model or schedule of the user's own.
-    """
+    """Estimates what ranks of each stage hold, for a config whose ranks are settled; () where that is not known."""
     parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy):
         return ()
@@ -259,7 +252,6 @@ class EngineMemory:
 
     @classmethod
     def of(cls, config: Config, device: str = "cuda") -> EngineMemory | None:
-        """Returns the estimate of a config; None where only the model's own code could tell."""
         facts = describe_model(config, device)
         return None if facts is None else cls(facts=facts, states=StateFacts.of(config, device))
 

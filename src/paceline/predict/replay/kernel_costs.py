@@ -147,9 +147,8 @@ def _kept(events: Sequence[Event]) -> dict[int, int]:
 def _without_copies(events: Sequence[Event]) -> list[Event]:
     """Leaves out what a block computes a second time in its forward: the same operator of the same tensors.
 
-    Autocast converts a tensor for each layer that reads it, and products of 8 bits take its maximum, cast it and copy
-    the cast. A compiler does all that once. Nor does it store a tensor in a wider dtype: every kernel that reads it
-    converts as it reads.
+    Autocast converts a tensor for each layer that reads it. A compiler does that once, and stores no tensor in a wider
+    dtype: every kernel that reads it converts as it reads.
     """
     known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
     same: dict[int, tuple[int, int]] = {}
@@ -165,7 +164,12 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
         if kernel.family == "convert" and is_widened and event.block not in ("", LOSS):  # that stays as it was measured
             same[kernel.writes[0][0]] = kernel.reads[0]
             continue
-        if event.block and kernel.phase == "forward" and (_is_repeatable(kernel) or _is_transposed_cast(event)):
+        # An operator gives the same result each time if it draws no numbers, and changes nothing in place.
+        is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
+        is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # at least a constant
+        is_drawn = kernel.family not in FUSED or kernel.family in ("random", "strided")
+        is_repeatable = (is_made and not is_in_place and not is_drawn) or _is_transposed_cast(event)
+        if event.block and kernel.phase == "forward" and is_repeatable:
             sizes = tuple(size for _, size in kernel.writes)
             first = known.setdefault((event.block, kernel.name, kernel.reads, sizes), kernel.writes)
             if first is not kernel.writes:
@@ -175,18 +179,8 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def _is_repeatable(kernel: Operation) -> bool:
-    """Whether an operator gives the same result each time: it draws no numbers, and changes nothing in place."""
-    is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
-    is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # a constant, at the least
-    return kernel.family in FUSED and kernel.family not in ("random", "strided") and is_made and not is_in_place
-
-
 def _recast(events: Sequence[Event]) -> list[Event]:
-    """Moves the transposed copies of 8 bits to the backward, where a compiler makes them from what is kept anyhow.
-
-    Torch's partitioner does so: it keeps the tensor that is cast, or what that is made of, and no copy in 8 bits.
-    """
+    """Moves transposed copies of 8 bits to the backward, as torch's partitioner does: it keeps their sources."""
     makers = {tensor: each.operation for each in events if isinstance(each, Run) for tensor, _ in each.operation.writes}
     moved: dict[int, Run] = {}
     found: list[Event] = []
@@ -223,10 +217,7 @@ def _sources(kernel: Operation, makers: dict[int, Operation]) -> dict[int, int]:
 
 
 def _delayed(events: Sequence[Event]) -> list[Event]:
-    """Moves kernels that go through memory to the first one that reads their results, where both may be fused.
-
-    An activation function whose result waits for a product's is then made beside what reads both.
-    """
+    """Moves kernels that go through memory to the first one that reads their results, where both may be fused."""
     first: dict[int, int] = {}
     for place, event in enumerate(events):
         for tensor, _ in event.operation.reads if isinstance(event, Run) else ():

@@ -73,10 +73,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """The host goes through memory of its own, on so many bytes, while it launches nothing.
-
-    Before, it waits for the operations ``waits`` and, where it ``reads`` a value, for all that the device computes.
-    """
+    """The host works itself, and launches nothing; before, it waits, if it ``reads`` for all compute."""
 
     name: str
     num_bytes: int
@@ -111,10 +108,7 @@ class EventMark:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An action of the whole step, like that of another microbatch, which was recorded.
-
-    ``arrived`` are the sends, as (kind, stage, microbatch), that it learns have arrived.
-    """
+    """An action of the whole step, ``like`` a recorded microbatch's; ``arrived``: sends that it learns have arrived."""
 
     kind: str
     stage: int
@@ -125,7 +119,7 @@ class Turn:
 
 Event: TypeAlias = Run | Issue | Wait | Hold | Drop | EventMark | OnHost
 END = "end"
-TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
+COPIES = TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
@@ -133,10 +127,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", 
 class Program:
     """One step of one rank.
 
-    ``resident``: bytes by category that are there before the step and after it. ``samples`` are those of the global
-    batch, and ``elements`` what these count as: tokens, or samples. ``model_flops`` are what this rank's part of the
-    model takes by the usual count: three times its forward, attention in full, nothing twice. ``graphs``: whether the
-    step is replayed from a CUDA graph; auto: where the host would be what limits it.
+    ``resident``: bytes by category that are there before the step and after it. ``elements``: what the samples of the
+    global batch count as. ``model_flops``: of this rank's part, three times its forward, attention in full.
+    ``graphs``: whether the step is replayed from a CUDA graph; auto: where the host would be what limits it.
     """
 
     name: str
@@ -156,16 +149,7 @@ class Program:
     stages: int = 1
     order: tuple[Turn, ...] = ()
 
-    @property
-    def all_events(self) -> Iterator[Event]:
-        return Player(self.events, self.order).run() if self.order else iter(self.events)
-
-    @property
-    def kernels(self) -> Iterator[Operation]:
-        return (event.operation for event in self.all_events if isinstance(event, Run))
-
     def peak_memory(self) -> dict[str, int]:
-        """Returns bytes by category at the moment when they are most together."""
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()
@@ -210,10 +194,7 @@ def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
 
 
 def memory_alone(events: Sequence[Event]) -> list[Event]:
-    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment.
-
-    What is most together in a whole step stays the same, since an action is done as a whole.
-    """
+    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment."""
     found: list[Event] = []
     piece: list[Hold | Drop] = []
     sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
@@ -371,10 +352,7 @@ def _readings(piece: Sequence[Event], makers: Mapping[int, int]) -> list[tuple[i
 
 
 def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
-    """Returns the events with those from ``start`` up to ``stop`` that many times; once: as they are.
-
-    What lies between must be alike in every copy: begun in the state in which the one before ends.
-    """
+    """Returns the events with those from ``start`` up to ``stop``, which are alike in every copy, that many times."""
     if times <= 1 or stop <= start:
         return tuple(events)
     middle = _Middle(events, start, stop)

@@ -30,19 +30,7 @@ from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_p
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import (
-    TO_DEVICE,
-    TO_HOST,
-    Drop,
-    Event,
-    Hold,
-    Issue,
-    OnHost,
-    Player,
-    Program,
-    Run,
-    Wait,
-)
+from paceline.predict.replay.program import COPIES, Drop, Event, Hold, Issue, OnHost, Player, Program, Run, Wait
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
@@ -58,14 +46,17 @@ def replay(
 ) -> ReplayedStep:
     """Returns what a step takes on a cluster: of one rank's program, or of one program for each stage of a pipeline.
 
-    ``slow`` makes ranks take so many times as long for all that their host and device do. ``constants`` take the place
-    of the fitted ones. ``keeps_spans`` keeps what every stream does, for a trace. ``with_loop`` prices a step of a run,
-    with the next batch, records and hooks, and not that of the engine alone. Raises UsageError where the ranks do not
-    fit the cluster, and for programs that wait for one another for ever.
+    ``slow`` makes ranks take so many times as long. ``constants`` take the place of the fitted ones. ``with_loop``
+    prices a step of a run, with the next batch, records and hooks. Raises UsageError where the ranks do not fit the
+    cluster, and for programs that wait for one another for ever.
     """
     rows = [programs] if isinstance(programs, Program) else list(programs)
-    _check(rows)
-    slow = slow or {}
+    stages, slow = [row.stage for row in rows], slow or {}
+    if stages != list(range(rows[0].stages)):
+        raise UsageError(
+            f"programs of the stages {stages} of {rows[0].stages}\n"
+            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
+        )
     check_slow(slow, rows[0].ranks)
     framework = "compiled" if rows[0].is_compiled else "eager"
     fitted, is_fitted = constants_for(fitted_constants(), cluster.device.generation, framework)
@@ -108,25 +99,8 @@ def check_slow(slow: Mapping[int, float], ranks: int) -> None:
             )
 
 
-def _check(rows: Sequence[Program]) -> None:
-    stages = [row.stage for row in rows]
-    if len(rows) > 1 and stages != list(range(rows[0].stages)):
-        raise UsageError(
-            f"programs of the stages {stages} of {rows[0].stages}\n"
-            "  a pipeline is replayed with one program for each stage, in order\n  record them with record_stages"
-        )
-    if len(rows) == 1 and rows[0].stages > 1:
-        raise UsageError(
-            f"the program of one stage of {rows[0].stages}\n"
-            "  it waits for the others\n  give the programs of all stages: record_stages"
-        )
-
-
 def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Program, int, float]]:
-    """Returns which programs are replayed, the ranks that they stand for, and how slow these are.
-
-    In a pipeline the rank that matters to a stage is its slowest: all wait for it at the end.
-    """
+    """Returns which programs are replayed, the ranks that they stand for, of a stage its slowest, and how slow."""
     if len(rows) == 1:
         row, own = rows[0], slow.get(rows[0].rank, 1.0)
         worst = max(slow, key=lambda rank: slow[rank], default=row.rank)
@@ -152,7 +126,6 @@ def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> d
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 
-_COPIES = (TO_HOST, TO_DEVICE)
 _HOST_BOUND = 0.1  # share of a step in which the device waits: from there on a run is measured to gain by a graph
 
 
@@ -177,8 +150,6 @@ class _Stretch:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """An operation that several ranks take part in, as the first of them issued it."""
-
     event: Issue
     members: list[tuple[_Actor, str]] = field(default_factory=list)  # who has come, and on which lane
     ready: list[float] = field(default_factory=list)
@@ -273,7 +244,9 @@ class _Actor:
         else:
             start = clock.now
         found.launch_wait += launch if self.is_cpu else start - clock.compute
-        lost = self._lost(start, work)
+        self.busy_lanes = [each for each in self.busy_lanes if each.end > start]
+        beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
+        lost = self.contention * max(0.0, *beside, 0.0)  # what communication beside a kernel costs it
         end = start + work + lost
         found.add_phase(phase, end - clock.compute + (launch if self.is_cpu else 0.0))
         found.compute += work
@@ -295,7 +268,7 @@ class _Actor:
     def settle(self, meeting: _Meeting, lane: str) -> None:
         event = meeting.event
         self.clock.occupy(lane, meeting.end)
-        if event.kind not in _COPIES:  # the bus has engines of its own
+        if event.kind not in COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
         moved = round(event.num_bytes * event.share)
         seconds, sizes = self.found.communication, self.found.moved
@@ -341,14 +314,6 @@ class _Actor:
             self.spans.append(Span("host", event.name, start, clock.host))
         clock.compute = clock.host
 
-    def _lost(self, start: float, work: float) -> float:
-        """Returns what communication beside a kernel costs it."""
-        if not self.busy_lanes or not self.contention:
-            return 0.0
-        self.busy_lanes = [each for each in self.busy_lanes if each.end > start]
-        beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
-        return self.contention * max(0.0, *beside, 0.0)
-
 
 class _Actors:
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
@@ -358,7 +323,6 @@ class _Actors:
         self._open: dict[tuple[object, ...], _Meeting] = {}
 
     def run(self) -> None:
-        """Lets each actor go on until it must wait for another, round and round."""
         while any(actor.place < len(actor.events) for actor in self._actors):
             moved = [self._advance(actor) for actor in self._actors]
             if any(moved):
@@ -426,7 +390,7 @@ class _Actors:
             else:
                 alone = self._wires(event.kind, event.num_bytes, event.ranks)
             seconds = (alone + self._extra) * self._slowdown * event.share
-        elif event.kind in _COPIES:
+        elif event.kind in COPIES:
             seconds = event.num_bytes / self._bus
         meeting.end, meeting.is_settled = meeting.start + seconds, True
         for actor, lane in meeting.members:

@@ -71,7 +71,6 @@ class ReplayedStep(Shown):
 
     @property
     def program(self) -> Program:
-        """The first stage's program, which names the run, its strategy and its batch as all stages do."""
         return self.programs[0]
 
     @property
@@ -84,10 +83,7 @@ class ReplayedStep(Shown):
 
     @property
     def longest(self) -> ReplayedRank:
-        """The rank that the report describes: ``shown``, else the one that computes most, which others wait for.
-
-        Of a stage with a slow rank only that one was replayed; it stands for whichever of its ranks is ``shown``.
-        """
+        """The rank that the report describes: ``shown``, or its stage's; else the one that computes most."""
         if self.shown is not None:
             stage = self.shown // (self.program.ranks // (1 + max(each.stage for each in self.times)))
             own = [each for each in self.times if each.rank == self.shown]

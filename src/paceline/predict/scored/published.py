@@ -50,10 +50,7 @@ _STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses.
-
-    ``expert_ranks``: degrees of expert parallelism that a mixture of experts may have; no table has a column for it.
-    """
+    """What a row is predicted from. ``chooses_...``: the row does not state it, and prediction chooses."""
 
     workload: Workload
     cluster: Cluster
@@ -169,20 +166,13 @@ def _cluster(row: Row) -> Cluster:
         cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
-    return _with_interconnect(cluster, row.text["interconnect"], node_devices)
-
-
-def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluster:
-    """Takes the network's rate from a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU"."""
-    if cluster.between is None or cluster.nodes == 1:
+    # The network's rate is in a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU".
+    network = row.text["interconnect"]
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", network)
+    if cluster.between is None or cluster.nodes == 1 or found is None or "reference" in network:
         return cluster
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s", text)
-    if found is None or "reference" in text:
-        return cluster
-    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8
-    if "per GPU" in text:
-        rate *= node_devices
-    kind = "roce" if "roce" in text.lower() else cluster.between.kind
+    rate = int(found[2]) * int(found[1] or 1) * 1e9 / 8 * (node_devices if "per GPU" in network else 1)
+    kind = "roce" if "roce" in network.lower() else cluster.between.kind
     return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
 
 
@@ -213,10 +203,7 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
 
 
 def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]:
-    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many.
-
-    The others are for experts that a node cannot hold.
-    """
+    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many."""
     if not model.experts:
         return (1,)
     found = [max(size for size in range(1, min(near, 64) + 1) if near % size == 0 and model.experts % size == 0)]
@@ -226,17 +213,13 @@ def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]
 
 
 def _chunks(row: Row) -> int | None:
-    """The chunks of a stage; None where the row does not state them."""
     text = row.text["vpp"].lower()
     is_remark = text not in NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
     return None if is_remark else row.whole("vpp", 0) or None
 
 
 def _sharing(row: Row, data: int) -> tuple[Strategy, int, bool]:
-    """Returns the strategy, the ranks that share states (0: all), and whether gradients are sent beside the backward.
-
-    Where a row says nothing of data-parallel ranks, Megatron reduces the gradients when the backward is done.
-    """
+    """Returns the strategy, the ranks that share states (0: all), and whether gradients go beside the backward."""
     text = row.text["zero_stage_or_fsdp"]
     low = text.lower()
     stage = _STAGE.search(low)
@@ -327,10 +310,7 @@ def _known_models() -> dict[str, dict[str, Any]]:
 
 
 def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Prediction:
-    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits.
-
-    Of experts, the fewest ranks are taken that hold them: more cost more messages.
-    """
+    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits."""
     found = [predict(each, case.cluster, sets) for each in _choices(case)]
     chosen = min(found, key=lambda each: (not each.fits, each.seconds / each.workload.global_batch))
     if chosen.fits:

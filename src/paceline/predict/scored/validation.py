@@ -154,9 +154,14 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scores:
-    """What is scored of all rows and of each family alike; None where no row tells it."""
+class FamilyScores:
+    """What is scored of each family, and of all rows alike; None where no row tells it.
 
+    ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows.
+    """
+
+    family: str = ""
+    baseline: float | None = None
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
@@ -167,20 +172,8 @@ class _Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyScores(_Scores):
-    """The scores of one family. ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows."""
-
-    family: str
-    baseline: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation(_Scores):
-    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere.
-
-    ``ran_out``: predicted runs that ran out of memory; ``false_fits``: those of them that were said to fit;
-    ``false_misfits``: runs that ran and were not.
-    """
+class Validation(FamilyScores):
+    """All scores of a table. ``inside``, ``outside``: those of step time where constants were fitted, and elsewhere."""
 
     source: str
     split: str | None
@@ -190,8 +183,8 @@ class Validation(_Scores):
     outside: ErrorScores | None
     mean_over_families: float | None
     ran_out: int
-    false_fits: int
-    false_misfits: int
+    false_fits: int  # ran out of memory, and were said to fit
+    false_misfits: int  # ran, and were not
 
     @property
     def skipped(self) -> tuple[Scored, ...]:
@@ -208,7 +201,13 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
     chosen = table.of_split(split)
     predicted = [_predict(row, shown, sets) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
-    references = _references(table, rows, sets)
+    # Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row".
+    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
+    references = [
+        _with_result(_predict(row, "all", sets), text)
+        for row, text in zip(table.rows, table.measured, strict=True)
+        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
+    ]
     families = tuple(
         FamilyScores(
             family=name,
@@ -242,16 +241,6 @@ def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, A
         "ranking": ranking_of([[each.times for each in group] for _, group in alternatives]),
         "scaling": scaling_of(_scaled(rows, references)),
     }
-
-
-def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
-    """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
-    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
-    return [
-        _with_result(_predict(row, "all", sets), text)
-        for row, text in zip(table.rows, table.measured, strict=True)
-        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
-    ]
 
 
 def _shown(rows: Sequence[Row]) -> list[Shown]:
@@ -359,7 +348,6 @@ def _per_device(each: Scored) -> tuple[int, float, float]:
 
 
 def rows_csv(validation: Validation) -> str:
-    """Returns every row as ``id,metric_name,measured,predicted,skipped``."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("id", "metric_name", "measured", "predicted", "skipped"))

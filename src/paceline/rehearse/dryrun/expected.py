@@ -30,6 +30,7 @@ from paceline.untrusted import parse_json
 
 _MODULE = "paceline.rehearse.dryrun.expected"
 _NICENESS = 19
+Start = Callable[[Sequence[str]], list[str]]
 # What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
 _BAND = 0.15
 
@@ -88,7 +89,7 @@ class Background:
         threads: int | None = None,
         cores: Sequence[int] = (),
         entry: Path | None = None,
-        start: Callable[[Sequence[str]], list[str]] = plain_start,
+        start: Start = plain_start,
     ) -> None:
         path = None if entry is None else str(entry.absolute())
         asked = json.dumps({"config": config_yaml, "threads": threads, "cores": list(cores), "entry": path})
@@ -125,10 +126,7 @@ class Background:
 
 
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
-    """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
-
-    Where neither has any, both reasons are given.
-    """
+    """Returns the dry run's figures where there are any, with the estimate's memory if need be; else both reasons."""
     if dry is None or formula is None:
         return dry or formula
     if dry.step_s is None:

@@ -27,7 +27,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 
 import torch
 
@@ -72,11 +72,9 @@ class HeldMemory:
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of a tensor's storage; those that were not noted yet are now."""
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata)
-        return (found or self._add(storage)).number
+        return (self._alive.get(storage._cdata) or self._add(storage)).number
 
     def follow(self, tensor: torch.Tensor, category: str) -> None:
-        """Looks at the size of a storage from now on, which comes and goes."""
         storage = tensor.untyped_storage()
         self.number(tensor)
         self._elastic[storage._cdata] = (storage, category)
@@ -98,12 +96,10 @@ class HeldMemory:
         return {number for number, category in self._categories.items() if category == HOST}
 
     def leave_out(self) -> None:
-        """Says of all that nobody has claimed yet that a device does not have it."""
         for storage in self._alive.values():
             self._categories.setdefault(storage.number, _LEFT_OUT)
 
     def look(self) -> None:
-        """Notes which of the followed storages have other sizes than before."""
         for address, (storage, category) in self._elastic.items():
             known = self._alive[address]
             size = storage.nbytes()
@@ -122,14 +118,13 @@ class HeldMemory:
     def events(
         self, phases: Sequence[str], again: set[int], tensors: Mapping[int, Sequence[int]]
     ) -> tuple[list[tuple[int, int, Hold | Drop]], dict[str, int]]:
-        """Returns what was taken and given back, in which action and before which place, and resident bytes.
-
-        ``phases`` are those of the places; ``again`` the places where forward is computed once more; ``tensors`` what
-        lies in storages.
-        """
+        """Returns what was taken and given back, in which action and before which place, and resident bytes."""
         found: list[tuple[int, int, Hold | Drop]] = []
         resident: dict[str, int] = {}
-        backward = _next_backward(phases)
+        backward, following = [0] * len(phases), len(phases) + 1  # for each place the next one in a backward
+        for place in reversed(range(len(phases))):
+            following = place if phases[place] == "backward" else following
+            backward[place] = following
 
         def purpose(storage: _HeldStorage) -> str:
             if storage.begin < 0 or storage.begin >= len(phases):
@@ -171,26 +166,13 @@ class HeldMemory:
         self._ended.append(storage)
 
 
-def _next_backward(phases: Sequence[str]) -> list[int]:
-    """Returns for each place the next one in a backward; past the end where there is none."""
-    found, following = [0] * len(phases), len(phases) + 1
-    for place in reversed(range(len(phases))):
-        if phases[place] == "backward":
-            following = place
-        found[place] = following
-    return found
-
-
 _COPIES = ("copy_", "_foreach_copy_")
 
 
 def mark_host_work(
     events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int
 ) -> tuple[tuple[Event, ...], tuple[int, ...]]:
-    """Returns the events with what the host does, and where each of those that were given now is.
-
-    ``host`` are the host's storages, ``places`` the storages in which tensors lie.
-    """
+    """Returns the events with what the host does, whose storages ``host`` are, and where each of those given is."""
     hosting = _Hosting(events, host, places, rank)
     found = [list(hosting.place(event)) for event in events]
     return tuple(chain.from_iterable(found)), tuple(accumulate(map(len, found), initial=0))
@@ -201,7 +183,7 @@ class _Hosting:
 
     def __init__(self, events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int) -> None:
         self._host, self._places, self._rank = set(host), places, rank
-        self._next = min((event.number for event in events if isinstance(event, Issue)), default=0)
+        self._next = count(min((event.number for event in events if isinstance(event, Issue)), default=0))
         self._numbers: dict[int, int] = {}  # of operations, by those that they had
         self._coming: dict[int, int] = {}  # copies to the device, by storage
         self._leaving: dict[int, list[int]] = {}  # copies to the host, by storage
@@ -211,8 +193,8 @@ class _Hosting:
             yield from self._run(event)
         elif isinstance(event, Issue):
             yield from self._arrived(list(self._coming), event.phase)
-            self._numbers[event.number] = self._next
-            yield replace(event, number=self._take_number())
+            number = self._numbers[event.number] = next(self._next)
+            yield replace(event, number=number)
         elif isinstance(event, Wait):
             yield replace(event, number=self._numbers.get(event.number, event.number))
         else:
@@ -230,7 +212,14 @@ class _Hosting:
             self._host |= writes.keys()
             yield self._work(kernel, (*reads, *writes))
         elif to_host:
-            yield from self._out(kernel, {each: size for each, size in reads.items() if each not in from_host}, writes)
+            sources = {each: size for each, size in reads.items() if each not in from_host}
+            yield from self._arrived(list(sources), kernel.phase)
+            copy = self._copy(TO_HOST, sum(sources.values()), kernel.phase)
+            yield copy
+            for each in writes:
+                self._leaving.setdefault(each, []).append(copy.number)
+            if not is_copy:
+                yield self._work(kernel, tuple(writes))
         else:
             size = sum(size for each, size in reads.items() if each in from_host)
             copy = self._copy(TO_DEVICE, size, kernel.phase)
@@ -241,15 +230,6 @@ class _Hosting:
             if not is_copy:
                 yield from self._arrived([*reads, *writes], kernel.phase)
                 yield event
-
-    def _out(self, kernel: Operation, sources: Mapping[int, int], writes: Mapping[int, int]) -> Iterator[Event]:
-        yield from self._arrived(list(sources), kernel.phase)
-        copy = self._copy(TO_HOST, sum(sources.values()), kernel.phase)
-        yield copy
-        for each in writes:
-            self._leaving.setdefault(each, []).append(copy.number)
-        if kernel.name not in _COPIES:
-            yield self._work(kernel, tuple(writes))
 
     def _work(self, kernel: Operation, storages: Sequence[int]) -> OnHost:
         """Returns work of the host, which waits for what it reads."""
@@ -269,11 +249,7 @@ class _Hosting:
         yield from (Wait(number, phase) for number in sorted(numbers))
 
     def _copy(self, kind: str, num_bytes: int, phase: str) -> Issue:
-        return Issue(self._take_number(), kind, num_bytes, (self._rank,), kind, phase=phase)
-
-    def _take_number(self) -> int:
-        self._next += 1
-        return self._next - 1
+        return Issue(next(self._next), kind, num_bytes, (self._rank,), kind, phase=phase)
 
     def _storages(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
         found: dict[int, int] = {}

@@ -30,6 +30,7 @@ from paceline.cluster.kernels import Family, Operation
 from paceline.comm.dry.communicator import META
 
 Number = Callable[[torch.Tensor], int]
+Sizes = tuple[int, int, int]
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "_unsafe_view", "detach")
@@ -152,7 +153,7 @@ class Operators:
     def _product(
         self,
         name: str,
-        sizes: tuple[int, int, int],
+        sizes: Sizes,
         inputs: list[torch.Tensor],
         output: torch.Tensor,
         batch: int = 1,
@@ -170,15 +171,13 @@ class Operators:
         )
 
     def _sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-        return tuple((self._number(tensor), _touched(tensor)) for tensor in tensors)
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor; what is expanded is there once."""
-    if 0 not in tensor.stride():
-        return tensor.numel() * tensor.element_size()
-    counts = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
-    return math.prod(counts) * tensor.element_size()
+        found = []
+        for tensor in tensors:
+            count, sides = tensor.numel(), zip(tensor.shape, tensor.stride(), strict=True)
+            if 0 in tensor.stride():  # what is expanded is there once
+                count = math.prod(size for size, stride in sides if stride != 0 or size == 0)
+            found.append((self._number(tensor), count * tensor.element_size()))
+        return tuple(found)
 
 
 def _layout(left: torch.Tensor, right: torch.Tensor) -> str:

@@ -40,7 +40,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
 from paceline.errors import UntraceableError, UsageError
 from paceline.models.hugging_face import text_settings
-from paceline.models.known_values import KnownValues
+from paceline.models.measured import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.held import HeldMemory
@@ -103,7 +103,15 @@ def build_parts(
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
-    engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
+    talker: Communicator = comm
+    if config.comm.algorithm != "native" and comm.size > 1:
+        topology, path = (
+            from_names([rank // layout.node_ranks for rank in range(comm.size)]),
+            config.comm.algorithm_table,
+        )
+        table = None if path is None else read_table(Path(path), topology.placement)
+        talker = DryAlgorithmCommunicator(comm, config.comm.algorithm, topology, table=table)
+    engine = parallelize(model, talker, layout=layout, compressor=compressor)
 
     def without_values(value: Any) -> Any:
         value = value.to(META) if isinstance(value, torch.Tensor) else value
@@ -133,22 +141,8 @@ def build_parts(
     )
 
 
-def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
-    asked = config.comm.algorithm
-    if asked == "native" or comm.size == 1:
-        return comm
-    topology = from_names([rank // layout.node_ranks for rank in range(comm.size)])
-    path = config.comm.algorithm_table
-    table = None if path is None else read_table(Path(path), topology.placement)
-    return DryAlgorithmCommunicator(comm, asked, topology, table=table)
-
-
 def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:
-    """Makes the optimizer as a device has it: torch's own is fused there, and its state is made in the first step.
-
-    On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before. One that updates
-    parameters on the host leaves it to the host whether to step at all.
-    """
+    """Makes the optimizer as a device has it: fused, which torch refuses on meta tensors, and with its state."""
     is_muon = config.optim.kind == "muon"
     optimizer = build_optimizer(config.optim, engine.named_parameters(), engine if is_muon else None)
     if config.optim.kind not in ("adamw", "sgd"):
@@ -169,8 +163,7 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
 def with_stand_in(config: Config, work: Callable[[Config], _Found]) -> tuple[_Found, str]:
     """Returns ``work(config)`` and nothing more to say; or that of the stand-in, and in words what it stands for.
 
-    Raises UntraceableError for a model of the user's own code that cannot be run without values, UsageError for one of
-    transformers that has no stand-in.
+    Raises UntraceableError for code of the user's that cannot run without values, UsageError without a stand-in.
     """
     try:
         return work(config), ""
@@ -220,10 +213,7 @@ def cut_of_run(config: Config, layout: Layout) -> list[Mapping[str, Region]]:
 
 
 def cut_of_training(make_model: Callable[[], nn.Module], layout: Layout) -> list[Mapping[str, Region]]:
-    """Returns by rank the regions that it writes of the model's parameters and buffers, by their names.
-
-    ``make_model`` makes the model on the meta device.
-    """
+    """Returns by rank the regions of parameters and buffers that it writes; ``make_model`` makes the model on meta."""
     world = DryWorld(layout.ranks)
     found: list[Mapping[str, Region]] = []
     for rank in range(layout.ranks):  # the first one tells the others where the model is cut

@@ -124,8 +124,6 @@ def record_stages(
 
 
 class _Recording:
-    """Some ranks of a world that run a model in one layout: what one has learnt of operators the others know."""
-
     def __init__(self, config: Config, layout: Layout, calls: KnownCalls | None) -> None:
         self._config, self._layout = config, layout
         self._world = DryWorld(layout.ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
@@ -143,22 +141,24 @@ class _Recording:
 
     def program(self, rank: int, *, is_whole: bool = False) -> Program:
         config, layout, world = self._config, self._layout, self._world
-        recorder = Recorder(self._calls)
-        autocast = precision_named(layout.precision).autocast_dtype
-        is_device = config.parallel.device != "cpu"
-        pools_in_bytes = is_device and layout.is_compiled
-        functions = MetaFunctions(recorder.attention, autocast, fuses_norms=is_device, pools_in_bytes=pools_in_bytes)
+        recorder, is_device = Recorder(self._calls), config.parallel.device != "cpu"
+        recorder.functions = MetaFunctions(
+            recorder.attention,
+            precision_named(layout.precision).autocast_dtype,
+            fuses_norms=is_device,
+            pools_in_bytes=is_device and layout.is_compiled,
+        )
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
-        recorder.watch(model_blocks(model), functions)
+        recorder.watch(model_blocks(model))
         if not layout.sharing.gradients:  # else whole gradients are there for a moment only
             claim = functools.partial(_claim_gradients, recorder.memory)
             for parameter in [each for each in model.parameters() if each.requires_grad]:
                 parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
-        with self._telling(model), _without_collections(), recorder, functions:
+        with self._telling(model), _without_collections(), recorder, recorder.functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
             if layout.is_compiled and isinstance(parts.loss, CrossEntropy):
-                parts.loss.sum = recorder.watched(LOSS, parts.loss.sum, functions)
+                parts.loss.sum = recorder.watched(LOSS, parts.loss.sum)
             tell_inputs(recorder.values, parts, self._data)
             claim_states(recorder.memory, parts)
             held = (*parts.engine.parameters(), *parts.engine.module.parameters())
@@ -166,9 +166,9 @@ class _Recording:
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
             recorder.rests = True  # these steps teach; ddp makes buckets in both
             for _ in range(2 if layout.strategy == "ddp" else 1):
-                _run(recorder, functions, parts, 1)
+                _run(recorder, parts, 1)
             recorder.rests = False
-            done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
+            done, order = _recorded(recorder, parts, rank, is_whole=is_whole)
         return self._described(rank, parts, done, order)
 
     @contextlib.contextmanager
@@ -219,19 +219,28 @@ class _Recording:
         )
 
 
-def _recorded(
-    recorder: Recorder, functions: MetaFunctions, parts: StepPieces, rank: int, *, is_whole: bool
-) -> tuple[Recorded, tuple[Turn, ...]]:
-    count = len(parts.batch.microbatches)
-    few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
-    done = _run(recorder, functions, parts, few)
+def _recorded(recorder: Recorder, parts: StepPieces, rank: int, *, is_whole: bool) -> tuple[Recorded, tuple[Turn, ...]]:
+    """Runs a step; returns its events, or those of one with few microbatches and the order in which they come again."""
+    pipeline, count = parts.engine.pipeline, len(parts.batch.microbatches)
+    few = count if is_whole else _enough_microbatches(pipeline, count)
+    done = _run(recorder, parts, few)
     if host := recorder.memory.host_storages:  # an engine that offloads: what the host does itself
         events, starts = mark_host_work(done.events, host, recorder.places(), rank)
         done = replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
-    events, order = _compose(parts, done, few, count)
-    if order and not is_playable(events, order):
-        events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
-    return replace(done, events=events), order
+    if few == count:
+        return done, ()
+    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
+        return replace(done, events=repeat(done.events, done.laps[1], done.laps[3], 1 + count - few)), ()
+    marked: list[Event] = []  # a mark before the events of each action
+    actions = pipeline.program(few).actions
+    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
+        action = actions[number] if number < len(actions) else None
+        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
+        marked += (mark, *done.events[begin:end])
+    order = _order_of(pipeline.program(count), few)
+    if order and not is_playable(marked, order):
+        return replace(done, events=_run(recorder, parts, count).events), ()  # pipelines offload nothing
+    return replace(done, events=tuple(marked)), order
 
 
 @contextlib.contextmanager
@@ -246,7 +255,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microbatches: int) -> Recorded:
+def _run(recorder: Recorder, parts: StepPieces, microbatches: int) -> Recorded:
     batch = replace(parts.batch, microbatches=parts.batch.microbatches[:microbatches])
     pipeline = parts.engine.pipeline
     if pipeline is not None:
@@ -254,31 +263,12 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         recorder.memory.act = lambda: len(pipeline.journal)
     recorder.start()
 
-    def lap(phase: str) -> None:
-        recorder.lap(phase)
-        functions.forget_copies()
-
-    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, StepCallbacks(lap), parts.scaler)
+    callbacks = StepCallbacks(recorder.lap)
+    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, callbacks, parts.scaler)
     if parts.average is not None:
         parts.average.update()
     claim_states(recorder.memory, parts)
     return recorder.finish()
-
-
-def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
-    """Returns the events of a step of ``count`` microbatches, or of few and the order in which they come again."""
-    pipeline = parts.engine.pipeline
-    if few == count:
-        return done.events, ()
-    if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
-        return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
-    marked: list[Event] = []  # a mark before the events of each action
-    actions = pipeline.program(few).actions
-    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
-        action = actions[number] if number < len(actions) else None
-        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
-        marked += (mark, *done.events[begin:end])
-    return tuple(marked), _order_of(pipeline.program(count), few)
 
 
 def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
@@ -309,7 +299,6 @@ def _enough_microbatches(pipeline: Pipeline | None, wanted: int) -> int:
 
 
 def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
-    """Returns the actions of a whole step, by those of one with few microbatches."""
     most = max(action.microbatch for action in program.actions)
     arrived: Mapping[Action, Sequence[Action]] = program.released
     found = []
@@ -339,10 +328,7 @@ def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
 
 
 def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, rank: int = 0) -> Config:
-    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does.
-
-    One that names its microbatch is returned as it is; where none fits, the smallest is taken.
-    """
+    """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does."""
     if config.train.microbatch != "auto":
         return config
     calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)

@@ -7,7 +7,7 @@ Some functions of torch behave otherwise on meta tensors than on a device, and a
 kernel there: here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put down as the layer norm, which keeps its
 input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was; compiled for a GPU, one
-(``engines/compiled.py``). Autocast knows no meta device: the same functions cast here.
+(``engines/blocks.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues, indexed
+from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
@@ -102,7 +102,6 @@ class MetaFunctions(TorchFunctionMode):
         return contextlib.nullcontext() if is_on else self
 
     def forget_copies(self) -> None:
-        """Lets go of the parameters' copies, as autocast does when a forward ends."""
         self._copies.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,10 +204,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A step that was written down: its events, bytes that were there all the time, and where its phases end.
-
-    ``acts``: where each action of a pipeline begins, and what comes behind the last one.
-    """
+    """A step that was written down: its events, bytes that were there all the time, where phases and actions end."""
 
     events: tuple[Event, ...]
     resident: dict[str, int]
@@ -231,6 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, calls: KnownCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.values, self._calls = HeldMemory(), KnownValues(), calls
+        self.functions = MetaFunctions(self.attention)
         self._places: dict[tuple[int, int], int] = {}
         self._block, self.rests = "", False  # rests: notes no kernels, but follows memory
         self._forget()
@@ -272,17 +269,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(Wait(number))
 
     def lap(self, phase: str) -> None:
-        """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
+        self.functions.forget_copies()
 
-    def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
-            block.forward = self.watched(f"block {index}", block.forward, functions)
+            block.forward = self.watched(f"block {index}", block.forward)
 
-    def watched(self, label: str, function: Callable[..., Any], functions: MetaFunctions) -> Callable[..., Any]:
-        return functools.partial(self._call_block, label, function, functions)
+    def watched(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._call_block, label, function)
 
     def start(self) -> None:
         self._forget()
@@ -324,16 +321,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             acts=tuple(bisect.bisect_left(acts, act) for act in range(1 + max(acts, default=0))),
         )
 
-    def _call_block(
-        self, label: str, forward: Callable[..., Any], functions: MetaFunctions, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call_block(self, label: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(label)
         try:
-            with functions.back_on():
+            with self.functions.back_on():
                 return forward(*args, **kwargs)
         finally:
             if torch._C._current_graph_task_id() != -1:  # computed again: copies of parameters belong to this graph
-                functions.forget_copies()
+                self.functions.forget_copies()
             self._enter("")
 
     def _enter(self, label: str) -> None:

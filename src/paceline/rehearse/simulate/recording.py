@@ -68,10 +68,7 @@ class KeptRecords:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """From when to when a step lasted, on one rank's clock.
-
-    ``busy_s`` is how long a modelled GPU ran kernels that compute; None where the host computes itself.
-    """
+    """From when to when a step lasted, on one rank's clock; ``busy_s``: how long a modelled GPU computed."""
 
     step: int
     start_s: float
@@ -80,11 +77,7 @@ class StepBounds:
 
 
 class ClockMeter(StepMeter):
-    """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase.
-
-    With ``launches``, those of modelled kernels, records say how long the host took to issue a step that the device was
-    waiting for, as on a GPU.
-    """
+    """Takes a step apart as any meter does, on a rank's clock; ``launches``: of modelled kernels, as a GPU's host."""
 
     launches: KernelPrices | None = None
 
@@ -155,9 +148,7 @@ def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord
         num_trained=trainer.parts.engine.num_trained,
         strategy=" x ".join([*degrees, plan.layout.strategy]),
         backend="virtual",
-        global_batch=plan.batch.global_batch,
-        microbatch=plan.batch.microbatch,
-        accumulate=plan.batch.accumulate,
+        **{name: getattr(plan.batch, name) for name in ("global_batch", "microbatch", "accumulate")},
         total_steps=plan.total_steps,
         unit=trainer.parts.sample.unit,
         units_per_sample=trainer.parts.sample.units,
@@ -190,8 +181,6 @@ _ROWS = {"compute": "phases", "wait": "waits", "communication": "collectives"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRankTimes:
-    """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
-
     rank: int
     compute_s: float
     exposed_s: float

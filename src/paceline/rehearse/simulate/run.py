@@ -18,7 +18,7 @@ import torch
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
-from paceline.cluster.wires import WireCost, over_backend, wire_cost
+from paceline.cluster.wires import over_backend, wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
@@ -42,6 +42,7 @@ from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
+Watch: TypeAlias = Callable[[int, Trainer], None]  # of a rank, when its training is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +68,24 @@ class Conditions:
     def gpu(self) -> str:
         return "" if self.cluster is None or self.cluster.device.is_cpu else self.cluster.device.name
 
-    def wire_cost(self, ranks: int, node_ranks: int | None) -> WireCost:
-        """Returns what operations between ranks cost. Raises UsageError for a backend that cannot be priced."""
-        if self.cluster is not None:
-            cluster = over_backend(self.cluster, self.backend) if ranks > 1 else self.cluster
-            return wire_cost(cluster, ranks)
-        if self.backend in ("nccl", "shared_memory"):
+    def timing(self, config: Config) -> VirtualTime:
+        """Returns the clocks of a config's ranks. Raises UsageError for a backend that cannot be priced."""
+        ranks, cluster = config.parallel.decided_ranks, self.cluster
+        if cluster is None and self.backend in ("nccl", "shared_memory"):
             usual = f"{ranks}x {'h100-sxm' if self.backend == 'nccl' else 'cpu-host'}"
             raise UsageError(
                 f"comm.backend = {self.backend} without a cluster\n  ranks are then processes that talk over Gloo\n"
                 f'  name one: --cluster "{usual}", or set comm.backend = auto'
             )
-        return wire_cost(None, ranks, node_ranks)
+        if cluster is not None:
+            cluster = over_backend(cluster, self.backend) if ranks > 1 else cluster
+        cost = wire_cost(cluster, ranks, config.parallel.node_ranks if cluster is None else None)
+        is_measured = self.compute == "measured"
+        return VirtualTime(cost=cost, measures=is_measured, slow=self.slow, slow_links=self.slow_links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Simulation(Shown):
-    """What a simulated run did: records, clocks and the bounds of steps, by rank."""
-
     config: Config
     conditions: Conditions
     records: tuple[tuple[Record, ...], ...]
@@ -120,10 +121,7 @@ def prepare(
     source: str = "config",
     cluster: Cluster | None = None,
 ) -> Config:
-    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
-
-    ``source`` is what messages call the config: the name of its file. On a ``cluster`` the ranks share its hosts out.
-    """
+    """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks."""
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
     if count < 1:
@@ -153,20 +151,15 @@ def prepare(
 
 
 def simulate(
-    config: Config,
-    conditions: Conditions | None = None,
-    *,
-    view: Sink | None = None,
-    watch: Callable[[int, Trainer], None] | None = None,
+    config: Config, conditions: Conditions | None = None, *, view: Sink | None = None, watch: Watch | None = None
 ) -> Simulation:
     """Trains on virtual ranks, as many as the config (see ``prepare``) says, and tells what each rank's clock saw.
 
-    Rank 0's records also go to ``view``, as they come. ``watch(rank, trainer)`` is called on each rank when its
-    training is over. Raises what a rank raised.
+    Rank 0's records also go to ``view``. ``watch(rank, trainer)`` is called when training is over.
     """
     where = conditions or Conditions()
     check_conditions(config, where)
-    ranks, timing = _timing(config, where)
+    ranks, timing = config.parallel.decided_ranks, where.timing(config)
     found: list[tuple[KeptRecords, list[StepBounds]]] = []
     try:
         # As many threads as a rank of a real run on this machine has: the numbers, and the times, are its own.
@@ -203,26 +196,11 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
             "  operations inside a compiled block are not seen one by one\n"
             "  set model.compile = none, or take measured compute"
         )
-    ranks, timing = _timing(config, conditions)
-    timing.start(ranks, torch.device("cpu"))
-
-
-def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
-    ranks = config.parallel.decided_ranks
-    return ranks, VirtualTime(
-        cost=conditions.wire_cost(ranks, config.parallel.node_ranks),
-        measures=conditions.compute == "measured",
-        slow=conditions.slow,
-        slow_links=conditions.slow_links,
-    )
+    conditions.timing(config).start(config.parallel.decided_ranks, torch.device("cpu"))
 
 
 def _run_rank(
-    comm: VirtualCommunicator,
-    config: Config,
-    where: Conditions,
-    view: Sink | None,
-    watch: Callable[[int, Trainer], None] | None,
+    comm: VirtualCommunicator, config: Config, where: Conditions, view: Sink | None, watch: Watch | None
 ) -> tuple[KeptRecords, list[StepBounds]]:
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None

@@ -31,7 +31,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config.schema import MuonConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
-from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
@@ -39,11 +39,10 @@ from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 class Muon(torch.optim.Optimizer):
     """Updates hidden matrices by their orthogonalised momentum, and everything else as AdamW.
 
-    Give it ``engine.named_parameters()`` and the engine: its ranks share out the matrices, and hand each other slices
-    where parameters are sharded. Without an engine every matrix is orthogonalised here.
+    Give it ``engine.named_parameters()`` and the engine, whose ranks share out the matrices; else all is done here.
     """
 
-    gathers_matrices = True  # so it may update slices: see engines/flat/matrixwise.py
+    gathers_matrices = True  # so it may update slices: see engines/flat/optimizer_state.py
 
     def __init__(
         self,
@@ -67,16 +66,16 @@ class Muon(torch.optim.Optimizer):
                 "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never "
                 "gathers\n  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
             )
-        groups, others = _make_groups(dict(named), engine, lr, weight_decay, settings)
+        groups = _make_groups(dict(named), engine, lr, weight_decay, settings)
+        others = [group for group in groups if not group["is_hidden"]]
         self._adamw: torch.optim.AdamW | None = None
         if others:
             can_fuse = all(p.device.type in ("cpu", "cuda") for group in others for p in group["params"])
             self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=can_fuse)
+        hidden = [group for group in groups if group["is_hidden"]]
         defaults = settings.model_dump(exclude={"adamw_lr_factor", "adamw_for"})
-        super().__init__(
-            [*groups, *(self._adamw.param_groups if self._adamw is not None else ())],
-            {"lr": lr, "weight_decay": weight_decay, **defaults},
-        )
+        filled = hidden if self._adamw is None else [*hidden, *self._adamw.param_groups]
+        super().__init__(filled, {"lr": lr, "weight_decay": weight_decay, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,10 +115,8 @@ class Muon(torch.optim.Optimizer):
         by_group: dict[int, list[int]] = {}
         for number, (parameter, group) in found.items():
             by_group.setdefault(id(group), []).append(number)
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter, memory_format=torch.preserve_format
-                )
+            if "momentum_buffer" not in (state := self.state[parameter]):
+                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         updates: dict[int, torch.Tensor] = {}
         for numbers in by_group.values():
             momentum, nesterov = (found[numbers[0]][1][key] for key in ("momentum", "nesterov"))
@@ -153,29 +150,26 @@ class Muon(torch.optim.Optimizer):
 
 def _make_groups(
     named: Mapping[str, nn.Parameter], engine: Engine | None, lr: float, weight_decay: float, settings: MuonConfig
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     """Returns the group of the hidden matrices, and those of AdamW: other tensors with decay, vectors without."""
     cut = [name for name, p in named.items() if len(full_shape(p)) != p.ndim]
     if engine is None and cut:
-        raise UsageError(
-            f"Muon was given slices ({cut[0]}), and no engine\n"
-            "  a matrix is orthogonalised whole, and the engine knows which ranks hold its slices\n"
-            "  build it as Muon(engine.named_parameters(), engine, ...)"
-        )
+        rule = "a matrix is orthogonalised whole, and the engine knows which ranks hold its slices"
+        fix = "build it as Muon(engine.named_parameters(), engine, ...)"
+        raise UsageError(f"Muon was given slices ({cut[0]}), and no engine\n  {rule}\n  {fix}")
     shapes = {name: full_shape(parameter) for name, parameter in named.items()}
     others = () if engine is None or engine.pipeline is None else engine.state_names()
     hidden = hidden_matrices(shapes, settings.adamw_for, others)
-    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    matrices = [parameter for name, parameter in trained.items() if name in hidden]
-    rest = [parameter for name, parameter in trained.items() if name not in hidden]
+    trained = [(name in hidden, parameter) for name, parameter in named.items() if parameter.requires_grad]
+    matrices = [parameter for is_hidden, parameter in trained if is_hidden]
+    rest = [parameter for is_hidden, parameter in trained if not is_hidden]
     adamw = {"is_hidden": False, "lr": lr * settings.adamw_lr_factor}
     groups = [
         {"params": matrices, "is_hidden": True, "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in rest if len(full_shape(p)) >= 2], **adamw, "weight_decay": weight_decay},
         {"params": [p for p in rest if len(full_shape(p)) < 2], **adamw, "weight_decay": 0.0},
     ]
-    filled = [group for group in groups if group["params"]]
-    return [group for group in filled if group["is_hidden"]], [group for group in filled if not group["is_hidden"]]
+    return [group for group in groups if group["params"]]
 
 
 def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]:
@@ -185,11 +179,8 @@ def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]
     # Memory in the order of the columns is that of the transposed matrix, which is orthogonalised to the transposed.
     shape = (columns, rows) if slot.stride[0] < slot.stride[1] else (rows, columns)
     ranges = [group.layout.shard_range(rank, size) for rank in range(size)]
-    spans = tuple(
-        (min(max(start - slot.offset, 0), slot.numel), min(max(stop - slot.offset, 0), slot.numel))
-        for start, stop in ranges
-    )
-    return group.comm, Matrix(shape=shape, spans=spans)
+    edges = [[min(max(edge - slot.offset, 0), slot.numel) for edge in span] for span in ranges]
+    return group.comm, Matrix(shape=shape, spans=tuple((first, end) for first, end in edges))
 
 
 def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:

@@ -24,7 +24,7 @@ Both give the same numbers but for rounding: the iteration multiplies X by polyn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -33,8 +33,11 @@ import torch
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.units import MIB
 
-_ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices
-_ROUND_BYTES_OF_DEVICE = 64 * MIB  # enough for products that fill it
+_ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices; on other devices 64 MiB, whose products fill them
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+Places: TypeAlias = Mapping[tuple[int, int], int]  # where the slice of each rank and matrix begins
+_WIDE = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,7 @@ def cut_into_rounds(indices: Sequence[int], costs: Sequence[float], rounds: int)
     """Cuts an owner's matrices, in their order, into so many parts of about the same cost; some may be empty."""
     total, done, parts = sum(costs[index] for index in indices), 0.0, [list[int]() for _ in range(rounds)]
     for index in indices:
-        middle = done + costs[index] / 2
-        parts[min(int(middle / total * rounds), rounds - 1) if total else 0].append(index)
+        parts[min(int((done + costs[index] / 2) / total * rounds), rounds - 1) if total else 0].append(index)
         done += costs[index]
     return parts
 
@@ -78,14 +80,12 @@ def make_rounds(
     owners = share_out(costs, comm.size)
     shares = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(comm.size)]
     most = max(sum(matrices[order[index]].numel for index in share) for share in shares) * dtype.itemsize
-    limit = _ROUND_BYTES.get(comm.device_kind, _ROUND_BYTES_OF_DEVICE)
+    limit = _ROUND_BYTES.get(comm.device_kind, 64 * MIB)
     num_rounds = max(1, min(-(-most // limit), max(map(len, shares))))
     cut = [cut_into_rounds(share, costs, num_rounds) for share in shares]
     kind = _Sharded if comm.size > 1 and any(matrix.spans for matrix in matrices.values()) else _Replicated
-    return [
-        kind(matrices, [[order[index] for index in parts[number]] for parts in cut], comm, dtype)
-        for number in range(num_rounds)
-    ]
+    shared = [[[order[index] for index in parts[number]] for parts in cut] for number in range(num_rounds)]
+    return [kind(matrices, each, comm, dtype) for each in shared]
 
 
 class _Round:
@@ -105,14 +105,16 @@ class _Round:
         self.needed = self.numbers if isinstance(self, _Sharded) else self.owned
         self._work: Work = DONE
 
-    def _empty(self, numel: int) -> torch.Tensor:
-        return torch.empty(numel, dtype=self.dtype, device=self.comm.device)
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.comm.device)
 
-    def _stacks(self) -> dict[tuple[int, int], list[int]]:
+    def _stacks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Yields the numbers of what this rank owns of each shape, with memory for them."""
         stacks: dict[tuple[int, int], list[int]] = {}
         for number in self.owned:
             stacks.setdefault(self.matrices[number].shape, []).append(number)
-        return stacks
+        for shape, numbers in stacks.items():
+            yield numbers, self._empty(len(numbers), *shape)
 
 
 class _Replicated(_Round):
@@ -126,13 +128,12 @@ class _Replicated(_Round):
 
     def compute(self, iterations: int) -> None:
         rows: dict[int, torch.Tensor] = {}
-        for shape, numbers in self._stacks().items():
-            stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
+        for numbers, stack in self._stacks():
             if len(given := [number for number in numbers if number in self._updates]) < len(numbers):
                 stack.zero_()
             by_number = dict(zip(numbers, stack, strict=True))
             if given:
-                sources = [self._updates[number].reshape(shape) for number in given]
+                sources = [self._updates[number].reshape(stack.shape[1:]) for number in given]
                 torch._foreach_copy_([by_number[number] for number in given], sources)
             rows |= zip(numbers, orthogonalise(stack, iterations), strict=True)
         self._updates = {}
@@ -191,23 +192,18 @@ class _Sharded(_Round):
             for number in self.owned:
                 places[rank, number] = begin
                 begin += self._length(number, rank)
-        for shape, numbers in self._stacks().items():
-            stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
+        for numbers, stack in self._stacks():
             self._copy(places, numbers, stack, is_back=False)
             self._copy(places, numbers, orthogonalise(stack, iterations).contiguous(), is_back=True)
         self._work = self.comm.all_to_all(self._held, self._whole, self._held_splits(), self._whole_splits())
 
     def finish(self) -> dict[int, torch.Tensor]:
         self._work.wait()
-        lengths = [self._length(number, self.comm.rank) for number in self.numbers]
-        parts = torch.split(self._held, lengths)
+        parts = torch.split(self._held, [self._length(number, self.comm.rank) for number in self.numbers])
         del self._held, self._whole
         return dict(zip(self.numbers, parts, strict=True))
 
-    def _copy(
-        self, places: Mapping[tuple[int, int], int], numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool
-    ) -> None:
-        """Copies slices into the rows of a stack, or back."""
+    def _copy(self, places: Places, numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool) -> None:
         inside, outside = [], []
         for row, number in zip(stack.flatten(1), numbers, strict=True):
             for rank, (first, end) in enumerate(self.matrices[number].spans):
@@ -229,11 +225,6 @@ class _Sharded(_Round):
 
 
 UpdateRound: TypeAlias = _Replicated | _Sharded
-
-
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_EPS = 1e-7
-_WIDE = 1.5
 
 
 def orthogonalise(stack: torch.Tensor, iterations: int) -> torch.Tensor:

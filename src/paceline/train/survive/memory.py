@@ -8,19 +8,15 @@ so that none is lost or counted twice:
            --out of memory on one--> drop gradients, halve the microbatch, passes again
 
 A rank that fails leaves the others inside collectives. Engines that only reduce gradients (ddp, zero1, zero2) let it
-sit out the rest from wherever it stands, with zeros for the gradients that it does not have. Full sharding gathers
-parameters in every pass, and synchronised batch norm talks in it: there a pass cannot be left half done, and the run
-stops with an explanation.
+sit out the rest, with zeros for the gradients that it does not have. Full sharding gathers parameters in every pass,
+and synchronised batch norm talks in it: there a pass cannot be left half done, and the run stops.
 
-The search for the largest microbatch makes a few passes on real samples. A trial is one forward and backward beside
-gradients that are there already, as in accumulation. It leaves nothing: the gradients are dropped, buffers and random
-states put back, no parameter moves. What the optimizer will come to hold is counted.
-
-What a pass holds grows with its samples along a line that starts no lower than what is there without it. So one trial
-bounds all larger ones: extra(n) <= extra(tried) x n / tried. Two trials give the line itself, and the search goes up to
-where it ends: it runs out of memory only where memory does not grow along a line. A trial that goes over the limit, but
-not out of memory, ends the search: the line between it and the one before says what fits. Trying again would not, since
-a process on a CPU keeps what it once had.
+A trial of the search is one forward and backward on real samples beside gradients that are there already. It leaves
+nothing: gradients are dropped, buffers and random states put back. What a pass holds grows with its samples along a
+line that starts no lower than what is there without it, so one trial bounds all larger ones:
+extra(n) <= extra(tried) x n / tried. Two trials give the line, and the search goes up to where it ends. A trial that
+goes over the limit, but not out of memory, ends it: the line says what fits. Trying again would not, since a process on
+a CPU keeps what it once had.
 """
 
 from __future__ import annotations
@@ -50,6 +46,8 @@ from paceline.train.step import Passes, accumulate
 from paceline.units import format_bytes
 
 PROVING_STEPS = 3  # of a new microbatch: allocators reach their peak in the second
+_SMALLER = "set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
+_STUCK = "the other ranks wait in collectives of this pass, which cannot be left half done"
 _MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
 _OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
 
@@ -70,11 +68,17 @@ class Retry:
         loaded = passes.microbatches
         if self._pieces > 1:
             passes = replace(passes, microbatches=cut_finer(loaded, self._pieces))
+        engine = passes.engine
         if not self._num_unproven:
-            return self._run_or_explain(passes)
-        engine, state = passes.engine, PassState(passes.engine)
+            try:
+                return accumulate(passes)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryExhaustedError(self._explain(engine)) from error
+        state = PassState(engine)
         while True:
-            values = self._try(passes)
+            values = try_passes(passes, lambda: MemoryExhaustedError(self._explain(engine)))
             if not reduce_number(engine.gradient_comm, values is None, "max"):  # sync point
                 self._num_unproven -= 1
                 return values or []
@@ -90,52 +94,46 @@ class Retry:
                 self.on_cut(self.microbatch)
             passes = replace(passes, microbatches=cut_finer(loaded, self._pieces))
 
-    def _run_or_explain(self, passes: Passes) -> Sequence[LossSum]:
-        try:
-            return accumulate(passes)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryExhaustedError(self._explain(passes.engine)) from error
-
-    def _try(self, passes: Passes) -> Sequence[LossSum] | None:
-        """Returns what the passes gave; None where this rank ran out of memory, and has sat out the rest of them."""
-        engine, num_passes, num_finished = passes.engine, len(passes.microbatches), 0
-        if not can_fail_alone(engine):
-            return self._run_or_explain(passes)
-
-        def count(phase: str) -> None:
-            nonlocal num_finished
-            num_finished += phase == "backward"  # with which a pass ends
-            passes.on_phase(phase)
-
-        try:
-            return accumulate(replace(passes, on_phase=count))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # Only here, where the traceback is gone that held the activations.
-        drop_gradients(engine)
-        release_memory(engine.device)
-        for number in range(num_finished, num_passes):
-            with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
-                engine.join_pass()
-        return None
-
     def _explain(self, engine: Engine) -> str:
         half = max(1, self.microbatch // 2)
         if self.microbatch == 1:
-            fix = "set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
+            fix = _SMALLER
         elif self._is_allowed and not can_fail_alone(engine):
             fix = f"set train.microbatch = {half}, or memory.checkpoint_activations = full"
         else:
             fix = f"set train.microbatch = {half} or auto: the global batch stays, in more microbatches"
-        why = (
-            "the other ranks wait in collectives of this pass, which cannot be left half done"
-            if self._is_allowed and self.microbatch > 1
-            else "what a pass holds grows with the samples of a microbatch"
-        )
+        why = "what a pass holds grows with the samples of a microbatch"
+        if self._is_allowed and self.microbatch > 1:
+            why = _STUCK
         return f"rank {engine.world.rank} ran out of memory with a microbatch of {self.microbatch}\n  {why}\n  {fix}"
+
+
+def try_passes(passes: Passes, explain: Callable[[], TrainingError]) -> Sequence[LossSum] | None:
+    """Returns what the passes gave; None where this rank ran out of memory, and has sat out the rest of them.
+
+    Raises what ``explain`` returns where the other ranks could not finish theirs then.
+    """
+    engine, num_passes, num_finished = passes.engine, len(passes.microbatches), 0
+
+    def count(phase: str) -> None:
+        nonlocal num_finished
+        num_finished += phase == "backward"  # with which a pass ends
+        passes.on_phase(phase)
+
+    try:
+        return accumulate(replace(passes, on_phase=count))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if not can_fail_alone(engine):
+            raise explain() from error
+    # Only here, where the traceback is gone that held the activations.
+    drop_gradients(engine)
+    release_memory(engine.device)
+    for number in range(num_finished, num_passes):
+        with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
+            engine.join_pass()  # the others may wait in a reduction
+    return None
 
 
 class PassState:
@@ -184,11 +182,9 @@ def cut_finer(microbatches: Sequence[Any], pieces: int) -> list[Any]:
         leaves, structure = tree_flatten(microbatch)
         rows = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves}
         if len(rows) != 1 or None in rows:
-            raise TrainingError(
-                f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory\n"
-                "  it is cut along the first dim of its tensors, which counts the samples\n"
-                "  set train.microbatch to a number that fits"
-            )
+            what = f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory"
+            rule = "it is cut along the first dim of its tensors, which counts the samples"
+            raise TrainingError(f"{what}\n  {rule}\n  set train.microbatch to a number that fits")
         cuts = zip(*(leaf.tensor_split(pieces) for leaf in leaves), strict=True)
         found += [tree_unflatten(list(parts), structure) if len(parts[0]) else None for parts in cuts]
     return found
@@ -220,10 +216,9 @@ def search_microbatch(
     first: int,
     agree: Callable[[int], int] = lambda value: value,
 ) -> Found:
-    """Finds the largest of ``sizes`` whose peak stays within the limit.
+    """Finds the largest of ``sizes`` whose peak, by ``measure`` (None: out of memory), stays within the limit.
 
-    ``measure`` runs a trial and returns its peak, or None where memory ran out. ``base_bytes`` is held without any
-    pass. ``first`` is where to begin. ``agree`` returns the smallest of what all ranks pass to it: so all go one way.
+    ``base_bytes`` is held without any pass. ``agree`` returns the smallest of what all ranks pass: so all go one way.
     """
     best, ceiling = 0, max(sizes) + 1
     points = [(0, base_bytes)]  # samples, and their peak
@@ -283,30 +278,35 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
     limit = round(limit * (1 - MARGIN))
     base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more
-    trials = _Trials(engine, loss, dataset, dtype, gauge)
-    found = Found(samples=None, trials=())
+    found, largest = Found(samples=None, trials=()), 0
+
+    def explain() -> TrainingError:
+        fits = f"set train.microbatch = {largest}, which fits" if largest else "use more ranks"
+        what = f"rank {engine.world.rank} ran out of memory while train.microbatch = auto was searched for"
+        return TrainingError(f"{what}\n  {_STUCK}\n  {fits}, or memory.checkpoint_activations = full")
+
+    def measure(size: int) -> int | None:
+        """Returns the peak of a pass over the first samples, with what is reserved; None where memory ran out."""
+        nonlocal largest
+        gauge.reset()
+        batch = fetch_batch(dataset, np.arange(size, dtype=np.int64) % len(dataset))
+        with engine.no_sync():  # a last, empty microbatch would reduce the gradients, and is left out
+            values = try_passes(Passes(engine, [batch], loss, 1.0 / size, dtype), explain)
+        largest = largest if values is None else max(size, largest)
+        return None if values is None else gauge.peak_bytes() + limits.reserve_bytes
+
     # The first pass makes the gradients, beside which the others are measured.
-    if agree(int(trials.measure(sizes[0], 0) is not None)):
-        found = search_microbatch(
-            sizes,
-            lambda size: trials.measure(size, limits.reserve_bytes),
-            base_bytes=base,
-            limit_bytes=limit,
-            first=limits.first,
-            agree=agree,
-        )
+    if agree(int(measure(sizes[0]) is not None)):
+        found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=limits.first, agree=agree)
     engine.abandon_accumulation()  # not after an error: the other ranks may be elsewhere
     drop_gradients(engine)
     release_memory(engine.device)
     state.restore()
     if found.samples is None:
         peak = found.trials[-1].peak_bytes if found.trials else None
-        raise TrainingError(
-            f"train.microbatch = auto: not even 1 sample fits: it takes "
-            f"{'more than there is' if peak is None else format_bytes(peak)} of {format_bytes(limit)}\n"
-            f"  that is all but {MARGIN:.0%} of what is free\n"
-            "  set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
-        )
+        taken = "more than there is" if peak is None else format_bytes(peak)
+        what = f"train.microbatch = auto: not even 1 sample fits: it takes {taken} of {format_bytes(limit)}"
+        raise TrainingError(f"{what}\n  that is all but {MARGIN:.0%} of what is free\n  {_SMALLER}")
     return found
 
 
@@ -314,41 +314,3 @@ def optimizer_bytes(engine: Engine, slots: int) -> int:
     """Returns what an optimizer with ``slots`` numbers a parameter will hold on this rank's device."""
     here = [p for p in engine.parameters() if p.requires_grad and p.device.type == engine.device.type]
     return slots * sum(parameter.numel() * parameter.element_size() for parameter in here)
-
-
-@dataclass(slots=True)
-class _Trials:
-    """Runs passes of different sizes on the first samples of a data set."""
-
-    engine: Engine
-    loss: Loss
-    dataset: MapDataset
-    dtype: torch.dtype
-    gauge: MemoryGauge
-    largest: int = 0
-
-    def measure(self, size: int, reserve_bytes: int) -> int | None:
-        """Returns the peak of a pass over ``size`` samples, with what is reserved; None where memory ran out."""
-        self.gauge.reset()
-        batch = fetch_batch(self.dataset, np.arange(size, dtype=np.int64) % len(self.dataset))
-        try:
-            with self.engine.no_sync():  # a last, empty microbatch would reduce the gradients, and is left out
-                accumulate(Passes(self.engine, [batch], self.loss, 1.0 / size, self.dtype))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if not can_fail_alone(self.engine):
-                fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
-                raise TrainingError(
-                    f"rank {self.engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
-                    "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
-                    f"  {fits}, or memory.checkpoint_activations = full"
-                ) from error
-        else:
-            self.largest = max(size, self.largest)
-            return self.gauge.peak_bytes() + reserve_bytes
-        drop_gradients(self.engine)
-        release_memory(self.engine.device)
-        with self.engine.no_sync():
-            self.engine.join_pass()  # the others may wait in a reduction
-        return None

@@ -3,19 +3,16 @@
     a step's gradients are not finite  on_bad_step(policy, num_in_a_row, limit, ...)        asked by every rank
     the loss jumped                    find_spike(losses) then on_spike(policy, ...)        asked by every rank
 
-These neither talk nor read a clock: whoever asks with the same values gets the same answer, so that ranks which hold
-the same numbers agree without a word. What is done about ranks that died or hung is decided by
-``health/diagnosis.py``.
+These neither talk nor read a clock: ranks that hold the same numbers agree without a word. What is done about ranks
+that died or hung is decided by ``health/diagnosis.py``.
 
-A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm of the same step at
-the same point of its program, so all of them can stop together, and replay the step together. On CUDA the norm of a
-step is read when the next one has been issued: the device always has work, and the host runs one step ahead of it at
-most. Once a step was bad, the norm is read at once, for the parameters of a bad step are only there until the next good
-one.
+A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm at the same point of
+its program, so all of them can stop and replay the step together. On CUDA the norm is read when the next step has been
+issued: the device always has work. Once a step was bad, the norm is read at once, for the parameters of a bad step are
+only there until the next good one.
 
-Where numbers stop being finite is found by a replay: the parameters are still those of the step. In this order: samples
-that are not finite, then parameters, then the first module whose output is not, then the loss, then the first gradient
-in the order of backward. Costly (every output is looked at) and collective.
+Where numbers stop being finite is found by a replay with these parameters: samples first, then parameters, then the
+first module's output, the loss, the first gradient in the order of backward. Costly and collective.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.objects import gather_objects
 from paceline.config.sections import RecoveryConfig
-from paceline.engines.agree import tensors_in
+from paceline.engines.groups import tensors_in
 from paceline.engines.precision import Precision
 from paceline.health.diagnosis import Stop
 from paceline.train.step import Passes, RunPasses, StepOutcome, accumulate
@@ -66,11 +63,10 @@ class Spike:
 
 
 def find_spike(policy: RecoveryConfig, losses: Sequence[float], loss: float) -> Spike | None:
-    """Says whether ``loss`` is a spike after ``losses``: those of the window, of which half must be there.
+    """Says whether ``loss`` is a spike after ``losses``, or not finite; half of the window must be there.
 
     ``factor``: it is more than the threshold times their median; for losses below zero, that far above its size.
-    ``deviations``: it lies more than the threshold of robust standard deviations (1.48 x the median distance from the
-    median) above it. A loss that is not finite is one.
+    ``deviations``: it lies more than the threshold of robust standard deviations (1.48 x the median distance) above.
     """
     known = [each for each in losses[-policy.spike_window :] if math.isfinite(each)]
     if len(known) < max(2, policy.spike_window // 2):
@@ -135,9 +131,8 @@ def _go_back(policy: RecoveryConfig, how: str, what: str, *, num_roll_backs: int
         return Stop(reason=f"{what}, and there is no checkpoint yet to go back to")
     if num_roll_backs >= policy.max_roll_backs:
         return Stop(reason=f"{what}, after the run went back recovery.max_roll_backs = {policy.max_roll_backs} times")
-    if how == "lower_rate":
-        return GoBack(reason=what, skips_data=False, rate_factor=policy.rate_factor)
-    return GoBack(reason=what, skips_data=True)
+    is_slower = how == "lower_rate"
+    return GoBack(reason=what, skips_data=not is_slower, rate_factor=policy.rate_factor if is_slower else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,21 +169,17 @@ class BadSteps:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         self._unread.append((step, outcome, batch, norm, copied))
-        return self._read(leave=0 if copied is None else 1)
-
-    def read_all(self) -> Iterator[BadStep]:
-        """Yields the bad ones among all steps issued. Waits for the device."""
-        return self._read(leave=0)
+        return self.read(leave=0 if copied is None else 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the counts, of the steps that were read."""
         return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
         self._unread.clear()
 
-    def _read(self, leave: int) -> Iterator[BadStep]:
+    def read(self, leave: int = 0) -> Iterator[BadStep]:
+        """Yields the bad ones among the steps issued, but for the last ``leave``. Waits for the device."""
         while len(self._unread) > (0 if self.num_in_a_row else leave):
             step, outcome, batch, measured, copied = self._unread.popleft()
             if copied is not None:
@@ -199,8 +190,7 @@ class BadSteps:
                 continue
             self.num_skipped += 1
             self.num_in_a_row += 1
-            in_a_row = self.num_in_a_row
-            yield BadStep(step=step, grad_norm=norm, num_in_a_row=in_a_row, outcome=outcome, batch=batch)
+            yield BadStep(step=step, grad_norm=norm, num_in_a_row=self.num_in_a_row, outcome=outcome, batch=batch)
 
 
 _DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
@@ -284,12 +274,12 @@ def explain_bad_steps(
 ) -> str:
     """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
     wording = wording or Wording()
-    step = wording.step
+    step, stage = wording.step, None if finding is None else finding.stage
     scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
     where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
-    if finding is not None and finding.stage == _DATA:
+    if stage == _DATA:
         advice = "repair or leave out these samples"
-    elif finding is not None and finding.stage == _PARAMETER:
+    elif stage == _PARAMETER:
         advice = "start from an earlier checkpoint"
     elif torch.float16 in (precision.autocast_dtype, precision.param_dtype):
         advice = f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
@@ -307,10 +297,6 @@ def _describe(tensor: torch.Tensor) -> str:
     """Counts what is not finite in a tensor; empty if nothing is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
-    value = tensor.detach()
-    if value.isfinite().all():
-        return ""
-    num_nan = int(value.isnan().sum())
-    num_inf = int(value.isinf().sum())
-    parts = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
-    return f"{' and '.join(parts)} in {value.numel()} numbers"
+    counts = {"nan": int(tensor.detach().isnan().sum()), "inf": int(tensor.detach().isinf().sum())}
+    parts = [f"{count} {kind}" for kind, count in counts.items() if count]
+    return f"{' and '.join(parts)} in {tensor.numel()} numbers" if parts else ""
