@@ -107,7 +107,7 @@ def test_a_run_that_took_the_number_meanwhile_is_left_alone(config: Config) -> N
     start(config)
     claimed, moved = claim_run(place, config)
     with claimed:
-        assert (claimed.path.name, moved.folder.name, moved.settle(config).name) == ("tiny-2", "tiny-2", "tiny-2")
+        assert (claimed.path.name, moved.folder.name, moved.named_config(config).name) == ("tiny-2", "tiny-2", "tiny-2")
 
 
 def test_the_newest_run_of_a_name_is_continued(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import remote, slurm, ssh
 from paceline.launch.job import LaunchJob, TargetMachines, all_launches, find_launch, find_target
-from paceline.launch.start import prepare, ranks_of_node, settle, start
+from paceline.launch.start import plan_job, prepare, ranks_of_node, start
 
 GIB = 2**30
 
@@ -95,11 +95,11 @@ def test_the_plan_is_made_for_the_machines_of_the_target(tmp_path: Path) -> None
     config = load_config(make_project(tmp_path) / "tiny.yaml", ["parallel.node_ranks=null"])
     node = TargetMachines(where="a node of queue main", host_bytes=4 * GIB, device_bytes=80 * GIB)
     job = LaunchJob(target="slurm", nodes=2, least=2, ranks=2)
-    decided, lines = settle(config, node, job)
+    decided, lines = plan_job(config, node, job)
     assert decided == ("parallel.device=cpu", "parallel.ranks=4")
     assert "4 ranks on CPUs, 2 on each of 2 nodes: ddp, microbatch 3" in lines
     with pytest.raises(UsageError, match="out of memory: 2 ranks need"):
-        settle(config, replace(node, host_bytes=0.1 * GIB), job)
+        plan_job(config, replace(node, host_bytes=0.1 * GIB), job)
     for overrides, gpus, told in [
         ([], 8, "parallel.device = cpu, and --gpus-per-node is 8"),
         (["parallel.ranks=3"], 0, "parallel.ranks = 3 on 2 nodes"),
@@ -107,7 +107,7 @@ def test_the_plan_is_made_for_the_machines_of_the_target(tmp_path: Path) -> None
     ]:
         asked = load_config(tmp_path / "tiny.yaml", ["parallel.node_ranks=null", *overrides])
         with pytest.raises(ConfigError) as refused:
-            settle(asked, node, replace(job, gpus=gpus, ranks=ranks_of_node(asked, 2, gpus)))
+            plan_job(asked, node, replace(job, gpus=gpus, ranks=ranks_of_node(asked, 2, gpus)))
         assert told in str(refused.value)
 
 

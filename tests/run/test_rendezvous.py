@@ -44,7 +44,7 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Surroundings
         with pytest.raises(HostsChangedError):
             second.next_rendezvous()
         assert second.is_told()
-        assert second.settle("rank 1 was killed", is_sure=True) == [CHANGED]  # nobody is to blame
+        assert second.agree_on_end("rank 1 was killed", is_sure=True) == [CHANGED]  # nobody is to blame
         second.has_joined = False
         assert second.next_rendezvous().world_size == again.result().world_size == 2
         second.set_closed()
@@ -61,12 +61,12 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surro
         rendezvous(tmp_path, "run", both) as second,
     ):
         list(pool.map(Rendezvous.next_rendezvous, (first, second)))
-        unsure = pool.submit(first.settle, "rank 0 lost another", is_sure=False)
-        assert second.settle("rank 1 was killed", is_sure=True) == ["rank 1 was killed"] == unsure.result()
-        assert first.settle("rank 0 failed, too", is_sure=True) == ["rank 1 was killed"]
+        unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
+        assert second.agree_on_end("rank 1 was killed", is_sure=True) == ["rank 1 was killed"] == unsure.result()
+        assert first.agree_on_end("rank 0 failed, too", is_sure=True) == ["rank 1 was killed"]
         first.has_joined = second.has_joined = False
         list(pool.map(Rendezvous.next_rendezvous, (first, second)))
-        unsure = pool.submit(first.settle, "rank 0 lost another", is_sure=False)
+        unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
         second.__exit__()  # the host is gone, which is no failure of a rank
         assert unsure.result() == ["rank 1 was killed", CHANGED]
 
@@ -80,7 +80,7 @@ def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Surroundings, tmp_pa
         rendezvous(tmp_path, "run", both, facts) as second,
     ):
         list(pool.map(Rendezvous.next_rendezvous, (first, second)))
-        refused = pool.submit(second.settle, "rank 1 lost another", is_sure=False)
+        refused = pool.submit(second.agree_on_end, "rank 1 lost another", is_sure=False)
         ended = pool.submit(first.end, refusal="optim.lr = -1")
         with pytest.raises(UsageError, match=r"^optim\.lr = -1$"):
             refused.result()

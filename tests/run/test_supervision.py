@@ -8,8 +8,11 @@ import pytest
 from made_plans import plan_of
 
 from paceline.config import dump_yaml, load_config
+from paceline.errors import RunFolderError
 from paceline.run.folder import adopt_config, change_config, claim_folder, config_of
-from paceline.run.supervise import halved_config
+from paceline.run.location import RunLocation
+from paceline.run.rendezvous import HostsChangedError
+from paceline.run.supervise import halved_config, supervise
 from paceline.run.warm import rank_threads
 
 
@@ -38,6 +41,26 @@ def test_the_microbatch_is_halved_and_the_global_batch_stays(project: Path) -> N
         assert load_config(folder / "config.yaml").train.microbatch == 1
         plan(folder, 1)
         assert not halved_config(folder)
+
+
+def test_a_run_whose_folder_is_gone_when_hosts_change_says_so(project: Path) -> None:
+    config = load_config(project / "tiny.yaml")
+    gone = RunLocation(folder=project / "runs" / "gone")
+
+    class Changing:
+        """A launcher whose hosts change before any attempt has failed."""
+
+        folder, has_others = gone.folder, True
+
+        def start(self, command: list[str]) -> None:
+            raise HostsChangedError
+
+        def agree_on_end(self, ended: object) -> tuple[list[object], bool, bool]:
+            assert ended is None
+            return [], False, True
+
+    with pytest.raises(RunFolderError, match=r"gone is gone[\s\S]*start it anew"):
+        supervise(Changing(), config, gone)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"batch": {}}'])

@@ -42,11 +42,8 @@ from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
-from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
-from paceline.engines.apply import parallelize
-from paceline.engines.blocks import checkpoint_blocks, parts_by_size
 from paceline.engines.apply import STRATEGY_NAMES, parallelize
-from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
+from paceline.engines.blocks import checkpoint_blocks, parts_by_size
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
@@ -286,7 +283,7 @@ class MicrobatchTrainer:
         everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
         ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
-        self._calls.settle(wait=True)
+        self._calls.read_times(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
         list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0

@@ -150,7 +150,7 @@ class TimedCalls:
 
         def read() -> StepRecord:
             if not times:
-                self.settle(wait=True)  # sync point
+                self.read_times(wait=True)  # sync point
             return times[0]
 
         values["compute_time"] = lambda: read().step_s - read().comm_s
@@ -159,10 +159,10 @@ class TimedCalls:
         metrics = StepMetrics(values)
         self._meter.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
         self._waiting.append((times, metrics))
-        self.settle()
+        self.read_times()
         return metrics
 
-    def settle(self, *, wait: bool = False) -> None:
+    def read_times(self, *, wait: bool = False) -> None:
         """Reads the times of calls that the device has passed; with ``wait``, of all."""
         for record in self._meter.drain(wait=wait):
             times, metrics = self._waiting.popleft()
@@ -175,6 +175,6 @@ class TimedCalls:
 
     def close(self) -> None:
         """Logs the rest."""
-        self.settle(wait=True)
+        self.read_times(wait=True)
         if self._log is not None:
             self._log.close()

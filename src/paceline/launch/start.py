@@ -70,7 +70,7 @@ def prepare(
         machines = replace(known, notes=(f"not asked for its machines: {error.headline}",))
     if not checks_memory:
         machines = TargetMachines(where=machines.where, notes=machines.notes)
-    decided, lines = settle(config, machines, job)
+    decided, lines = plan_job(config, machines, job)
     return target, replace(job, overrides=(*overrides, *decided)), lines
 
 
@@ -126,7 +126,7 @@ def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
     return each or _CPU_RANKS
 
 
-def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def plan_job(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Makes the plan for the target's machines: overrides of the config, and lines. Raises ConfigError, UsageError."""
     each, nodes, device = job.ranks, job.nodes, "cuda" if job.gpus else "cpu"
     if config.parallel.device not in ("auto", device):

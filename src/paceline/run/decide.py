@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from paceline.rehearse.dryrun.expected import Background
     from paceline.search.automatic import Choice
 
-
 _ANYWAY = "to start it all the same: --no-memory-check"
 _FEWEST_STEPS = 40  # of a run that is worth a process beside it
 

@@ -95,7 +95,7 @@ class RunLocation:
     is_continued: bool = False
     takes_number: bool = False
 
-    def settle(self, config: Config) -> Config:
+    def named_config(self, config: Config) -> Config:
         """Returns the config under the run's own name. Its checkpoints have a folder of their own, too."""
         if config.name == self.folder.name:
             return config
@@ -174,10 +174,10 @@ def claim_run(
     from paceline.config import dump_yaml
 
     while True:
-        folder, settled = location.folder, location.settle(config)
+        folder, named = location.folder, location.named_config(config)
         try:
-            name = config.name if settled.name != config.name else ""
-            text = dump_yaml(settled)
+            name = config.name if named.name != config.name else ""
+            text = dump_yaml(named)
             resume = location.is_continued
             return claim_folder(folder, text, plan_json, force=force, resume=resume, name=name), location
         except RunFolderError:
@@ -245,7 +245,7 @@ def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
         checkpoint = absolute_path(find_start(config, first, resume, say))
         # A numbered run's folder of checkpoints may lie in that of the first.
         for folder in sorted({*runs, first}, key=lambda path: (path == first, path.name)):
-            asked = RunLocation(folder=folder).settle(config).checkpoint.folder
+            asked = RunLocation(folder=folder).named_config(config).checkpoint.folder
             where = absolute_path(folder if asked is None else Path(asked))  # its checkpoints, and nobody else's
             if checkpoint.is_relative_to(where) or checkpoint.is_relative_to(folder.resolve()):
                 return RunLocation(folder=folder, checkpoint=checkpoint, is_continued=folder.is_dir())
@@ -253,7 +253,7 @@ def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
     problem: CheckpointError | None = None
     for folder in runs:
         try:
-            found = find_start(RunLocation(folder=folder).settle(config), folder, resume, say)
+            found = find_start(RunLocation(folder=folder).named_config(config), folder, resume, say)
         except CheckpointError as error:
             problem = problem or error
             continue

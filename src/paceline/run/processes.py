@@ -40,7 +40,6 @@ from paceline.run.signals import interrupts_withheld, scratch_folder
 if TYPE_CHECKING:
     from paceline.config import Config
 
-
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 PROFILE = "PACELINE_PROFILE"  # the folder that profiled ranks leave what they saw in
 MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do

@@ -5,7 +5,7 @@ at the address that the user named, on the host that has it, and every connectio
 rendezvous listens at all addresses, asks nobody who he is, and unpickles what it is sent.
 
 A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
-over. How it ended is told here, and the first account counts for all (``settle``).
+over. How it ended is told here, and the first account counts for all (``agree_on_end``).
 
 Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
 differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
@@ -155,7 +155,7 @@ class Rendezvous(elastic.RendezvousHandler):
         place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
         return elastic.RendezvousInfo(store, rank, self.size, place)
 
-    def settle(self, own: str, *, is_sure: bool) -> list[str]:
+    def agree_on_end(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
 
         The first account counts, and is ``CHANGED`` where hosts came or went. A launcher that is not sure of its own

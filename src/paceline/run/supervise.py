@@ -2,7 +2,7 @@
 
 The same loop runs in the launcher of one host and in those of several. torch's elastic agent starts one process per
 rank, looks at them every 50 ms, and restarts nothing: the first failure ends the attempt, and no process is left. The
-launchers agree on one account of it (``Launcher.settle``), ask ``health/diagnosis.py`` what to do, and so decide alike:
+launchers agree on one account of it (``Launcher.agree_on_end``), and ``health/diagnosis.py`` decides for all:
 
     rank 1 was killed by SIGKILL after step 37; restarting 4 ranks from step 30 (restart 1 of 3)
 
@@ -35,7 +35,15 @@ from paceline.checkpoint.manifest import Line, line_from
 from paceline.checkpoint.storage import absolute_path
 from paceline.cluster.detect import usable_cores
 from paceline.config import Config, check_ranks, dump_yaml, load_config
-from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError, PacelineError, UsageError
+from paceline.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    LaunchError,
+    PacelineError,
+    RunFolderError,
+    UsageError,
+)
 from paceline.health.diagnosis import FailedAttempt, Stop, after_failure, first_cause
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
@@ -78,9 +86,13 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             halved = halved_config(folder) if is_asked else None
             can_halve = not is_asked or halved is not None
             ended = FailedAttempt.of(error.diagnosis, notes.read_progress(folder), can_halve=can_halve)
-        failed, has_failed, is_ours = launcher.settle(ended)
+        failed, has_failed, is_ours = launcher.agree_on_end(ended)
         decision = after_failure(policy, failed) if has_failed else None
         if not folder.is_dir():
+            if not failed:
+                raise RunFolderError(
+                    f"{folder} is gone\n  a run keeps its records and checkpoints there\n  start it anew"
+                )
             decision = Stop(reason="not started again: its folder is gone")
         if isinstance(decision, Stop):
             raise _stopped(failed[-1], decision)
@@ -241,7 +253,7 @@ class Launcher:
         with scratch_folder() as scratch:
             self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
 
-    def settle(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
+    def agree_on_end(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
         """Agrees with other hosts on how the attempt ended; None: hosts came or went.
 
         Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
@@ -251,7 +263,7 @@ class Launcher:
         own = CHANGED if ended is None else ended.to_text()
         is_sure = not self.has_others or (ended is not None and ended.is_sure)
         try:
-            told = self.met.settle(own, is_sure=is_sure or ended is None)
+            told = self.met.agree_on_end(own, is_sure=is_sure or ended is None)
         except (CommunicationError, TimeoutError) as error:
             if ended is None:
                 raise LaunchError(f"the run cannot go on: {error}") from error

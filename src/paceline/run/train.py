@@ -118,7 +118,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         show_decisions(config, decision.choice, decision.notes)
     expected = predict_run(config)
     claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
-    config, folder = location.settle(config), location.folder
+    config, folder = location.named_config(config), location.folder
     with claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
@@ -157,7 +157,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
         from paceline.run.decide import decide_run
 
         config = decide_run(asked, hosts=hosts, host_ranks=nodes.host_ranks, checks_memory=False).config
-        settled = location.settle(config)
+        named = location.named_config(config)
         if running is None:
             try:  # the first host to claim the folder has it, and the others join: no other number
                 claimed, _ = claim_run(replace(location, takes_number=False), config, force=options.force)
@@ -168,12 +168,12 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
                 with claimed:
                     if secret:
                         write_secret(folder / _SECRET)
-                    with explain_end(claimed), observing(folder, settled, is_quiet=is_quiet, is_verbose=is_verbose):
-                        _run_host(settled, folder, nodes, secret, warm, asked)
-                    return read_result(folder, settled)
-        say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.count} ranks")
-        with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, settled):
-            _run_host(settled, folder, nodes, secret, warm, asked)
+                    with explain_end(claimed), observing(folder, named, is_quiet=is_quiet, is_verbose=is_verbose):
+                        _run_host(named, folder, nodes, secret, warm, asked)
+                    return read_result(folder, named)
+        say(f"joining the run in {folder} with {named.parallel.decided_ranks // nodes.count} ranks")
+        with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, named):
+            _run_host(named, folder, nodes, secret, warm, asked)
         return None
 
 

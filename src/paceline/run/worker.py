@@ -317,7 +317,7 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     decision = decide_run(asked, comm=comm, machine=machine, checks_memory=options.checks_memory)
     claimed, location, prediction = _claim_together(comm, location, decision, cores, force=options.force)
-    decision = replace(decision, config=location.settle(decision.config))
+    decision = replace(decision, config=location.named_config(decision.config))
     config, choice = decision.config, decision.choice
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
     if view is not None:
@@ -391,8 +391,8 @@ def _claim_together(
         prediction = _predict(decision.config, claimed, cores)
         return found
 
-    settled = ask_first_rank(comm, claim)
-    return claimed, settled, prediction
+    located = ask_first_rank(comm, claim)
+    return claimed, located, prediction
 
 
 def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:

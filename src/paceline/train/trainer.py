@@ -89,7 +89,7 @@ class Trainer(RunState):
                         for result in steps:
                             for hook in self.hooks:
                                 hook(self, result)
-                    self._settle()
+                    self._wait_for_steps()
                     return
                 except GoBackError as error:
                     asked = error
@@ -165,10 +165,10 @@ class Trainer(RunState):
 
     def state(self) -> State:
         """Returns this rank's part of the state, without a copy. Raises TrainingError for a loss that is not finite."""
-        self._settle()
+        self._wait_for_steps()
         return self.collect_state()
 
-    def _settle(self) -> None:
+    def _wait_for_steps(self) -> None:
         """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
         for bad in self.bad_steps.read():

@@ -155,7 +155,7 @@ class _Meeting:
     ready: list[float] = field(default_factory=list)
     start: float = 0.0
     end: float = 0.0
-    is_settled: bool = False
+    has_end: bool = False
 
 
 class _Actor:
@@ -265,7 +265,7 @@ class _Actor:
             clock.compute = clock.host = clock.now
         return max(clock.now, clock.free(event.lane))
 
-    def settle(self, meeting: _Meeting, lane: str) -> None:
+    def end_collective(self, meeting: _Meeting, lane: str) -> None:
         event = meeting.event
         self.clock.occupy(lane, meeting.end)
         if event.kind not in COPIES:  # the bus has engines of its own
@@ -350,14 +350,14 @@ class _Actors:
             else:
                 meeting = actor.meetings.get(event.number)
                 if meeting is not None:  # else it was issued in the step before
-                    if not meeting.is_settled:
+                    if not meeting.has_end:
                         break
                     actor.wait(event, meeting)
             actor.place += 1
         return actor.place > before
 
     def _meet(self, actor: _Actor, event: Issue) -> None:
-        """Adds a rank to an operation; the last one to come settles when it runs.
+        """Adds a rank to an operation; the last one to come says when it runs.
 
         The n-th collective of a group on a lane is the same on all ranks; so is the n-th message of a tag between two.
         """
@@ -378,9 +378,9 @@ class _Actors:
         meeting.members.append((actor, event.lane))
         if len(meeting.ready) == 1 + others:
             self._open.pop(key, None)
-            self._settle(meeting)
+            self._end_collective(meeting)
 
-    def _settle(self, meeting: _Meeting) -> None:
+    def _end_collective(self, meeting: _Meeting) -> None:
         event = meeting.event
         meeting.start = max(meeting.ready)
         seconds = 0.0
@@ -392,6 +392,6 @@ class _Actors:
             seconds = (alone + self._extra) * self._slowdown * event.share
         elif event.kind in COPIES:
             seconds = event.num_bytes / self._bus
-        meeting.end, meeting.is_settled = meeting.start + seconds, True
+        meeting.end, meeting.has_end = meeting.start + seconds, True
         for actor, lane in meeting.members:
-            actor.settle(meeting, lane)
+            actor.end_collective(meeting, lane)
