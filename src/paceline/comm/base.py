@@ -368,20 +368,17 @@ class Trace:
         self.num_operations[kind] += 1
         self.num_bytes[kind] += num_bytes
 
-    def mark(self) -> Mark:
-        return self._clock.mark()
-
     def begin_wait(self) -> Mark | None:
         """Marks where the compute begins to wait; None where it waits already."""
         if self._is_waiting:
             return None
         self._is_waiting = True
-        return self.mark()
+        return self._clock.mark()
 
     def end_wait(self, start: Mark | None) -> None:
         if start is not None:
             self._is_waiting = False
-            self.waits.append((start, self.mark()))
+            self.waits.append((start, self._clock.mark()))
 
     def take_waits(self) -> list[tuple[Mark, Mark]]:
         """Returns the waits since the last call; their times are read when the device is past them."""

@@ -14,8 +14,6 @@ from paceline.errors import UsageError
 
 
 class SoloCommunicator(Communicator):
-    """The communicator of a group with one member."""
-
     def __init__(self, device: torch.device, *, world_rank: int = 0) -> None:
         super().__init__(0, (world_rank,), device, backend="none")
 

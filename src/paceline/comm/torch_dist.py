@@ -44,8 +44,6 @@ _C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in
 
 @dataclass(slots=True, eq=False)
 class ExchangeWork:
-    """Messages in flight, and what is done with them when all have come."""
-
     receives: list[Any]
     sends: list[Any]
     timeout: datetime.timedelta

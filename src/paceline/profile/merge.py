@@ -118,8 +118,6 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """One rank on the clock of rank 0: its own spans, torch's events, and memory over time."""
-
     spans: RankSpans
     events: tuple[TorchEvent, ...] = ()
     memory: tuple[MemoryPoint, ...] = ()

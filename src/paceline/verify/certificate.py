@@ -217,10 +217,8 @@ def verify(
     on the rank. ``options`` are fields of a ``Layout``, as for ``parallelize`` (``precision="bf16"``, ``accumulate=3``,
     ``pipeline=2, schedule="zb-h1"``), and besides ``steps`` (3), ``clip`` (1.0), ``backend`` ("virtual"; "gloo" and
     "shared_memory" are real processes, whose functions can be pickled) and ``tolerance`` (None: what rounding
-    explains). ``precision="fp32"`` is verified in float64, any other against one process of the same policy.
-    Without ``shard_ranks`` hybrid shards over half of the ranks.
-
-    Raises UsageError, before anything starts, with all that is wrong with the arguments.
+    explains). ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Raises
+    UsageError, before anything starts, with all that is wrong with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
     return certify(case, Settings.of(strategy=strategy, ranks=ranks, **options))

@@ -102,7 +102,6 @@ def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[
 
 @contextlib.contextmanager
 def casts_cached(is_cached: bool) -> Iterator[None]:
-    """Lets autocast keep what it has cast, or not, on this thread."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(is_cached)
     try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.comm.algorithms.rounds import Message, Round
+from paceline.comm.algorithms.rounds import Round
 from paceline.comm.base import Communicator, ReduceOp, Work, reduce_pair
 
 
@@ -31,13 +31,10 @@ class MessageLane:
 
     def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
         self.num_rounds = len(rounds)
-        self._comm = comm
-        self._flat = flat
-        self._rounds = rounds
-        self._op = op
-        self._tag = tag
+        self._comm, self._tag = comm, tag
+        self._flat, self._rounds, self._op = flat, rounds, op
         self._ahead = 1 if comm.device.type == "cpu" else 0  # see [Note: ahead]
-        longest = max((sum(_lengths(each.sums)) for each in rounds), default=0)
+        longest = max((sum(one.stop - one.start for one in each.sums) for each in rounds), default=0)
         self._scratch = [torch.empty(longest, dtype=flat.dtype, device=flat.device) for _ in range(self._ahead + 1)]
         # Of the rounds from the one that is finished next: all that is received, and the pieces to be added.
         self._arriving: deque[tuple[list[Work], list[torch.Tensor]]] = deque()
@@ -48,13 +45,15 @@ class MessageLane:
         """Posts what a round sends, and with ``receives`` what it receives."""
         if number >= self.num_rounds:
             return
-        sends, me = self._rounds[number].sends, self._comm.rank
         # Of two ranks that send to each other the lower one posts its sends first, the other one its receives: NCCL
         # carries out what a pair posts one after another.
-        self._post_sends([message for message in sends if message.peer > me])
-        if receives:
-            self.receive(number)
-        self._post_sends([message for message in sends if message.peer < me])
+        for is_above in (True, False):
+            for each in self._rounds[number].sends:
+                if (each.peer > self._comm.rank) == is_above and each.stop > each.start:
+                    work = self._comm.send(self._flat[each.start : each.stop], each.peer, self._tag)
+                    self._sends.append(work)
+            if is_above and receives:
+                self.receive(number)
 
     def receive(self, number: int) -> None:
         """Posts what the rounds up to this one receive, and what may be posted ahead of it."""
@@ -62,7 +61,8 @@ class MessageLane:
             this = self._rounds[self._num_received]
             free = self._scratch[self._num_received % len(self._scratch)]
             copied = [self._flat[message.start : message.stop] for message in this.copies]
-            added = list(torch.split(free[: sum(lengths)], lengths)) if (lengths := _lengths(this.sums)) else []
+            lengths = [message.stop - message.start for message in this.sums]
+            added = list(torch.split(free[: sum(lengths)], lengths)) if lengths else []
             pairs = zip((*this.copies, *this.sums), (*copied, *added), strict=True)
             works = [self._comm.recv(piece, message.peer, self._tag) for message, piece in pairs if piece.numel()]
             self._arriving.append((works, [piece for piece in added if piece.numel()]))
@@ -84,16 +84,6 @@ class MessageLane:
             work.wait()
         self._sends.clear()
         self._scratch, self._flat = [], torch.empty(0)
-
-    def _post_sends(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if message.stop > message.start:
-                piece = self._flat[message.start : message.stop]
-                self._sends.append(self._comm.send(piece, message.peer, self._tag))
-
-
-def _lengths(messages: Sequence[Message]) -> list[int]:
-    return [message.stop - message.start for message in messages]
 
 
 class InFlight:
@@ -120,11 +110,9 @@ class InFlight:
 class RoundsWork:
     def __init__(self, in_flight: InFlight, lanes: list[MessageLane], deliver: Callable[[], None], window: int) -> None:
         self.is_finished = False
-        self._in_flight = in_flight
-        self._lanes = lanes
+        self._in_flight, self._lanes, self._window = in_flight, lanes, window
         self._deliver: Callable[[], None] | None = deliver
         self._error: Exception | None = None
-        self._window = window
         for place, lane in enumerate(self._lanes):
             lane.post(0, receives=place < self._window)
 

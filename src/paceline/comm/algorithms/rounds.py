@@ -125,16 +125,9 @@ def ring_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round
 
 
 def ring_all_gather(rank: int, slices: Sequence[ElementRange]) -> list[Round]:
-    """Spreads slice r of rank r: everyone passes on what came last."""
-    size = len(slices)
-    after, before = (rank + 1) % size, (rank - 1) % size
-    return [
-        Round(
-            sends=(Message(after, *slices[(rank - step) % size]),),
-            copies=(Message(before, *slices[(rank - 1 - step) % size]),),
-        )
-        for step in range(size - 1)
-    ]
+    """Spreads slice r of rank r: everyone passes on what came last, as in the sums but one slice further."""
+    rounds = ring_reduce_scatter(rank, [*slices[1:], slices[0]])
+    return [Round(sends=each.sends, copies=each.sums) for each in rounds]
 
 
 def halving_reduce_scatter(rank: int, slices: Sequence[ElementRange]) -> list[Round]:

@@ -181,8 +181,6 @@ class Compressor:
 
 @dataclass(slots=True)
 class _GradientPass:
-    """What a pass will have changed when it counts."""
-
     is_ended: bool = False
     is_finite: torch.Tensor | None = None
     works: list[_BucketWork] = field(default_factory=list)
@@ -232,8 +230,6 @@ class _Bucket:
 
 
 class _BucketWork:
-    """A bucket under way: a vector in the policy's hands, and the rest in an all-reduce."""
-
     def __init__(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
         self.whole: torch.Tensor | None = None
         self.whole_work: Work = DONE

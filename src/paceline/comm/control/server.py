@@ -33,8 +33,6 @@ _Seals = tuple[wire.Seal, wire.Seal]
 
 
 class ControlServer:
-    """Serves the processes of one job from a thread, until it is closed."""
-
     def __init__(self, listener: socket.socket, secret: wire.Secret, hosts: Hosts | None = None, own: str = "") -> None:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
         self.secret = secret
@@ -175,8 +173,6 @@ _MOST_BYTES = 2**28  # of all values
 
 
 class Values:
-    """What the processes of a job have sent one another. An operation returns a coroutine where it has to wait."""
-
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._awaited: dict[str, asyncio.Future[None]] = {}

@@ -91,8 +91,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def __init__(self, client: ControlClient, prefix: str = "") -> None:
         super().__init__()
-        self._client = client
-        self._prefix = prefix
+        self._client, self._prefix = client, prefix
         self._fetched: tuple[float, list[str], list[bytes]] = (0.0, [], [])  # by the last wait
 
     def close(self) -> None:

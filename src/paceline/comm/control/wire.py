@@ -75,12 +75,12 @@ class Address:
         return f"unix:{self.host}" if self.is_path else f"tcp:{self.host}:{self.port}"
 
 
+@dataclass(slots=True)
 class Seal:
     """Seals the messages of one direction of a connection, or checks them."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._number = 0
+    _key: bytes
+    _number: int = 0
 
     def close(self, text: bytes) -> bytes:
         return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
@@ -250,7 +250,6 @@ def read_secret(path: Path) -> bytes:
 
 
 def secret_of(environment: Mapping[str, str]) -> bytes:
-    """Returns the job's secret as the environment has it, or names its file."""
     if SECRET_FILE in environment:
         return read_secret(Path(environment[SECRET_FILE]))
     if SECRET not in environment:

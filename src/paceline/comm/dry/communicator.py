@@ -61,8 +61,7 @@ class DryWorld:
         """Takes the type of device to imitate: engines do some things differently on a CPU."""
         if size < 1:
             raise UsageError(f"a world of {size} ranks\n  it has at least one")
-        self.size = size
-        self.device_kind = device_kind
+        self.size, self.device_kind = size, device_kind
         self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}  # by sender, receiver and tag
         self.board: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # broadcasts, by group and number
 
@@ -170,8 +169,6 @@ class DryCommunicator(Communicator):
 
 
 class DryAlgorithmCommunicator(AlgorithmCommunicator):
-    """Records what an ``AlgorithmCommunicator`` would send for collectives of one rank."""
-
     inner: DryCommunicator
 
     def issue(self, call: Call) -> Work:

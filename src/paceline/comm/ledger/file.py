@@ -80,8 +80,6 @@ def make_file(path: Path) -> mmap.mmap:
 
 
 class Pulse(NamedTuple):
-    """What changes whenever a rank does something."""
-
     is_finished: bool  # the rank has left, as it should or with an error of its own
     phase: str
     step: int  # how many steps it has made in this attempt

@@ -108,7 +108,6 @@ class Ledger:
         self.cells[STEP] += 1
 
     def finish(self) -> None:
-        """Notes that the rank leaves as it should: nobody is to wait for it."""
         self.cells[layout.IS_FINISHED] = layout.FINISHED
 
     def fail(self) -> None:

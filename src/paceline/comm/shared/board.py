@@ -42,8 +42,6 @@ _Move = Callable[[int, int], None]  # of a chunk, by its number and its ticket
 
 
 class Board:
-    """The counters and areas of a group, as one rank sees them."""
-
     def __init__(self, words: memoryview, areas: Sequence[Sequence[torch.Tensor]], rank: int, fence: Fence) -> None:
         self.rank = rank
         self.size = len(areas)
@@ -125,8 +123,6 @@ def describe(stamp: int) -> str:
 
 
 class Collectives:
-    """What one rank of a group calls, step by step, in Python."""
-
     def __init__(self, board: Board) -> None:
         self.board = board
 

@@ -98,8 +98,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         layout, progress = resources.layout(len(ranks)), resources.progress
         super().__init__(rank, ranks, torch.device("cpu"), backend="shared_memory")
-        self._processes = processes
-        self._resources = resources
+        self._processes, self._resources = processes, resources
         self.is_compiled = resources.code is not None
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
@@ -198,7 +197,7 @@ class SharedMemoryCommunicator(Communicator):
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns zeros that all ranks can reach, freed with the last tensor in them; None without room for them."""
         calls = self._calls
-        if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
+        if not isinstance(calls, native.CompiledCollectives) or calls.num_buffers == native.MOST_BUFFERS or not numel:
             return None
         area = round_up(numel * dtype.itemsize, _PAGE)
         everyone = range(self.size)

@@ -230,7 +230,6 @@ class Inbox:
         self._posted.append((operation, target, tag))
 
     def pump(self) -> bool:
-        """Empties the cells that are there, as long as somebody waits for a message."""
         try:
             self._hand_out()
             while self._posted or (self._arriving is not None and self._arriving.operation is not None):

@@ -36,34 +36,31 @@ class Abandoned(BaseException):
     """Unwinds a rank because another one failed. Not an Exception, so that no ``except Exception`` swallows it."""
 
 
+@dataclass(slots=True)
 class _LazyState:
     """Reads and writes a random state only where somebody has drawn from it: Numpy's takes 0.08 ms each, Python's 0.02.
 
     ``look`` returns memory that shows whether, or None; ``is_shown`` says of a state whether that is all of it.
     """
 
-    def __init__(
-        self,
-        look: Callable[[], Any],
-        get: Callable[[], Any],
-        put: Callable[[Any], None],
-        is_shown: Callable[[Any], bool] = lambda _: True,
-    ) -> None:
-        self._look, self._get, self._put, self._is_shown = look, get, put, is_shown
-        self._known: Any = None  # the state that was read or written last
-        self._memory: Any = None  # and what tells of a change since
+    look: Callable[[], Any]
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    is_shown: Callable[[Any], bool] = lambda _: True
+    known: Any = None  # the state that was read or written last
+    memory: Any = None  # and what tells of a change since
 
     def capture(self) -> Any:
         """Returns the state: the same object as before where nothing has changed."""
-        memory = self._look()
-        if memory is None or memory != self._memory or not self._is_shown(self._known):
-            self._known, self._memory = self._get(), memory
-        return self._known
+        memory = self.look()
+        if memory is None or memory != self.memory or not self.is_shown(self.known):
+            self.known, self.memory = self.get(), memory
+        return self.known
 
     def restore(self, state: Any) -> None:
         if self.capture() is not state:
-            self._put(state)
-            self._known, self._memory = state, self._look()
+            self.put(state)
+            self.known, self.memory = state, self.look()
 
 
 _MT19937_BYTES = 624 * 4 + 4  # the numbers, and the place among them
@@ -123,13 +120,9 @@ class BatonWait:
 
 
 class Baton:
-    """Runs one function per rank on threads, one at a time, and passes the baton between them."""
-
     def __init__(self, num_ranks: int, device: torch.device, *, timeout_s: float, seed: int) -> None:
-        self.num_ranks = num_ranks
-        self.device = device
-        self._timeout_s = timeout_s
-        self._seed = seed
+        self.num_ranks, self.device = num_ranks, device
+        self._timeout_s, self._seed = timeout_s, seed
         # A rank waits for its turn at a lock: a semaphore costs as much as a small operation of a rank.
         self._turn = [threading.Lock() for _ in range(num_ranks)]
         for turn in self._turn:

@@ -37,8 +37,6 @@ def free(kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClockSpan:
-    """What a rank, or its part of the network, did from one moment of its clock to another."""
-
     row: SpanRow
     name: str
     start_s: float
@@ -54,10 +52,8 @@ class VirtualClock:
         self.rank = rank
         self.now_s = 0.0
         self.spans: deque[ClockSpan] = deque(maxlen=keep)
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._measures = measures
-        self._factor = factor
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._measures, self._factor = measures, factor
         self._read = time.perf_counter if self._is_cuda else time.thread_time
         self._since: float | None = None  # reading at which the rank went on computing; None: it does not
         self._segment_s = 0.0  # where the compute that no span tells of yet began

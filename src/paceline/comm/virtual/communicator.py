@@ -206,8 +206,7 @@ class VirtualWorld:
     """Everything that virtual ranks share: the baton, their time if they have one, and groups by their members."""
 
     def __init__(self, baton: Baton, timing: VirtualTime | None) -> None:
-        self.baton = baton
-        self.timing = timing
+        self.baton, self.timing = baton, timing
         baton.explain = self._explain
         self.everybody = VirtualGroup(self, tuple(range(baton.num_ranks)))
         self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {self.everybody.ranks: [self.everybody]}
@@ -255,8 +254,7 @@ class VirtualWorld:
 
 class VirtualGroup:
     def __init__(self, world: VirtualWorld, ranks: tuple[int, ...]) -> None:
-        self.world = world
-        self.ranks = ranks
+        self.world, self.ranks = world, ranks
         self.issued = [0] * len(ranks)
         self.last_calls: list[VirtualCall | None] = [None] * len(ranks)
         self._collectives: dict[int, _Operation] = {}
@@ -364,8 +362,6 @@ class VirtualGroup:
 
 @dataclass(frozen=True, slots=True)
 class _VirtualWork(BatonWait):
-    """An operation of a virtual rank; waiting for it passes the baton on."""
-
     world: VirtualWorld
     rank: int
     operation: _Operation

@@ -106,26 +106,20 @@ _MISMATCH = 2  # what a step returns; 0: finished, 1: waiting
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)  # by their numbers
 _BYTES = 8
 MOST_RANKS = 1024  # of a group, as in the C++
-_MOST_BUFFERS = 4096
+MOST_BUFFERS = 4096  # their numbers are not used again
 _PLACE_BITS = 40
 
 
 class _CompiledGroup(ctypes.Structure):
     _fields_ = (
-        ("words", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("common", ctypes.POINTER(ctypes.c_void_p)),
-        ("common_bytes", ctypes.POINTER(ctypes.c_int64)),
-        ("size", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("words", "slots", "common", "common_bytes")),
+        *((name, ctypes.c_int64) for name in ("size", "rank", "slot_bytes")),
     )
 
 
 class _CompiledOperation(ctypes.Structure):
     _fields_ = (
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("input", "output")),
         *((name, ctypes.c_int64) for name in ("kind", "type", "op", "source", "is_small", "length")),
         *((name, ctypes.c_int64) for name in ("meeting", "first", "rounds", "stamp", "place")),
         *((name, ctypes.c_int64) for name in ("put", "reduced", "taken", "counter", "ticket", "culprit", "moves")),
@@ -142,19 +136,14 @@ class CompiledCollectives(plain.Collectives):
         self._advance: Callable[[int, int, int], int] = code.paceline_advance
         self._types = {dtype: number for number, dtype in enumerate(_DTYPES) if number != 2 or code.paceline_has_half()}
         self._progress = progress
-        self._common = (ctypes.c_void_p * _MOST_BUFFERS)()
-        self._common_bytes = (ctypes.c_int64 * _MOST_BUFFERS)()
-        self._num_buffers = 0
+        self._common = (ctypes.c_void_p * MOST_BUFFERS)()
+        self._common_bytes = (ctypes.c_int64 * MOST_BUFFERS)()
+        self.num_buffers = 0
         self._owned: dict[int, range] = {}  # by the number of a common buffer, the addresses of this rank's area
-        self._group = _CompiledGroup(
-            words=ctypes.addressof(ctypes.c_char.from_buffer(board.words)),
-            slots=board.slot(0, 0, torch.uint8).data_ptr(),  # those of all rounds and ranks follow it
-            common=ctypes.cast(self._common, ctypes.POINTER(ctypes.c_void_p)),
-            common_bytes=ctypes.cast(self._common_bytes, ctypes.POINTER(ctypes.c_int64)),
-            size=board.size,
-            rank=board.rank,
-            slot_bytes=board.slot_bytes,
-        )
+        words = ctypes.addressof(ctypes.c_char.from_buffer(board.words))
+        slots = board.slot(0, 0, torch.uint8).data_ptr()  # those of all rounds and ranks follow it
+        common = (ctypes.addressof(self._common), ctypes.addressof(self._common_bytes))
+        self._group = _CompiledGroup(words, slots, *common, board.size, board.rank, board.slot_bytes)
 
     def start(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         is_moved = call.kind in ("all_gather", "broadcast")
@@ -166,21 +155,16 @@ class CompiledCollectives(plain.Collectives):
                 own.copy_(tensor)
         # Asked now, as the ranks issue in one order: when the operation starts, a rank may have buffers that another
         # has not made yet.
-        meets = call.kind == "all_reduce" and self._num_buffers > 0
+        meets = call.kind == "all_reduce" and self.num_buffers > 0
         return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
         """Makes a buffer of an area for each rank known, on all in the same order; returns what forgets it."""
-        number, self._num_buffers = self._num_buffers, self._num_buffers + 1
+        number, self.num_buffers = self.num_buffers, self.num_buffers + 1
         self._common[number], self._common_bytes[number] = address, area_bytes
         start = address + self.board.rank * area_bytes
         self._owned[number] = range(start, start + area_bytes)
         return partial(self._owned.pop, number, None)
-
-    @property
-    def takes_buffers(self) -> bool:
-        """Whether there is room for one more; their numbers are not used again."""
-        return self._num_buffers < _MOST_BUFFERS
 
     def _place(self, address: int, num_bytes: int) -> int:
         """Returns in which common buffer a tensor lies, and where; 0 if in none."""
