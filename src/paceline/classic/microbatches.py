@@ -42,11 +42,8 @@ from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
-from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
-from paceline.engines.apply import parallelize
-from paceline.engines.blocks import checkpoint_blocks, parts_by_size
 from paceline.engines.apply import STRATEGY_NAMES, parallelize
-from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
+from paceline.engines.blocks import checkpoint_blocks, parts_by_size
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
