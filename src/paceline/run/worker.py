@@ -45,7 +45,7 @@ from paceline.run.records import end_record, name_strategy, records_path, run_re
 from paceline.run.signals import hear_requests
 from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger
-from paceline.search.make_plan import decided_config, make_plan
+from paceline.search.request import decided_config, make_plan
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
 from paceline.train.step import StepResult
