@@ -27,8 +27,7 @@ from view_runs import write_run
 
 from paceline.bench.timing import BenchRecord
 from paceline.records.records import RunRecord, parse_line, to_line
-from paceline.view.follow import Follower
-from paceline.view.server import listen, make_app, make_server
+from paceline.view.server import Follower, listen, make_app, make_server
 
 _DRAWN = "document.body.dataset.drawn && page.heat.found && page.timeline.found"
 _WHOLE = f"{_DRAWN} && page.run().read === 1 && page.heat.found.ranks.length === page.run().facts.world_size"

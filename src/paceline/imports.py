@@ -22,11 +22,8 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
     worker processes inherit it. Raises UsageError for another form, module or name, or what cannot be called.
     """
     if _FORM.fullmatch(spec) is None:
-        raise UsageError(
-            f"{what} = {spec!r} does not name a function or class\n"
-            "  the form is package.module:name\n"
-            f"  {_suggest_form(spec)}"
-        )
+        rule = "the form is package.module:name"
+        raise UsageError(f"{what} = {spec!r} does not name a function or class\n  {rule}\n  {_suggest_form(spec)}")
     module_name, _, path = spec.partition(":")
     found: Any = _import_module(module_name, spec, what)
     for name in path.split("."):
@@ -38,8 +35,7 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
     if not callable(found):
         raise UsageError(
             f"{what} = {spec!r} is of type {type(found).__name__}, which cannot be called\n"
-            "  it must be a function or a class\n"
-            f"  define {path} with def or class, or name another"
+            f"  it must be a function or a class\n  define {path} with def or class, or name another"
         )
     return found  # type: ignore[no-any-return]
 

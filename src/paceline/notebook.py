@@ -64,10 +64,8 @@ def curve(title: str, values: Sequence[float | None]) -> str:
     points = [*known[:-1:stride], known[-1]]
     low, high = min(value for _, value in points), max(value for _, value in points)
     wide, tall = (_WIDTH - 2 * _MARGIN) / points[-1][0], _HEIGHT - 2 * _MARGIN
-    path = " ".join(
-        f"{_MARGIN + place * wide:.1f},{_HEIGHT - _MARGIN - (value - low) / ((high - low) or 1.0) * tall:.1f}"
-        for place, value in points
-    )
+    span = (high - low) or 1.0
+    path = " ".join(f"{_MARGIN + x * wide:.1f},{_HEIGHT - _MARGIN - (y - low) / span * tall:.1f}" for x, y in points)
     return (
         f'<figure style="display:inline-block;margin:4px"><svg width="{_WIDTH}" height="{_HEIGHT}" role="img">'
         f'<polyline points="{path}" fill="none" stroke="#2a6f97" stroke-width="1.5"/></svg>'

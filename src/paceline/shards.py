@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Shape: TypeAlias = tuple[int, ...]
 Places: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -82,9 +83,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def flat_layout(
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[Shape],
     *,
-    strides: Sequence[tuple[int, ...]] | None = None,
+    strides: Sequence[Shape] | None = None,
     align: int = 1,
     num_shards: int = 1,
     tail: int = 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.config import check_hosts, config_from_dict, load_config
 from paceline.health.exit_codes import DONE, MEANINGS
-from paceline.launch.job import TARGETS, TargetMachines
+from paceline.launch.job import TARGETS, TargetMachines, find_target
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
 from paceline.run.whereami import parse_nodes
@@ -66,8 +65,8 @@ def test_systemd_does_what_the_table_says() -> None:
 @pytest.mark.parametrize("words", commands("launch"), ids=" ".join)
 def test_every_launch_of_the_pages_is_taken(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in TARGETS.values():
-        target = importlib.import_module(module)
+    for name in TARGETS:
+        target = find_target(name)
         monkeypatch.setattr(target, "machines", lambda _: TargetMachines(where="there"))
     verb, config, *rest = words
     done = CliRunner().invoke(app, [verb, str(ROOT / config), *rest, "--dry-run"])

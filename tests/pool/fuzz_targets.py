@@ -51,7 +51,7 @@ from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.request import read_hugging_face
 from paceline.view.document import Window, describe, heat, timeline
-from paceline.view.follow import Follower
+from paceline.view.server import Follower
 
 Run = Callable[[], object]
 Inputs = Callable[[random.Random], bytes]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.view.follow import Follower
-from paceline.view.server import listen, make_app, make_server
+from paceline.view.server import Follower, listen, make_app, make_server
 
 if TYPE_CHECKING:
     from browser import Browser

@@ -73,8 +73,7 @@ def watch(
 ) -> None:
     """Show runs on a page that follows them."""
     require_server()
-    from paceline.view.follow import Follower
-    from paceline.view.server import is_loopback, listen, make_app, make_server
+    from paceline.view.server import Follower, is_loopback, listen, make_app, make_server
 
     folders, token = runs or [Path("runs")], "" if is_loopback(host) else secrets.token_urlsafe(24)
     # With a parent, the folder of its first run may not be there yet.
@@ -156,7 +155,7 @@ def sample(
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        written = write_together(connect(device=None if device == "auto" else device), *work)
+        drawn, text = write_together(connect(device=None if device == "auto" else device), *work)
         disconnect()
     elif ranks > 1:
         if device == "cuda":
@@ -164,13 +163,13 @@ def sample(
                 f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n"
                 f"  on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
             )
-        written = run_processes(write_together, ranks, args=work)[0]
+        drawn, text = run_processes(write_together, ranks, args=work)[0]
     else:
         chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        written = write_together(SoloCommunicator(torch.device(chosen)), *work)
+        drawn, text = write_together(SoloCommunicator(torch.device(chosen)), *work)
     if launched_rank() != 0:
         return
     if as_json:
-        print_json({"checkpoint": checkpoint, "prompt": prompt, "text": written.text, "tokens": written.tokens})
+        print_json({"checkpoint": checkpoint, "prompt": prompt, "text": text, "tokens": drawn})
     else:
-        echo(prompt + written.text)
+        echo(prompt + text)

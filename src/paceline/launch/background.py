@@ -24,7 +24,6 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
 
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--time": "this machine has no time limits",
     "--queue": "this machine has no queues",
     "--hosts": "it is this machine alone: --on ssh is for others",

@@ -154,6 +154,8 @@ def all_launches(runs: Path) -> list[LaunchJob]:
 def refuse_options(job: LaunchJob, reasons: Mapping[str, str]) -> None:
     """Refuses options that would have no effect at a target; ``reasons`` says why, by option. Raises UsageError."""
     plain = LaunchJob(target=job.target)
+    if job.target != "slurm":
+        reasons = {"--array": "it is an option of Slurm", **reasons}
     for option, why in reasons.items():
         name = "tasks" if option == "--array" else option.removeprefix("--").replace("-", "_")
         if getattr(job, name) != getattr(plain, name):
@@ -190,13 +192,8 @@ def read_time(text: str) -> int:
     return total
 
 
-TARGETS = {
-    "local": "paceline.launch.background",
-    "slurm": "paceline.launch.slurm",
-    "ssh": "paceline.launch.ssh",
-    "ray": "paceline.launch.ray_cluster",
-    "kubernetes": "paceline.launch.kubectl",
-}
+# Their modules in this room.
+TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
 _LOOK_S = 0.2
 _ASK_S = 1.0  # the target: Slurm's controller is shared by all users
 _READ_BYTES = 2**20
@@ -235,7 +232,7 @@ def find_target(name: str) -> Target:
     """Returns a target by its name. Raises UsageError for one that there is not."""
     if name not in TARGETS:
         raise UsageError(f"--on {name} is not a target\n  the targets are {', '.join(TARGETS)}\n  give one of them")
-    return cast(Target, importlib.import_module(TARGETS[name]))
+    return cast(Target, importlib.import_module(f"paceline.launch.{TARGETS[name]}"))
 
 
 def follow(target: Target, job: LaunchJob, write: Callable[[str], None], tell: Callable[[str], None]) -> int:

@@ -38,7 +38,6 @@ _RESOURCES = {
 }
 _SECRET_BYTES = 32
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--hosts": "Kubernetes chooses the machines",
     "--port": "each run has a network name of its own: its pods meet at port 29400",
     "--max-requeues": "pods that were preempted start again without a limit; --set max_restarts=N counts failures",

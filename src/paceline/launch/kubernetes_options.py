@@ -120,13 +120,8 @@ def _names(options: KubernetesOptions) -> Iterator[Problem]:
         rule = "it is a registry, a name, and a tag or digest without spaces"
         what = f"the image {options.image!r} is no reference of an image"
         yield Problem(what=what, rule=rule, fix="try paceline:0.1")
-    named = {
-        "namespace": options.namespace,
-        "secret": options.secret,
-        "claim": options.volume.claim,
-        "storage class": options.volume.storage_class,
-        "queue": options.placement.queue,
-    }
+    named = {"namespace": options.namespace, "secret": options.secret, "queue": options.placement.queue}
+    named |= {"claim": options.volume.claim, "storage class": options.volume.storage_class}
     for what, name in named.items():
         if name is not None and (not _OBJECT_NAME.fullmatch(name) or len(name) > 63):
             rule = "such a name has at most 63 small letters, digits, dashes and dots"
@@ -140,19 +135,14 @@ def _counts(options: KubernetesOptions) -> Iterator[Problem]:
         rule = "a run has at least one node, and the fewest are not more than the most"
         yield Problem(what=f"{least} to {most} nodes", rule=rule, fix="try --nodes 2, or --nodes 2:4")
     resources = options.resources
-    counts = {
-        "gpus": (resources.gpus, 0),
-        "ranks": (resources.ranks, 1),
-        "cpus": (resources.cpus, 1),
-        "memory_gib": (resources.memory_gib, 1),
-        "size_gib": (options.volume.size_gib, 1),
-        "max_restarts": (options.max_restarts, 0),
-        "time_limit_s": (options.time_limit_s or 1, 1),
-        **{f"network resource {name}": (count, 1) for name, count in resources.network.items()},
-    }
-    for what, (count, least_count) in counts.items():
-        if count < least_count:
-            yield Problem(what=f"{what} = {count}", rule=f"it is at least {least_count}")
+    counts = {name: getattr(resources, name) for name in ("gpus", "ranks", "cpus", "memory_gib")}
+    counts |= {"size_gib": options.volume.size_gib, "max_restarts": options.max_restarts}
+    counts |= {"time_limit_s": options.time_limit_s or 1}
+    counts |= {f"network resource {name}": count for name, count in resources.network.items()}
+    for what, count in counts.items():
+        fewest = 0 if what in ("gpus", "max_restarts") else 1
+        if count < fewest:
+            yield Problem(what=f"{what} = {count}", rule=f"it is at least {fewest}")
     for name in (resources.gpu_resource, *resources.network):
         if not _RESOURCE.fullmatch(name):
             rule = "it is a domain, a slash and a name, such as nvidia.com/gpu or rdma/hca"

@@ -73,18 +73,14 @@ def stay(command: Sequence[str]) -> int:
 def main(words: Sequence[str]) -> int:
     match list(words):
         case ["alive"]:
-            problem = alive()
-            if problem:
+            if problem := alive():
                 echo(f"paceline: {problem}", err=True)
             return FAILED if problem else DONE
         case ["wait", host, port]:
             if wait_for_host(host, int(port)):
                 return DONE
-            echo(
-                f"paceline: nobody listens at {host}:{port} after {_WAIT_S:.0f} s\n  all pods meet at the first one\n"
-                "  kubectl describe pod says why it was not started",
-                err=True,
-            )
+            what = f"nobody listens at {host}:{port} after {_WAIT_S:.0f} s\n  all pods meet at the first one"
+            echo(f"paceline: {what}\n  kubectl describe pod says why it was not started", err=True)
             return FAILED
         case ["stay", *command] if command:
             return stay(command)

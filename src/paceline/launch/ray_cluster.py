@@ -40,12 +40,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "autoscale": (r"yes|no", "yes: Ray nodes that are missing will come"),
     "pythonpath": (r"\S+", "PYTHONPATH of the runs, where Paceline is not installed"),
 }
-_NOT_HERE = {
-    "--array": "it is an option of Slurm",
-    "--hosts": "Ray chooses the machines",
-    "--time": "Ray has no time limits",
-    "--queue": "Ray has no queues",
-}
+_NOT_HERE = {"--hosts": "Ray chooses the machines", "--time": "Ray has no time limits", "--queue": "Ray has no queues"}
 _STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
 
 
@@ -99,10 +94,8 @@ def read_options(job: LaunchJob) -> RayOptions:
     )
 
 
-_NAMESPACE = "paceline"
 _CALLS = 4  # of an actor at once: one waits for output while others signal
 _ANSWER_S = 120.0
-_LISTEN_S = 10.0
 _ACCELERATOR = "accelerator_type:"
 _NEWS_S = 1.0  # that a call waits for output
 _MOST_LINES = 1000
@@ -163,8 +156,8 @@ class RayCluster:
             try:
                 host, _, port = address.rpartition(":")
                 if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute where nothing listens
-                    socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
-                ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                    socket.create_connection((host, int(port)), timeout=10.0).close()
+                ray.init(address=address, namespace="paceline", log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
                 raise UsageError(
@@ -176,11 +169,10 @@ class RayCluster:
 
     def nodes(self) -> list[RayNode]:
         """Returns the nodes that live, in the order of their addresses."""
-        found = [
-            RayNode(id=str(each["NodeID"]), address=str(each["NodeManagerAddress"]), resources=each["Resources"])
-            for each in self.ray.nodes()
-            if each["Alive"]
-        ]
+        found = []
+        for each in (node for node in self.ray.nodes() if node["Alive"]):
+            address = str(each["NodeManagerAddress"])
+            found.append(RayNode(id=str(each["NodeID"]), address=address, resources=each["Resources"]))
         return sorted(found, key=lambda node: (node.address, node.id))
 
     def reserve(self, options: RayOptions, count: int) -> Any:

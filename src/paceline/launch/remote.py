@@ -91,20 +91,17 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         "gpu_bytes": min(machine.gpu_memory_bytes, default=0.0),
         "memory_bytes": machine.memory_bytes,
         "config": "",
+        "sees": False,
         "port": _free_port(order["address"], order["port"]),
     }
     with contextlib.suppress(OSError):
         found["config"] = read_regular(Path(order["config"]), _MOST_BYTES).decode("utf-8", "replace")
     folder, mark = Path(order["folder"]), str(order["mark"])
-    try:
+    with contextlib.suppress(OSError):
         if order["is_first"]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _MARK).write_text(mark, encoding="ascii")
-            found["sees"] = True
-        else:
-            found["sees"] = read_regular(folder / _MARK, 128).decode("ascii", "replace") == mark
-    except OSError:
-        found["sees"] = False
+        found["sees"] = read_regular(folder / _MARK, 128).decode("ascii", "replace") == mark
     return found
 
 
@@ -144,20 +141,14 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
     def listen() -> None:
         for line in orders:
             with contextlib.suppress(ValueError, KeyError):
-                _send(process, int(parse_json_object(line, _MOST_BYTES)["number"]))
-        _send(process, signal.SIGTERM)
+                process.send_signal(int(parse_json_object(line, _MOST_BYTES)["number"]))
+        process.send_signal(signal.SIGTERM)
 
     threading.Thread(target=listen, name="orders", daemon=True).start()
     for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, lambda *_: _send(process, signal.SIGTERM))
+        signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     code = process.wait()
     return 128 - code if code < 0 else code
-
-
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
 
 
 if __name__ == "__main__":

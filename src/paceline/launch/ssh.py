@@ -40,7 +40,6 @@ from paceline.untrusted import parse_json_object
 ANSWER_S = 10
 SETTINGS = ("ssh", "pythonpath")
 _NOT_HERE = {
-    "--array": "it is an option of Slurm",
     "--time": "ssh has no time limits",
     "--queue": "ssh has no queues",
     "--max-requeues": "nothing queues the run again: it leaves with code 75",

@@ -1,12 +1,9 @@
 """Events in words, and sentences with gaps that numbers with units fill: also those of tables of benchmarks.
 
-    event_text(event)   "restart 1 of 3: rank 1 was killed by SIGKILL after step 37"
     fill("{bytes:B} saved in {seconds:S}[, {steps:n step} later]", {"bytes": 3 * 2**20, "seconds": 0.25})
 
-An event that has a sentence or a note of its own says that. Records come from files that anybody may have written: an
-event whose detail has other values than expected is told by its fields, as is one that only its writer knows.
-
-A template names values, with format specifications as in f-strings and these besides:
+An event that has a sentence or a note of its own says that. One whose detail has other values than expected is told by
+its fields, as is one that only its writer knows. Templates have the format specifications of f-strings, and these:
 
     B    a number of bytes           S    seconds, in a fitting unit       n WORD   a count: 1 step, 2 steps
     N    a large number              U    seconds, in microseconds         Y        yes or no
@@ -28,8 +25,6 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 
 class _UnitFormatter(Formatter):
-    """Knows the specifications above; raises KeyError for a value that is not there."""
-
     def format_field(self, value: Any, format_spec: str) -> str:
         spec = format_spec.removeprefix("?")
         if value is None or (spec != format_spec and not value):

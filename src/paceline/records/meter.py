@@ -73,6 +73,7 @@ class StepFacts(Protocol):
     def outcome(self) -> StepNumbers: ...
 
 
+_GroupNames = Mapping[tuple[int, ...], str]
 _Moment = Mark | float
 _Lap = tuple[str, _Moment, int]  # phase, its end, waits so far in the step
 _Waits = Sequence[tuple[Mark, Mark]]
@@ -93,11 +94,7 @@ class StepMeter:
     """Times steps and turns them into records."""
 
     def __init__(
-        self,
-        device: torch.device,
-        trace: Trace,
-        ledger: Ledger | None = None,
-        groups: Mapping[tuple[int, ...], str] | None = None,
+        self, device: torch.device, trace: Trace, ledger: Ledger | None = None, groups: _GroupNames | None = None
     ) -> None:
         """With a ``ledger``, phases and steps are noted there as they begin. ``groups`` are names by their ranks."""
         self._device, self._is_device = device, device.type != "cpu"

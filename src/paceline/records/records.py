@@ -223,10 +223,10 @@ def parse_line(line: str | bytes) -> Record:
         raise ValueError(f"unknown record type {kind!r} in {_excerpt(line)}; known types are {known}")
     schema = payload.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA_VERSION:
-        raise ValueError(
-            f"record of type {form.name} has schema {schema!r}, this version of Paceline reads up to {SCHEMA_VERSION}; "
-            "read it with the version that wrote it, or a newer one"
+        what = (
+            f"record of type {form.name} has schema {schema!r}, this version of Paceline reads up to {SCHEMA_VERSION}"
         )
+        raise ValueError(f"{what}; read it with the version that wrote it, or a newer one")
     return form.read(payload)
 
 

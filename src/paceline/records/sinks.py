@@ -35,6 +35,7 @@ from paceline.units import format_count
 
 _MOST_KEPT = 100_000
 _WARNINGS = ("skipped", "straggler", "roll_back")
+_Clock = Callable[[], float]
 _Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
 
 
@@ -60,12 +61,7 @@ class JsonlSink:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        flush_every_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-        waits_for_space: bool = False,
+        self, path: Path, *, flush_every_s: float = 1.0, clock: _Clock = time.monotonic, waits_for_space: bool = False
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)

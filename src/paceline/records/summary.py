@@ -110,11 +110,9 @@ def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
     if not ranks:
         records = run_folder / "records"
         what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
-        raise RunFolderError(
-            f"no run to report on in {run_folder}: {records} {what}\n"
-            "  every rank writes its records there from its first moment on\n"
-            f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
-        )
+        fix = near_folders(run_folder) or "give the folder of a run, or start one with: paceline train CONFIG"
+        rule = "every rank writes its records there from its first moment on"
+        raise RunFolderError(f"no run to report on in {run_folder}: {records} {what}\n  {rule}\n  {fix}")
     paths = sorted((run_folder / "records").glob("host-*.jsonl")) if with_hosts else []
     hosts = [each for path in paths for each in read_file(path, HostRecord) if isinstance(each, HostRecord)]
     return RunRecords(ranks, hosts)

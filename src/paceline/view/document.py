@@ -4,8 +4,7 @@
     heat(run, name, window) {"ranks", "steps", "values"}: base64 of little-endian float32, row by row
     timeline(run, steps)    {"steps", "ranks", "end", "phases", "operations"}: seconds since the first of them
 
-The live page asks for these over HTTP, again when somebody zooms; a report has them in the file. Curves have at most
-``Window.points`` buckets, each with its mean, and with the least and the greatest value where it holds several steps.
+Curves have at most ``Window.points`` buckets, each with its mean, and the least and greatest of several steps.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
     span = _span(steps, window)
     numbers, times = steps[span], curves["time"][span]
     starts = bucket_starts(len(numbers), window.points)
-    lead = run.lead
-    units = 1.0 if lead is None else lead.units_per_sample
+    units = 1.0 if run.lead is None else run.lead.units_per_sample
     shown = {name: values[span] for name, values in curves.items() if name not in ("time", "epoch")}
     shown["units_per_s"] = shown.pop("samples_per_s") * units
     return {
@@ -106,8 +104,7 @@ def heat(run: ShownRun, name: str, window: Window) -> dict[str, Any]:
 
 def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:
     """Returns when each rank did what in some steps; where they are too many, in the last of them."""
-    steps = run.columns.steps
-    span = _span(steps, Window(first=first, last=last))
+    span = _span(run.columns.steps, Window(first=first, last=last))
     span = slice(max(span.start, span.stop - most), span.stop)
     ranks, numbers, ends, fields = run.columns.step_of(span)
     ahead_s = np.array([run.clocks.get(rank, 0.0) for rank in ranks])

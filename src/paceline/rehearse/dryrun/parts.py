@@ -40,7 +40,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
 from paceline.errors import UntraceableError, UsageError
 from paceline.models.hugging_face import text_settings
-from paceline.models.known_values import KnownValues
+from paceline.models.measured import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.held import HeldMemory

@@ -7,7 +7,7 @@ Some functions of torch behave otherwise on meta tensors than on a device, and a
 kernel there: here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put down as the layer norm, which keeps its
 input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was; compiled for a GPU, one
-(``engines/compiled.py``). Autocast knows no meta device: the same functions cast here.
+(``engines/blocks.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues, indexed
+from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
