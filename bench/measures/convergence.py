@@ -31,7 +31,7 @@ from paceline.errors import UsageError
 from paceline.plan.plan import RunMachine
 from paceline.run.processes import end_children
 from paceline.run.signals import interrupts_withheld
-from paceline.search.make_plan import make_plan, with_length
+from paceline.search.request import make_plan, with_length
 from paceline.train.assemble import build_workload
 from paceline.train.trainer import Trainer
 

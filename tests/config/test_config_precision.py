@@ -9,8 +9,7 @@ from paceline.config import Config, explain, layout_of, load_config, with_precis
 from paceline.config.schema import TrainConfig
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
-from paceline.search.make_plan import make_plan
-from paceline.search.request import planned_values, request_for
+from paceline.search.request import make_plan, planned_values, request_for
 from paceline.search.result import plan_for
 
 GPT = ["model={kind: gpt, layers: 2, width: 64, heads: 2}", "data={kind: synthetic_tokens, context: 32}"]

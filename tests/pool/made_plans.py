@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.config import Config
 from paceline.plan.plan import Plan, RunMachine
-from paceline.search.make_plan import make_plan, with_length
+from paceline.search.request import make_plan, with_length
 
 
 def plan_of(

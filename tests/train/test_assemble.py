@@ -18,7 +18,7 @@ from paceline.config import config_from_dict
 from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.plan import Plan, RunMachine
-from paceline.search.make_plan import make_plan
+from paceline.search.request import make_plan
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.master_adamw import MasterAdamW
 from paceline.train.trainer import NoteHook, Trainer

@@ -24,7 +24,7 @@ from paceline.run.folder import check_folder, is_taken
 from paceline.run.location import run_folder, runs_of
 from paceline.search.automatic import apply_choice, choose
 from paceline.search.expect import MemoryVerdict, needed
-from paceline.search.make_plan import make_plan
+from paceline.search.request import make_plan
 from paceline.units import format_bytes
 
 _CPU_RANKS = 2

@@ -1,6 +1,6 @@
 """What we will do: every decision about a run, as frozen data that serialises to JSON.
 
-``search/make_plan.py`` makes a plan of a config and a machine. The launcher sends it to the ranks as ``plan.json``, and
+``search/request.py`` makes a plan of a config and a machine. The launcher sends it to the ranks as ``plan.json``, and
 from there on nobody asks the config how the run is spread. The length of the run follows when the ranks have opened the
 data: until then the counts are 0.
 """

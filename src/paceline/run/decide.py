@@ -49,7 +49,7 @@ from paceline.search.expect import (
     ways_out,
 )
 from paceline.search.expectation import FILE, Expectation
-from paceline.search.make_plan import make_plan
+from paceline.search.request import make_plan
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 

@@ -53,7 +53,7 @@ from paceline.run.observe import sampling, tracking
 from paceline.run.signals import hear_requests
 from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger, watch_itself, watch_policy
-from paceline.search.make_plan import decided_config, make_plan
+from paceline.search.request import decided_config, make_plan
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
 from paceline.train.step import StepResult

@@ -1,4 +1,6 @@
-"""What a plan is asked for: a model and a cluster to train it on; and the config that ``paceline train`` takes of it.
+"""What a plan is asked for, and what comes of it: the config that ``paceline train`` takes, the plan of a run.
+
+    plan = make_plan(config, RunMachine(device="cuda", ranks=16, node_ranks=8))
 
 A model is read from a config, measured, or read from the ``config.json`` of a Hugging Face repository: Llama, Mistral
 and Qwen shapes, GPT-2 and BERT, and mixtures of experts as Mixtral, Qwen 2 and Qwen 3 have them. What a config of this
@@ -17,13 +19,13 @@ from typing import Any
 from paceline.cluster.devices import Cluster
 from paceline.cluster.entries import near_names
 from paceline.cluster.wires import over_backend
-from paceline.config import Config, config_batch, config_from_dict, layout_of, with_precision
-from paceline.config.checks import check_ranks
+from paceline.config import Config, check_ranks, config_batch, config_from_dict, layout_of, with_precision
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
+from paceline.plan.plan import Plan, RunMachine
 from paceline.plan.workload import RECOMPUTES, Compute, Workload, config_values
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
@@ -386,3 +388,41 @@ class _Fields:
                 f"{self.source}: {told}\n  the shape of a transformer is read from these fields\n"
                 "  take the whole config.json of the model"
             )
+
+
+def make_plan(config: Config, machine: RunMachine, *, source: str = "config") -> Plan:
+    """Decides all about a run whose strategy is decided. Raises ConfigError with all that these ranks break."""
+    problems = check_ranks(config, machine.ranks, machine.node_ranks)
+    if problems:
+        raise ConfigError(problems, source=source)
+    config = with_precision(config, machine.device)
+    return Plan(
+        name=config.name,
+        layout=layout_of(config, machine.ranks, machine.node_ranks),
+        device=machine.device,
+        finds_microbatch=config.train.microbatch == "auto",
+    )
+
+
+def with_length(plan: Plan, config: Config, *, train_samples: int, eval_samples: int) -> Plan:
+    batch, in_epoch = plan.batch.global_batch, train_samples
+    if config.data.last_batch == "drop":
+        in_epoch -= train_samples % batch
+    steps_per_epoch = -(-in_epoch // batch)
+    total_steps = config.train.steps
+    if total_steps is None:
+        total_steps = max(1, round((config.train.epochs_to_run or 1.0) * steps_per_epoch))
+    whole, rest = divmod(total_steps, max(steps_per_epoch, 1))
+    return replace(
+        plan,
+        train_samples=train_samples,
+        eval_samples=eval_samples,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        total_samples=whole * in_epoch + rest * batch,
+    )
+
+
+def decided_config(config: Config, plan: Plan) -> Config:
+    """Returns the config with what was decided in the place of what it left open: what a run's folder keeps."""
+    return config.with_values("parallel", device=plan.device, ranks=plan.layout.ranks)

@@ -42,7 +42,7 @@ from paceline.predict.memory.memory import StateFacts, largest_microbatch, optim
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
-from paceline.search.make_plan import make_plan, with_length
+from paceline.search.request import make_plan, with_length
 from paceline.train.evaluate import load_metrics
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
