@@ -30,6 +30,11 @@ from paceline.untrusted import parse_json_object, plain_name, read_regular
 LAUNCHED = "PACELINE_LAUNCH"  # in the environment of a launched run: its launch's name
 _MOST_REQUEUES = 10
 _FOLDER = ".launches"
+# Where runs can be started, with the module of this room for each.
+TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
+_LOOK_S = 0.2
+_ASK_S = 1.0  # the target: Slurm's controller is shared by all users
+_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +195,6 @@ def read_time(text: str) -> int:
     if total <= 0:
         raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
     return total
-
-
-# Their modules in this room.
-TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
-_LOOK_S = 0.2
-_ASK_S = 1.0  # the target: Slurm's controller is shared by all users
-_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

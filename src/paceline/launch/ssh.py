@@ -47,6 +47,9 @@ _NOT_HERE = {
 _LOOK_S = 90.0
 _HOST, _SHOWN = r"[^- ][^ ]{0,319}|", 40  # a user, and a name of the network; no option of ssh
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
+_AGAIN_S = 5.0
+_LATE_S = 60.0  # for the other hosts, when the first has ended
+_LOST = 255  # ssh's own
 
 
 def ssh_command(job: LaunchJob, host: str) -> list[str]:
@@ -168,11 +171,6 @@ def render(job: LaunchJob) -> str:
 
 def submit(job: LaunchJob) -> str:
     return hold(job, "paceline.launch.ssh")
-
-
-_AGAIN_S = 5.0
-_LATE_S = 60.0  # for the other hosts, when the first has ended
-_LOST = 255  # ssh's own
 
 
 @dataclass(slots=True, kw_only=True)

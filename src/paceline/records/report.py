@@ -51,6 +51,8 @@ STARTING = {
     "compiling": "of it compiling",
 }
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
+COMMUNICATION = "communication of a rank"
+_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -192,10 +194,6 @@ def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
         return compare(expected, None, None)
     made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
-
-
-COMMUNICATION = "communication of a rank"
-_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
