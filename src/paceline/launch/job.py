@@ -39,16 +39,12 @@ _READ_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without.
-
-    ``config`` and ``workdir`` are absolute paths that the machines of the target see, too. ``tasks`` are the numbers of
-    an array of runs, as Slurm writes them.
-    """
+    """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without."""
 
     target: str
     name: str = ""
     run: str = ""
-    config: str = ""
+    config: str = ""  # an absolute path that the machines of the target see, too, as is workdir
     overrides: tuple[str, ...] = ()
     workdir: str = ""
     folder: str = ""
@@ -60,7 +56,7 @@ class LaunchJob:
     time: str | None = None
     queue: str | None = None
     hosts: tuple[str, ...] = ()
-    tasks: str | None = None
+    tasks: str | None = None  # the numbers of an array of runs, as Slurm writes them
     max_requeues: int | None = None
     port: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)  # options of the target's own

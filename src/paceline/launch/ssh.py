@@ -74,8 +74,7 @@ def machines(job: LaunchJob) -> TargetMachines:
             "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
         )
     address, found = ask_hosts(job)
-    problems = list(compare(job, found, Path(job.config).read_text(encoding="utf-8")))
-    if problems:
+    if problems := list(compare(job, found, Path(job.config).read_text(encoding="utf-8"))):
         raise ConfigError(problems, source="the hosts")
     answers = [each for each in found.values() if isinstance(each, dict)]
     silent = [f"{host} {why}: it joins when it answers" for host, why in found.items() if isinstance(why, str)]
@@ -182,7 +181,6 @@ class _Supervisor:
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> int:
-        """Runs all hosts; returns the code of the first."""
         threads = [threading.Thread(target=self._keep, args=(host,), daemon=True) for host in self.job.hosts[1:]]
         first = self._start(self.job.hosts[0])
         for thread in threads:

@@ -69,7 +69,6 @@ class Gpus:
         yield from ((f"hw.gpu.throttle.{name}", 1.0) for name, bits in _THROTTLED.items() if reasons & bits)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the answer; None where this GPU or driver has none."""
         try:
             return question(*arguments)
         except self.library.NVMLError:

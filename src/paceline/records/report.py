@@ -43,10 +43,7 @@ _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", 
 # Parts of the event ``first_step``, as a reader calls them.
 STARTING = {
     "processes": "starting and loading",
-    "joining": "joining",
-    "data": "data",
-    "model": "model",
-    "checkpoint": "checkpoint",
+    **{name: name for name in ("joining", "data", "model", "checkpoint")},
     "step": "the step",
     "compiling": "of it compiling",
 }

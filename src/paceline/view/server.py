@@ -194,10 +194,7 @@ class Follower:
 
 
 def glance(run: ShownRun) -> dict[str, Any]:
-    """Returns the state of a run that has not been read: the status at the end of its lowest rank's file.
-
-    Without an end it runs as long as its files grow: those of hosts do every second.
-    """
+    """Returns the state of a run that has not been read: by the end of rank 0's file, and whether files grow."""
     folder = run.folder / "records"
     try:
         with open_regular(file_inside(folder, "rank-0.jsonl")) as file:
