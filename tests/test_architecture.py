@@ -53,7 +53,6 @@ TORCH_FREE = (
     "chaos.faults",
     "chaos.notes",
     "chaos.report",
-    "chaos.timeline",
     "classic.analysis",
     "cluster",
     "config",

@@ -81,7 +81,7 @@ def test_a_rank_of_another_launcher_is_refused_too(project: Path, call: Call, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("paceline.run.under_launcher.connect", lambda *_, **__: SoloCommunicator(torch.device("cpu")))
+    monkeypatch.setattr("paceline.run.worker.connect", lambda *_, **__: SoloCommunicator(torch.device("cpu")))
     monkeypatch.setattr("paceline.cluster.detect.host_memory", lambda: 2.0**20)
     words = ["tiny.yaml", "model={kind: mlp}", "data={kind: digits}", "parallel.ranks=auto"]
     refused = call("train", *words)

@@ -23,7 +23,7 @@ from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
-from paceline.run import processes, under_launcher
+from paceline.run import processes, worker
 from paceline.run.decide import decide_run
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import RunLocation, claim_run, find_start, locate_run, read_result
@@ -280,7 +280,7 @@ def leave(
 
     def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:
         with pytest.raises(LeftError):
-            under_launcher._leave_launcher(failure, run, claimed, started=1.0)
+            worker._leave_launcher(failure, run, claimed, started=1.0)
         detail = json.loads((project / "error.json").read_text())["message"]["extraInfo"]
         return SimpleNamespace(code=codes[-1], text=detail["py_callstack"], timestamp=int(detail["timestamp"]))
 
@@ -291,7 +291,7 @@ def test_rank_0_under_a_launcher_holds_the_folder_that_it_claims(config: Config)
     """Else the folder of a run that is refused would stay."""
     comm = SoloCommunicator(torch.device("cpu"))
     decision, location = decide_run(config, comm=comm), locate_run(config, force=False, resume=None)
-    claimed, found, _ = under_launcher._claim_together(comm, location, decision, (), force=False)
+    claimed, found, _ = worker._claim_together(comm, location, decision, (), force=False)
     assert claimed is not None
     with claimed:
         assert claimed.path == found.folder

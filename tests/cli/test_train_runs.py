@@ -18,7 +18,7 @@ from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, 
 from paceline.run.decide import BackgroundPrediction
 from paceline.run.folder import claim_folder
 from paceline.run.processes import loopback_interface
-from paceline.run.under_launcher import _predict
+from paceline.run.worker import _predict
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.

@@ -22,7 +22,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.batchnorm import SyncBatchNorm, combine, standing_in, synchronise_batchnorm
-from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.blocks import checkpoint_blocks
 from paceline.errors import RankFailedError, StuckRankError
 from paceline.models.resnet import ResNet
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.blocks import checkpoint_blocks
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.registry import model_blocks

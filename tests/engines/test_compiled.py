@@ -13,9 +13,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.comm.solo import SoloCommunicator
-from paceline.engines import compiled
+from paceline.engines import blocks as compiled
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import Compiled, compile_model, fix_sizes, take_notes
+from paceline.engines.blocks import Compiled, compile_model, fix_sizes, take_notes
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout

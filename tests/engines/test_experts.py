@@ -24,8 +24,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.engines.groups import mark_expert
 from paceline.errors import UsageError
-from paceline.plan.groups import groups_of
-from paceline.plan.layout import Compression, Layout
+from paceline.plan.layout import Compression, Layout, groups_of
 
 EXPERTS, WIDTH, STEPS, SAMPLES = 4, 6, 4, 16
 ZERO = 1e-12

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.engines.compiled import max_pool, swap_pools
+from paceline.engines.blocks import max_pool, swap_pools
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

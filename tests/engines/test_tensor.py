@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.base import Communicator, Work, WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.blocks import checkpoint_blocks
 from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel, plan_for, ready_plans
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear, SplitLogits
 from paceline.errors import RankFailedError, UsageError

@@ -41,9 +41,9 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.baton import Baton
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
+from paceline.engines.blocks import compile_model
 from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.gradients import SlicedBucket
-from paceline.engines.compiled import compile_model
 from paceline.engines.ddp import DataParallel
 from paceline.engines.flat.gathering import Gathering, _tell_of_step
 from paceline.engines.groups import make_groups

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.groups import GROUP_NAMES, groups_of
-from paceline.plan.layout import STRATEGIES, Layout
+from paceline.plan.layout import GROUP_NAMES, STRATEGIES, Layout, groups_of
 
 LAYOUTS = st.builds(
     lambda strategy, sizes, shards: Layout(

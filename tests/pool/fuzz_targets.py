@@ -49,7 +49,7 @@ from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_lin
 from paceline.run.warm import parse_request
 from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
-from paceline.search.hugging_face import read_hugging_face
+from paceline.search.request import read_hugging_face
 from paceline.view.document import Window, describe, heat, timeline
 from paceline.view.server import Follower
 

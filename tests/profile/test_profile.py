@@ -24,8 +24,8 @@ from paceline.profile.merge import (
     beside,
     merged_events,
     place_rank,
+    summarize_profile,
 )
-from paceline.profile.summary import summarize_profile
 from paceline.schedule.clock import time_in_all
 
 Call = Callable[..., Any]

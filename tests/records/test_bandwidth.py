@@ -10,8 +10,7 @@ import torch
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.plan.groups import groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import Layout, groups_of
 from paceline.records.meter import StepMeter
 from paceline.records.records import CommRecord, parse_line, to_line
 

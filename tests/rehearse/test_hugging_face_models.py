@@ -13,7 +13,7 @@ from torch import nn
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
-from paceline.models.known_values import KnownValues, answering
+from paceline.models.measured import KnownValues, answering
 from paceline.rehearse.dryrun.expected import expect_by_dry_run
 from paceline.rehearse.dryrun.parts import with_stand_in
 from paceline.rehearse.prediction import predict

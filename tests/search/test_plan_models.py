@@ -17,8 +17,15 @@ from paceline.errors import ConfigError, UsageError
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.hugging_face import read_hugging_face, why_no_config
-from paceline.search.request import planned_values, request_for, request_for_hugging_face, task_of, workload_as_written
+from paceline.search.request import (
+    planned_values,
+    read_hugging_face,
+    request_for,
+    request_for_hugging_face,
+    task_of,
+    why_no_config,
+    workload_as_written,
+)
 from paceline.search.search import Search, search, smallest_changes
 from paceline.train.resolve import measure_config
 

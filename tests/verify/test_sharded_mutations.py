@@ -43,7 +43,7 @@ from torch import nn
 from paceline.comm.base import DONE, Call
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.checkpointing import Replay
+from paceline.engines.blocks import Replay
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering, Leg, Route
 from paceline.engines.flat.shard import ShardGradients, clip_pieces

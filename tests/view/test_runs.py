@@ -14,7 +14,7 @@ from made_records import END, RUN, STEP, write_records
 from view_runs import steps_of, write_run
 
 from paceline.records.records import CommRecord, EventRecord, HostRecord, parse_line, to_line
-from paceline.run.records import note_clock
+from paceline.run.records import append_event
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
 from paceline.view.runs import ShownRun, find_runs, names_of
 from paceline.view.server import glance
@@ -185,7 +185,7 @@ def test_rows_of_several_hosts_lie_on_one_clock(tmp_path: Path) -> None:
     assert found["end"][1][0] - found["end"][0][0] == pytest.approx(90)
     assert "were not compared" in found["note"]
     for rank, ahead_s in enumerate((0.0, 90.0)):
-        assert note_clock(folder, [rank], ahead_s)
+        assert append_event(folder, rank, "clock", {"ahead_s": ahead_s, "ranks": [rank]})
     found = timeline(read(folder), 3, 4)
     assert found["end"] == [pytest.approx([0.1, 0.2], rel=1e-4)] * 2
     assert [each[:2] for each in found["operations"]] == [[1, pytest.approx(0.05, abs=1e-5)]]

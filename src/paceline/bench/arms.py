@@ -26,7 +26,7 @@ from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import compile_model
+from paceline.engines.blocks import compile_model
 from paceline.engines.precision import precision_named
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config

@@ -53,11 +53,10 @@ def bench_comm(ranks: int, sizes: Sequence[int] = SIZES, rounds: int | None = No
 
 
 def _measure(comm: Communicator, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    arms = list(_arms(comm))
+    arms, turns = list(_arms(comm)), Turns(rounds=rounds, steps_per_turn=4, warm_up=2)
     rows: list[dict[str, Any]] = []
     for size in sizes:
         steps = {arm.name: _step(arm, size) for arm in arms}
-        turns = Turns(rounds=rounds, steps_per_turn=4, warm_up=2)
         timings = interleave(steps, turns, baseline=GLOO, device=comm.device, meet=comm.barrier)
         rows += [_row(comm.size, size, arm, timing) for arm, timing in zip(arms, timings, strict=True)]
     return rows

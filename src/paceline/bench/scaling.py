@@ -31,6 +31,7 @@ from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.location import RunOptions
 from paceline.run.signals import scratch_folder
 from paceline.run.train import train
+from paceline.schedule.text import save_picture
 from paceline.search.scaling import resized
 
 Kind = Literal["measured", "simulated", "predicted"]
@@ -209,7 +210,4 @@ def draw_rows(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="ranks", ylabel="speed-up", title=title)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.legend(fontsize=7)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the picture cannot be written to {path}: {error}") from error
+    save_picture(figure, path)

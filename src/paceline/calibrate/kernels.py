@@ -3,16 +3,11 @@
 FLOPs are counted as 2 m k n for a product of (m x k) by (k x n), and 2 b h s^2 d for causal attention, forward: half of
 the full square; backward 2.5 times that. A linear layer of r rows from i to o features is three products: its forward
 (r, i, o) with the weights transposed (nt), the gradient of its input (r, o, i) with neither (nn), and that of its
-weights (o, r, i) with the first one transposed (tn). Memory is counted as read and written bytes of c = a + b on
-tensors far larger than any cache.
-
-What memory binds is measured family by family and size by size, and what the host pays for each operation besides:
+weights (o, r, i) with the first one transposed (tn). Bytes are those that a dry run counts
+(rehearse/dryrun/operators.py). What memory binds is measured family by family and size by size:
 
     seconds of a kernel  =  what a call takes  -  what a call on next to nothing takes        (a GPU: the call's alone)
-    host, an operation   =  a training step of a small transformer on next to nothing / its operations; on a CPU, where
-                            no device hides what else the host does in a step
-
-Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that what is measured is what is priced later.
+    host, an operation   =  a training step of a small transformer on next to nothing / its operations
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """How a thing is timed, when a machine is too noisy to be believed, and what a step costs the host beside its kernels.
 
-A sample is many runs in a row, long enough for the clock (a millisecond at least). The median counts; the spread is the
-distance between the quartiles over the median. Two things give a noisy machine away: samples that spread, and, on a
-CPU, a thread that was not running while the clock was.
-
-The host is measured on transformers whose kernels have nothing to do:
+A sample is many runs in a row, a millisecond at least. The median counts; the spread is the distance between the
+quartiles over the median. A noisy machine has samples that spread, or a thread that was not running while the clock
+was. The host is measured on transformers whose kernels have nothing to do, in turns:
 
     step      S(n) = step + n operation        of two models with n operations each: two equations, two unknowns
     loop      a trainer's step with the next batch, times, records and hooks  -  the same step without them
-
-The arms take turns, so that a machine that is slower for a while is so for all of them.
 """
 
 from __future__ import annotations
@@ -149,7 +145,11 @@ def measure_loop(tensor_s: float, *, rounds: int, steps: int = 4) -> LoopFigures
         alone = SoloCommunicator(torch.device("cpu"))
         trainers = [stack.enter_context(recording_trainer(_config(layers), alone)) for layers in _LAYERS]
         bare = [_bare(trainer) for trainer in trainers]
-        counts = [_count(step) for step in bare]
+        counts = []
+        for step in bare:  # operations, and further tensors of those over lists
+            step()
+            kernels = recorded(step)
+            counts.append((len(kernels), sum(each.tensors - 1 for each in kernels)))
         samples = _take_turns([*bare, looped_step(trainers[0])], rounds, steps)
     short, long, looped = (statistics.median(each) for each in samples)
     (few, few_tensors), (many, many_tensors) = counts
@@ -221,13 +221,6 @@ def _bare(trainer: Trainer) -> Callable[[], object]:
     with contextlib.closing(parts.loader.steps(0, 1)) as batches:
         batch = next(batches)
     return lambda: train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy)
-
-
-def _count(step: Callable[[], object]) -> tuple[int, int]:
-    """Returns how many operations a step has, and how many further tensors those over lists."""
-    step()
-    found = recorded(step)
-    return len(found), sum(each.tensors - 1 for each in found)
 
 
 def _config(layers: int) -> Config:

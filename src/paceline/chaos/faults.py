@@ -2,21 +2,17 @@
 
     kill:rank=1@step=20            kill:rank=1:phase=backward@step=20
     slow:rank=0x2@step=30          slow-link:rank=1x20:steps=50
-    spike:x100@step=12
-    disk-full@step=40              corrupt-checkpoint
+    spike:x100@step=12             disk-full@step=40              corrupt-checkpoint
 
 ``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
-after the second checkpoint.
-
-The files by which a plan of faults reaches the ranks, and by which they say what they did:
+after the second checkpoint. A plan of faults reaches the ranks, and they say what they did, by files:
 
     plan.json       seed and faults, written once
     fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts
     started.jsonl   one line for each attempt, of rank 0: the step that it begins with
     passed.jsonl    one line for each fault whose step has been trained after it
 
-A line is one ``write`` to a file that is opened for appending, so that ranks do not mix theirs, and SIGKILL right after
-it loses nothing.
+A line is one ``write`` to a file that is opened for appending: ranks do not mix theirs, and SIGKILL loses nothing.
 """
 
 from __future__ import annotations

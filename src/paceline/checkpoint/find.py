@@ -83,9 +83,7 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     try:
         size = storage.size(file_in(path, MANIFEST))
         if size is None:
-            raise CheckpointError(
-                f"{path} is not a checkpoint: it has no {MANIFEST}\n  a complete checkpoint is a folder step-<number>"
-            )
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}\n  one is a folder step-<number>")
         if size > MOST_JSON_BYTES:
             raise damaged(f"{path / MANIFEST} is damaged: it has {size:,} bytes, and is read up to {MOST_JSON_BYTES:,}")
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)
@@ -174,10 +172,8 @@ def find_best(run_folder: Path, depth: Depth = "full") -> Path:
     newest = find_checkpoint("auto", run_folder, "fast")
     best = decode_with(read_manifest(newest).values.get("best"))
     if not isinstance(best, dict) or not is_count(best.get("step")):
-        raise CheckpointError(
-            f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"
-            "  set train.eval_every and checkpoint.keep_best = 1, or take --resume auto"
-        )
+        fix = "set train.eval_every and checkpoint.keep_best = 1, or take --resume auto"
+        raise CheckpointError(f"{newest.parent} has no best checkpoint\n  evaluations on the way tell it\n  {fix}")
     path = newest.with_name(f"{_PREFIX}{best['step']:08d}")
     if storage_of(path).size(path / MANIFEST) is None:
         raise CheckpointError(
@@ -193,8 +189,7 @@ def places_of(path: Path) -> Iterator[Path]:
     """Yields the folders in which the checkpoints of a run may lie, or those of a folder of them."""
     yield from (path / "checkpoints", path)
     try:  # one that keeps them elsewhere says so in its config
-        values = load_yaml(read_regular(path / "config.yaml").decode("utf-8"))
-        yield Path(values["checkpoint"]["folder"])
+        yield Path(load_yaml(read_regular(path / "config.yaml").decode("utf-8"))["checkpoint"]["folder"])
     except (OSError, ValueError, KeyError, TypeError, YAMLError):
         return
 

@@ -136,10 +136,8 @@ def files_entry(files: Mapping[str, SavedFile]) -> dict[str, Any]:
 
 def parse_files(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedFile]:
     """Reads what ``files_entry`` gave. Raises one of ``MALFORMED`` for anything else."""
-    return {
-        plain_name(name): SavedFile(num_bytes=_count("a size", entry["bytes"]), sha256=str(entry["sha256"]))
-        for name, entry in entries.items()
-    }
+    rows = [(plain_name(name), _count("a size", row["bytes"]), str(row["sha256"])) for name, row in entries.items()]
+    return {name: SavedFile(num_bytes=num_bytes, sha256=sha256) for name, num_bytes, sha256 in rows}
 
 
 def _count(what: str, value: Any, most: int = 2**60) -> int:
@@ -173,9 +171,8 @@ class SavedTensor:
 class Manifest:
     """All that is known of a checkpoint before a tensor is read.
 
-    ``values`` are plain values that are the same on every rank: scaler, schedule, counters, metrics. ``found`` are
-    those that single ranks knew, such as an optimizer's of its parameters. ``about`` is what the run was: its config,
-    strategy and mesh. ``line`` is how the run came to this step.
+    ``values`` are plain values, the same on every rank. ``found`` are those that single ranks knew, such as an
+    optimizer's. ``about`` is what the run was: its config, strategy and mesh. ``line`` is how it came to this step.
     """
 
     step: int
@@ -244,10 +241,8 @@ def parse_manifest(text: str, source: object) -> Manifest:
         schema = found["schema"]
         if schema != SCHEMA_VERSION:
             shown = schema if is_count(schema, 10**6) else kind_of(schema)
-            raise CheckpointError(
-                f"{source} has schema {shown}; this version reads {SCHEMA_VERSION}\n"
-                "  read it with the version that wrote it"
-            )
+            what = f"{source} has schema {shown}; this version reads {SCHEMA_VERSION}"
+            raise CheckpointError(f"{what}\n  read it with the version that wrote it")
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
             raise damaged(f"{source}'s manifest is damaged: its hash is not its own")
@@ -395,10 +390,8 @@ class HasShards(Protocol):
 class State:
     """This rank's part of a state. No tensor is copied: it is that of the step as long as nobody trains on.
 
-    ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
-    some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
-    this step, as rank 0 knows it; None: it follows from what lies where it is saved. ``write.plain_state`` makes a
-    state without shards, whose values are JSON values.
+    ``values`` are the same on every rank, ``own`` this rank's; ``found`` are known to some ranks, and those of all are
+    kept. ``line`` is how the run came to this step, as rank 0 knows it; None: it follows from what lies in the folder.
     """
 
     step: int

@@ -90,10 +90,8 @@ def _by_id(shards: Iterable[Shard]) -> dict[int, Shard]:
 def _shard_of(by_id: Mapping[int, Shard], parameter: torch.Tensor) -> Shard:
     shard = by_id.get(id(parameter))
     if shard is None:
-        raise UsageError(
-            f"the optimizer updates a tensor {list(parameter.shape)} that is no parameter of the engine\n"
-            "  its state is saved under the parameters' names\n  build it with engine.parameters()"
-        )
+        what = f"the optimizer updates a tensor {list(parameter.shape)} that is no parameter of the engine"
+        raise UsageError(f"{what}\n  state is saved under parameters' names\n  build it with engine.parameters()")
     return shard
 
 
@@ -107,11 +105,9 @@ def _split_state(shard: Shard, parameter: torch.Tensor, state: Mapping[str, Any]
         if not isinstance(value, torch.Tensor):
             leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if any(leaf.shape == parameter.shape and leaf.numel() > 1 for leaf in leaves):
-                raise UsageError(
-                    f"the optimizer's state of {shard.name} has {key} (a {type(value).__name__} of tensors)\n"
-                    "  a state is one tensor of the parameter's shape, or one value for the whole parameter\n"
-                    "  keep each tensor under a name of its own"
-                )
+                what = f"the optimizer's state of {shard.name} has {key} (a {type(value).__name__} of tensors)"
+                rule = "a state is one tensor of the parameter's shape, or one value for the whole parameter"
+                raise UsageError(f"{what}\n  {rule}\n  keep each tensor under a name of its own")
             whole[key] = value
         elif value.shape == parameter.shape and key != _WHOLE:
             own.append(replace(shard, name=name, tensor=value, parameter=None))

@@ -158,9 +158,8 @@ class Checkpoint:
         if place is None:
             raise damaged(f"{path} is damaged: it has no {name}")
         if (place.dtype, place.num_bytes) != (dtype, wanted):
-            raise damaged(
-                f"{path} is damaged: {name} has {place.num_bytes} bytes of {place.dtype}, not {wanted} of {dtype}"
-            )
+            have = f"{place.num_bytes} bytes of {place.dtype}"
+            raise damaged(f"{path} is damaged: {name} has {have}, not {wanted} of {dtype}")
         return path, place.begin
 
     def _saved(self, name: str) -> SavedTensor:
@@ -203,11 +202,10 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
 
 def file_shards(files: Mapping[str, bytes], rank: int) -> list[Shard]:
     """Returns files as what is saved, which rank 0 writes."""
+    copy = None if rank else 0
     tensors = {name: torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for name, content in files.items()}
-    return [
-        Shard(name=FILES + name, region=whole_region(tuple(each.shape)), tensor=each, copy=None if rank else 0)
-        for name, each in tensors.items()
-    ]
+    wholes = {name: whole_region(tuple(each.shape)) for name, each in tensors.items()}
+    return [Shard(name=FILES + name, region=wholes[name], tensor=each, copy=copy) for name, each in tensors.items()]
 
 
 def read_files(checkpoint: Checkpoint, below: str = "") -> dict[str, bytes]:

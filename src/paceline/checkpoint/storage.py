@@ -118,7 +118,6 @@ class LocalFiles:
         path.replace(to)
 
     def sync_folder(self, path: Path) -> None:
-        """Makes the names in a folder outlive a crash of the machine."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -126,7 +125,6 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all that is in it, if it is there."""
         if path.is_dir():
             shutil.rmtree(path)
         elif path.exists():
@@ -202,8 +200,7 @@ class RemoteFiles:
         """Does nothing: what a store has taken, stays."""
 
     def remove(self, path: Path) -> None:
-        """Removes a folder with all that is in it, if it is there: its manifest first."""
-        if self.size(path / MANIFEST) is not None:
+        if self.size(path / MANIFEST) is not None:  # which goes first
             self._files.rm_file(url_of(path / MANIFEST))
         if self.names(path):
             self._files.rm(url_of(path), recursive=True)
@@ -247,7 +244,6 @@ def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
 
 
 def is_remote(where: str | Path) -> bool:
-    """Says whether a place is one that fsspec is asked for, such as ``s3://bucket/run``."""
     return _REMOTE.match(str(where)) is not None
 
 
@@ -259,21 +255,16 @@ def storage_of(path: Path) -> FileStore:
     try:
         import fsspec
     except ImportError as error:
-        raise UsageError(
-            f"{url_of(path)} needs fsspec, which is not installed\n  URLs are read and written through it\n"
-            "  pip install 'paceline[remote]'"
-        ) from error
+        rule = "URLs are read and written through fsspec, which is not installed"
+        raise UsageError(f"{url_of(path)} needs fsspec\n  {rule}\n  pip install 'paceline[remote]'") from error
     try:
         return RemoteFiles(fsspec.filesystem(found[1]))
     except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"{url_of(path)} cannot be opened: {error}\n  each protocol has a package of its own\n"
-            "  for S3: pip install 'paceline[remote]' s3fs"
-        ) from error
+        rule, fix = "each protocol has a package of its own", "for S3: pip install 'paceline[remote]' s3fs"
+        raise UsageError(f"{url_of(path)} cannot be opened: {error}\n  {rule}\n  {fix}") from error
     except OSError as error:
-        raise CheckpointError(
-            f"{url_of(path)} cannot be reached: {error}\n  the store must answer\n  check its address and your rights"
-        ) from error
+        what = f"{url_of(path)} cannot be reached: {error}"
+        raise CheckpointError(f"{what}\n  the store must answer\n  check its address and your rights") from error
 
 
 def url_of(path: Path) -> str:
@@ -297,10 +288,8 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
     if not isinstance(storage_of(path), LocalFiles):
         return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
     if path.suffix in _WEIGHTS if path.is_file() else any((path / name).is_file() for name in _WEIGHT_FOLDERS):
-        return CheckpointError(
-            f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
-            f"  take them in first:  paceline checkpoint import {where} DST"
-        )
+        what = f"no checkpoint in {where}: it holds weights in another format"
+        return CheckpointError(f"{what}\n  {rule}\n  take them in first:  paceline checkpoint import {where} DST")
     what = ": there is no such folder" if not path.exists() else ": it is a file" if path.is_file() else ""
     return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {near_folders(path) or fix}")
 

@@ -68,7 +68,6 @@ class Stream:
 
     @classmethod
     def of(cls, shard: Shard) -> Stream:
-        """Returns a shard whose tensor is flat as a stream."""
         read = partial(tensor_chunks, shard.tensor)
         return cls(name=shard.name, region=shard.region, dtype=shard.tensor.dtype, read=read)
 
@@ -82,7 +81,6 @@ class Stream:
         return self.region.size * self.dtype.itemsize
 
     def whole(self) -> torch.Tensor:
-        """Returns the tensor itself: all of it in memory."""
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
         place, memory = 0, host_bytes(flat)
         for part in self.read():
@@ -124,7 +122,6 @@ def file_chunks(
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of a flat tensor, chunk by chunk, from the host."""
     count = max(CHUNK_BYTES // flat.element_size(), 1)
     for first in range(0, flat.numel(), count):
         yield host_bytes(flat[first : first + count].cpu())
@@ -181,10 +178,8 @@ def _read_window(storage: FileStore, path: Path, start: int, runs: Runs, out: me
 def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
     """Returns a value as JSON values. Raises CheckpointError, naming the place, for what cannot be saved."""
     if level > _MOST_LEVELS:
-        raise CheckpointError(
-            f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep\n  such a value could not be read back\n"
-            "  leave it out, or make it flatter"
-        )
+        what = f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep"
+        raise CheckpointError(f"{what}\n  such a value could not be read back\n  leave it out, or make it flatter")
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):

@@ -62,7 +62,6 @@ class SaveTarget:
 
     @property
     def partial(self) -> Path:
-        """The folder that is written to."""
         return self.folder / f".{self.final.name}.{self.token}"
 
 
@@ -105,14 +104,12 @@ def plain_state(state: State) -> State:
 def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        return write_rank(target, map(Stream.of, shares), plain)
+        return write_rank(target, map(Stream.of, shares), plain, ignore_progress)
     except OSError as error:
         raise unwritten(target, error) from error
 
 
-def write_rank(
-    target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress = ignore_progress
-) -> int:
+def write_rank(target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
     storage.make_folder(target.partial)
@@ -127,13 +124,8 @@ def write_rank(
         for each in group:
             saved = (SavedPiece(file=name, region=each.region),)
             tensors[each.name] = tensor_entry(SavedTensor(shape=each.region.shape, dtype=code, pieces=saved))
-    part = {
-        "rank": target.rank,
-        "values": plain.own,
-        "found": plain.found,
-        "files": files_entry(files),
-        "tensors": tensors,
-    }
+    part = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": files_entry(files)}
+    part["tensors"] = tensors
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
     storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
@@ -161,7 +153,6 @@ def unwritten(target: SaveTarget, error: object) -> CheckpointError:
 
 
 def _merged(target: SaveTarget, plain: State) -> Manifest:
-    """Reads what the ranks have written, and puts it together."""
     storage = target.storage
     files: dict[str, SavedFile] = {}
     tensors: dict[str, SavedTensor] = {}

@@ -172,9 +172,8 @@ class StagingBuffer:
         length = _offsets(shares)[-1]
         if self.buffer.numel() < length:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
-            self._thread = threading.Thread(
-                target=self._make, args=(length, _cuda_device(shares)), name="staging buffer", daemon=True
-            )
+            args = length, _cuda_device(shares)
+            self._thread = threading.Thread(target=self._make, args=args, name="staging buffer", daemon=True)
             self._thread.start()
 
     def copy(self, shares: Sequence[Shard]) -> list[Shard]:
@@ -259,7 +258,6 @@ class _PendingSave:
             discard(self.target)
 
     def complete_agreed(self) -> None:
-        """Sees a save to its end that all ranks have written."""
         self._is_agreed.set()
         if self._thread is None:
             self._complete()
@@ -315,10 +313,9 @@ class _PendingSave:
             if self._is_abandoned.wait(_LOOK_EVERY_S):
                 return False
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"rank {wanted.index(min(missing))} has written its part of {target.final}, and rank 0 does not "
-                    "see it\n  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
-                )
+                what = f"rank {wanted.index(min(missing))} has written its part of {target.final}"
+                fix = "all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
+                raise CheckpointError(f"{what}, and rank 0 does not see it\n  {fix}")
         return True
 
 
@@ -340,7 +337,6 @@ def _describe(error: Exception) -> str:
 
 
 def warn_of(passed: object) -> None:
-    """Warns of a newer checkpoint that was not taken, and says why."""
     warnings.warn(str(passed), stacklevel=2)
 
 

@@ -42,9 +42,8 @@ from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
-from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
-from paceline.engines.apply import parallelize
-from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
+from paceline.engines.apply import STRATEGY_NAMES, parallelize
+from paceline.engines.blocks import checkpoint_blocks, parts_by_size
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
@@ -399,7 +398,7 @@ def _problems(
     is_offload = more.cpu_offload is not True or strategy != "ddp"
     return [
         *check_type("model", model, nn.Module, "an nn.Module"),
-        *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
+        *check_choice("strategy", strategy, STRATEGY_NAMES, says="is unknown"),
         *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
         *check_count("gradient_accumulation_steps", steps, fix="for no accumulation, leave it out"),
         *expect(is_clip, f"gradient_clip_val = {clip_val!r}", clip_rule, "for no clipping, leave it out"),

@@ -40,9 +40,7 @@ class SimulatedTrainer:
     network they have ("4x dgx-h100"). ``compute`` is "measured" here, or "modelled" for the cluster's device. Without
     either, a DistributedConfig with ``backend = "nccl"``, its default, is simulated on as many A100, modelled; any
     other config on processes of one host, measured. ``slow`` multiplies the compute of ranks: {2: 1.5}. ``device`` is
-    where it really runs.
-
-    Evaluates after each epoch, unless a config says otherwise. Raises ConfigError and UsageError before anything runs.
+    where it really runs. It evaluates after each epoch, unless a config says otherwise.
     """
 
     def __init__(
@@ -92,10 +90,7 @@ class SimulatedTrainer:
         return self._workload.model
 
     def train(self, folder: str | Path | None = None) -> TrainingMetrics:
-        """Trains all epochs and returns the metrics, by epoch; leaves the records of a run in ``folder``, if given.
-
-        Called again, it trains again from the start: the same losses. Raises RunFolderError if the folder has records.
-        """
+        """Trains from the start and returns metrics by epoch; leaves a run's records in ``folder``, if given."""
         if self._workload is None:
             self.setup_model_and_data()
         with contextlib.closing(_LateView()) as view:

@@ -86,10 +86,7 @@ class DistributedTrainer(MicrobatchTrainer):
     def evaluate(
         self, loader: Iterable[Any], criterion: Criterion, metrics: Mapping[str, Metric] | None = None
     ) -> dict[str, float]:
-        """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. Exact for ragged batches.
-
-        All ranks call it. Parameters and modes stay as they are. A plain ``DataLoader`` is shared out as in ``fit``.
-        """
+        """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. All ranks call it."""
         names, device = list(metrics or {}), self.engine.device
         weighed = {name: _weighed(name, metric) for name, metric in (metrics or {}).items()}
         score = score_all(self.loss_of(criterion), weighed)
@@ -103,10 +100,7 @@ class DistributedTrainer(MicrobatchTrainer):
 
     @torch.no_grad()
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns the model's outputs for this rank's batches, in order, on the CPU: one tensor, or a list of others.
-
-        A batch is inputs, or (inputs, targets), of which the targets are left out. All ranks call it.
-        """
+        """Returns the outputs for this rank's inputs, or (inputs, targets), on the CPU: a tensor, or a list."""
 
         def run(model: Callable[..., Any], batch: Any) -> Any:
             return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
@@ -155,12 +149,9 @@ class DistributedTrainer(MicrobatchTrainer):
             return loader
         everyone = gather_objects(comm, _describe(loader, comm.device))
         first = everyone[0]
-        if (
-            first is None
-            or not isinstance(loader, DataLoader)
-            or any(each is None or each[1:] != first[1:] for each in everyone)
-        ):
+        if first is None or any(each is None or each[1:] != first[1:] for each in everyone):
             return loader
+        assert isinstance(loader, DataLoader)  # no other is described
         shared = shard_weighed(loader, comm, seed=first[0])
         shared.load_state_dict({**shared.state_dict(), "position": epoch * shared.order.samples_per_epoch})
         return shared

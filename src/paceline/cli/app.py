@@ -46,13 +46,9 @@ app.command(context_settings={"ignore_unknown_options": True})(train)  # it answ
 for _verb in (verify, validate, plan, predict, profile, report, watch, sample, simulate, chaos, schedule, doctor):
     app.command()(_verb)
 app.command()(calibrate)
-app.add_typer(launch_app, name="launch")
-app.add_typer(config_app, name="config")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
-app.add_typer(learn_app, name="learn")
+_GROUPS = {"launch": launch_app, "config": config_app, "cluster": cluster_app, "checkpoint": checkpoint_app}
+for _name, _group in (_GROUPS | {"data": data_app, "bench": bench_app, "learn": learn_app}).items():
+    app.add_typer(_group, name=_name)
 
 
 def _add_help(verbs: typer.Typer, texts: dict[str, str], above: str = "") -> None:

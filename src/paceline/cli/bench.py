@@ -1,7 +1,5 @@
 """``paceline bench``: ours beside the best of the others on this machine, interleaved in one run; and how runs scale.
 
-What only Paceline's authors measure is no part of the package: ``python bench`` in its repository.
-
 A column of a table is written as ``title: template`` (see ``records/event_words.py``), or ``<title: template`` for one
 that is aligned to the left. A cell is empty where a value that it names is None or missing.
 """
@@ -124,10 +122,7 @@ def show_record(
     program: str = "paceline",
     show: Callable[[str, Rows], None] = show_table,
 ) -> None:
-    """Shows the rows of a benchmark as a table, or its record as JSON.
-
-    A file is written after each batch of rows, so that a run that is cut short leaves what it has.
-    """
+    """Shows rows as a table, or the record as JSON; the file is written after each batch of rows."""
     from paceline.bench.timing import BenchRecord
 
     rows: Rows = []

@@ -46,15 +46,26 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     from paceline.config import explain as explain_config
 
     loaded = load_and_tell(config, overrides)
-    rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
+    rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _estimate_rows(loaded.config, ranks)
     if as_json:
         print_json([asdict(row) for row in rows])
-    else:
-        _print_table([row for row in rows if row.key != _LADDER])
-        for row in rows:
-            if row.key == _LADDER:
-                echo(f"\n{row.origin.removeprefix('derived: ')}")
-                echo("\n".join(f"  {line}" for line in row.value))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from paceline.terminal import new_console
+
+    styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
+    table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        style = styles.get(row.origin.partition(":")[0], "")
+        if row.key != _LADDER:
+            # Text, not str: a value such as [0.9, 0.999] must not be read as markup.
+            table.add_row(Text(row.key), Text(_cell(row.value)), Text(row.origin), style=style)
+    new_console().print(table)
+    for row in rows:
+        if row.key == _LADDER:
+            echo("\n  ".join([f"\n{row.origin.removeprefix('derived: ')}", *row.value]))
 
 
 @app.command()
@@ -137,26 +148,19 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
         ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
         ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
     ]
-    return rows + _estimate_rows(decided, known, decided.parallel.device)
+    return rows + _estimate_rows(decided, known)
 
 
-def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
+def _estimate_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
     """Returns what the run will need of memory."""
-    from paceline.config import ExplainRow
-
-    known = config.parallel.ranks if ranks is None else ranks
-    if known == "auto":
-        return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
-    device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    return _estimate_rows(config, known, device)
-
-
-def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     from paceline.config import ExplainRow, layout_of
     from paceline.predict.memory.activations import describe_model
     from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 
-    model, layout = describe_model(config, device), layout_of(config, ranks)
+    known, device = ranks or config.parallel.ranks, "cuda" if config.parallel.device == "cuda" else "cpu"
+    if known == "auto":
+        return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
+    model, layout = describe_model(config, device), layout_of(config, known)
     if model is None or not is_known(model, layout):
         who = "a schedule of your own is read when the run starts" if model else "only the model's own code can tell"
         return [ExplainRow(key="derived.memory", value=None, origin=f"derived: {who}")]
@@ -168,21 +172,6 @@ def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
-
-
-def _print_table(rows: list[ExplainRow]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from paceline.terminal import new_console
-
-    styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
-    table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        style = styles.get(row.origin.partition(":")[0], "")
-        # Text, not str: a value such as [0.9, 0.999] must not be read as markup.
-        table.add_row(Text(row.key), Text(_cell(row.value)), Text(row.origin), style=style)
-    new_console().print(table)
 
 
 def _cell(value: Any) -> str:

@@ -268,10 +268,13 @@ def validate(
         write_output(rows, rows_csv(found), "rows")
     if as_json:
         print_json(to_json(found))
-    elif found.has_scores:
-        _show_scores(found)
     else:
-        _show_skipped(found)
+        if found.has_scores:
+            _show_scores(found)
+        for row in found.skipped[:_LISTED]:
+            echo(f"skipped      {row.row.id}: {row.skipped}")
+        if len(found.skipped) > _LISTED:
+            echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
     if not found.has_scores:
         echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
         raise typer.Exit(1)
@@ -319,14 +322,6 @@ def _show_scores(found: Validation) -> None:
             if one.scaling is not None
         )
         echo(f"             given the smallest run, by family: {by_family}")
-    _show_skipped(found)
-
-
-def _show_skipped(found: Validation) -> None:
-    for row in found.skipped[:_LISTED]:
-        echo(f"skipped      {row.row.id}: {row.skipped}")
-    if len(found.skipped) > _LISTED:
-        echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
 
 
 def _line(each: FamilyScores) -> str:

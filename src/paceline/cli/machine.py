@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from paceline.units import format_bytes
 if TYPE_CHECKING:
     from paceline.calibrate.machine import MachineFigures
     from paceline.cluster.devices import Cluster
-    from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
+    from paceline.doctor.findings import MachineCheck, MachineFinding
 
 
 def calibrate(
@@ -208,14 +207,22 @@ def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Check this machine: what is there, and what to do about it."""
-    from paceline.doctor.findings import examine, missing_packages
+    from paceline.doctor.findings import DoctorInputs, examine, missing_packages
 
     findings = missing_packages()
     if not findings:
-        surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
+        from paceline.config import load_config
+        from paceline.doctor.network import problem_finding
+
+        inputs = DoctorInputs(environment=dict(os.environ), is_quick=quick)
+        try:
+            loaded = None if config is None else load_config(config, overrides or [])
+            inputs = inputs if loaded is None else replace(inputs, config=loaded, runs=Path(loaded.monitor.folder))
+        except ConfigError as error:  # the machine is looked at all the same
+            findings = [problem_finding("config", problem) for problem in error.problems]
         reports = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
         if reports:
-            findings += examine(_checks(), surroundings)
+            findings += examine(_checks(), inputs)
         if ranks:
             findings += _test_ranks(ranks)
         if not reports:
@@ -223,27 +230,18 @@ def doctor(
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
         print_json({"ok": is_well, "findings": [asdict(each) for each in findings]})
-    else:
-        _print(findings)
+        raise typer.Exit(0 if is_well else 1)
+    width = max(len(each.name) for each in findings)
+    for each in findings:
+        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
+        echo(f"{each.name:<{width}}  {each.found}")
+        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
+            if line:
+                typer.secho(" " * (width + 11) + plain(line), dim=True)
+    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
+    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")
     raise typer.Exit(0 if is_well else 1)
-
-
-def _surroundings(
-    path: Path | None, overrides: list[str], *, is_quick: bool
-) -> tuple[DoctorInputs, list[MachineFinding]]:
-    """Reads the config, if there is one; its problems are findings, and the machine is looked at all the same."""
-    from paceline.config import load_config
-    from paceline.doctor.findings import DoctorInputs
-    from paceline.doctor.network import problem_finding
-
-    inputs = DoctorInputs(environment=dict(os.environ), is_quick=is_quick)
-    if path is None:
-        return inputs, []
-    try:
-        config = load_config(path, overrides)
-    except ConfigError as error:
-        return inputs, [problem_finding("config", problem) for problem in error.problems]
-    return replace(inputs, config=config, runs=Path(config.monitor.folder)), []
 
 
 def _checks() -> list[MachineCheck]:
@@ -276,16 +274,3 @@ def _test_ranks(ranks: int) -> list[MachineFinding]:
         return list(report_findings(reports))
     except PacelineError as error:
         return [failed_test(error)]
-
-
-def _print(findings: Sequence[MachineFinding]) -> None:
-    width = max(len(each.name) for each in findings)
-    for each in findings:
-        typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
-        echo(f"{each.name:<{width}}  {each.found}")
-        for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
-            if line:
-                typer.secho(" " * (width + 11) + plain(line), dim=True)
-    counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
-    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
-    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")

@@ -40,10 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def tells_for_host() -> bool:
-    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so.
-
-    A rank that somebody starts by hand has no LOCAL_RANK.
-    """
+    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -102,10 +99,10 @@ def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]
     """Returns a check of the path of a file to write, whose name has one of some endings."""
 
     def check(path: Path | None) -> Path | None:
-        if path is not None and path.suffix.lower() not in endings:
+        if (found := check_file(path)) is not None and found.suffix.lower() not in endings:
             rule = f"its name ends in {', '.join(endings)}"
-            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
-        return check_file(path)
+            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {found.stem}{endings[0]}")
+        return found
 
     return check
 

@@ -155,7 +155,7 @@ def sample(
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        written = write_together(connect(device=None if device == "auto" else device), *work)
+        drawn, text = write_together(connect(device=None if device == "auto" else device), *work)
         disconnect()
     elif ranks > 1:
         if device == "cuda":
@@ -163,13 +163,13 @@ def sample(
                 f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n"
                 f"  on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
             )
-        written = run_processes(write_together, ranks, args=work)[0]
+        drawn, text = run_processes(write_together, ranks, args=work)[0]
     else:
         chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        written = write_together(SoloCommunicator(torch.device(chosen)), *work)
+        drawn, text = write_together(SoloCommunicator(torch.device(chosen)), *work)
     if launched_rank() != 0:
         return
     if as_json:
-        print_json({"checkpoint": checkpoint, "prompt": prompt, "text": written.text, "tokens": written.tokens})
+        print_json({"checkpoint": checkpoint, "prompt": prompt, "text": text, "tokens": drawn})
     else:
-        echo(prompt + written.text)
+        echo(prompt + text)

@@ -190,13 +190,20 @@ def schedule(
     from paceline.schedule.check import check_schedule
     from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
-    from paceline.schedule.text import draw, render_text
+    from paceline.schedule.text import draw, format_csv, render_text
 
     found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
     measure = measure_schedule(found, _read_costs(costs, communication, found))
     if csv is not None:
-        _write_csv(found, csv, with_messages=messages)
+        programs, shown = lower(found) if messages else (), found
+        if programs:
+            slots = max(map(len, programs))
+            shown = replace(found, rows=tuple((*each, *[None] * (slots - len(each))) for each in programs))
+        if csv == "-":
+            echo(format_csv(shown), nl=False)
+        else:
+            write_output(Path(csv), format_csv(shown), "schedule")
     if png is not None:
         draw(found, png, measure)
     if as_json:
@@ -245,29 +252,15 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
             numbers = []
         match numbers:
             case [forward]:
-                cost = StageCost(forward=forward, backward_input=forward, backward_weight=forward)
+                inputs = weights = forward
             case [forward, backward]:
-                cost = StageCost(forward=forward, backward_input=backward / 2, backward_weight=backward / 2)
+                inputs = weights = backward / 2
             case [forward, inputs, weights]:
-                cost = StageCost(forward=forward, backward_input=inputs, backward_weight=weights)
+                pass
             case _:
                 raise UsageError(
                     f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
                     "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
                 )
-        stages.append(cost)
+        stages.append(StageCost(forward=forward, backward_input=inputs, backward_weight=weights))
     return ScheduleCosts(stages=tuple(stages), communication=communication)
-
-
-def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
-    from paceline.schedule.grid import lower
-    from paceline.schedule.text import format_csv
-
-    if with_messages:
-        programs = lower(found)
-        slots = max(map(len, programs))
-        found = replace(found, rows=tuple((*program, *[None] * (slots - len(program))) for program in programs))
-    if target == "-":
-        echo(format_csv(found), nl=False)
-        return
-    write_output(Path(target), format_csv(found), "schedule")

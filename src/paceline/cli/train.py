@@ -327,8 +327,7 @@ def profile(
     from paceline.chrome_trace import write_events
     from paceline.profile.hook import profile_run
     from paceline.profile.merge import beside as lay_beside
-    from paceline.profile.merge import merged_events
-    from paceline.profile.summary import summarize_profile
+    from paceline.profile.merge import merged_events, summarize_profile
     from paceline.run.processes import PROFILE
     from paceline.run.signals import scratch_folder
 

@@ -251,10 +251,7 @@ def figure_between(points: Sequence[tuple[int, float]], size: float) -> float:
 
 
 def seconds_between(points: Sequence[tuple[int, float]], size: float) -> float:
-    """Returns the seconds of a message of some size, between (size, seconds) in growing order.
-
-    Below the smallest they stay as they are: there a message pays for getting going. Beyond the largest they grow.
-    """
+    """Returns the seconds of a size between (size, seconds) in growing order; they grow beyond the largest."""
     largest, seconds = points[-1]
     return seconds * size / largest if size > largest else figure_between(points, size)
 

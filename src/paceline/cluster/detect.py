@@ -139,17 +139,13 @@ def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
 
 def alone_device(entry: Path | None = None) -> Device | None:
     """Returns what one rank is that has all cores of a CPU host, where an entry, or the catalog, measured that."""
-    found = _measured(f"{_cpu_host(entry).device.name}-alone", entry)
-    return None if found is None else found.device
+    name = f"{_cpu_host(entry).device.name}-alone"
+    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
+    return Catalog(entries=entries).node(name).device if name in entries.nodes else None
 
 
 def _cpu_host(entry: Path | None) -> Node:
     return Catalog().node(_CPU_HOST) if entry is None else load_cluster(str(entry)).node
-
-
-def _measured(name: str, entry: Path | None) -> Node | None:
-    entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
-    return Catalog(entries=entries).node(name) if name in entries.nodes else None
 
 
 def read_smi(text: str) -> list[tuple[str, float]]:

@@ -12,6 +12,7 @@ All is in seconds, bytes, bytes per second and FLOP per second. Figures are in `
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -201,7 +202,14 @@ class Cluster:
 def load_cluster(text: str) -> Cluster:
     """Reads a cluster from a name and a count, as the top of this file shows. Raises UsageError with the nearest."""
     over = _OVER.match(text)
-    count, name = _split_count(over[1] if over else text.strip())
+    wanted = over[1] if over else text.strip()
+    first, last = _COUNT_FIRST.match(wanted), _COUNT_LAST.match(wanted)
+    count = int(first[1] if first else last[2] if last else 1)
+    name = (first[2] if first else last[1] if last else wanted).strip()
+    if count < 1 or not name:
+        rule = "a cluster is a count and a name"
+        fix = "write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
+        raise UsageError(f"{wanted!r} is no cluster: it has {count} of {name or 'nothing'}\n  {rule}\n  {fix}")
     catalog, path = Catalog(), Path(name)
     if path.suffix in (".yaml", ".yml"):
         found = written.read_catalog(path)
@@ -238,10 +246,14 @@ class Catalog:
         if count < 1:
             raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
         node, usual = self._usual_node(name)
-        nodes, each = _equal_nodes(count, node_devices or node.devices, node.device.name)
+        name, most = f"{count}x {node.device.name}", node_devices or node.devices
+        least = -(-count // most)  # nodes; where equal ones would stand half empty, it is refused
+        nodes = next((nodes for nodes in range(least, 2 * least + 1) if count % nodes == 0), 0)
+        if not nodes:
+            rule = f"nodes of a cluster are equal\n  take {most * (count // most)} or {most * least}"
+            raise UsageError(f"{name}: no equal nodes of up to {most} devices hold {count}\n  {rule}")
         between = self._between(network or usual, nodes)
-        node = replace(node, devices=each)
-        return Cluster(name=f"{count}x {node.device.name}", node=node, nodes=nodes, between=between)
+        return Cluster(name=name, node=replace(node, devices=count // nodes), nodes=nodes, between=between)
 
     def device(self, name: str) -> Device:
         found, entry = _find(name, "device", self.entries.devices)
@@ -338,30 +350,6 @@ def loop_us(entry: written.DeviceEntry) -> float:
     return _LOOP_OPERATIONS * (entry.operation_us or entry.launch_us) if entry.generation == "cpu" else 0.0
 
 
-def _equal_nodes(count: int, most: int, name: str) -> tuple[int, int]:
-    """Returns the fewest equal nodes of up to ``most`` devices, and their devices; refuses mostly empty ones."""
-    least = -(-count // most)
-    for nodes in range(least, 2 * least + 1):
-        if count % nodes == 0:
-            return nodes, count // nodes
-    what = f"{count}x {name}: no equal nodes of up to {most} devices hold {count}"
-    raise UsageError(f"{what}\n  nodes of a cluster are equal\n  take {most * (count // most)} or {most * least}")
-
-
-def _split_count(text: str) -> tuple[int, str]:
-    if found := _COUNT_FIRST.match(text):
-        count, name = int(found[1]), found[2].strip()
-    elif found := _COUNT_LAST.match(text):
-        count, name = int(found[2]), found[1].strip()
-    else:
-        count, name = 1, text.strip()
-    if count < 1 or not name:
-        rule = "a cluster is a count and a name"
-        fix = "write '4x dgx-h100' or '32x h100-sxm'; names: paceline cluster ls"
-        raise UsageError(f"{text!r} is no cluster: it has {count} of {name or 'nothing'}\n  {rule}\n  {fix}")
-    return count, name
-
-
 def _find(name: str, what: str, entries: Mapping[str, written.AnyEntry]) -> tuple[str, written.AnyEntry]:
     found = written.find_name(name, entries)
     if found is None:
@@ -372,10 +360,9 @@ def _find(name: str, what: str, entries: Mapping[str, written.AnyEntry]) -> tupl
 def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> UsageError:
     near = written.near_names(name, known)
     hint = f"did you mean {', '.join(near)}?" if near else "none is like it"
-    return UsageError(
-        f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
-        "  list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
-    )
+    rule = "names are those of the catalog, or a YAML file of your own"
+    fix = "list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
+    return UsageError(f"no {what} is called {name!r}: {hint}\n  {rule}\n  {fix}")
 
 
 class Peaks(NamedTuple):
@@ -394,7 +381,6 @@ def find_peaks(name: str, compute: str, entry: Path | None = None) -> Peaks:
     if entry is None and device.is_cpu:
         return Peaks()
     measured = device.matmul_ceiling.get(compute)
-    try:
+    with contextlib.suppress(UsageError):  # there is no figure for this dtype
         return Peaks(sheet=device.peak(compute), measured=measured)
-    except UsageError:  # there is no figure for this dtype
-        return Peaks(measured=measured)
+    return Peaks(measured=measured)

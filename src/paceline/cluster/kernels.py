@@ -64,8 +64,7 @@ def matmul_seconds(
     reached = ceiling(device, dtype) * rates.matmul * k / (k + k_half) * filled
     if device.is_cpu and device.emulates(dtype):  # by arithmetic alone, which no shape makes slower
         reached = ceiling(device, dtype)
-    width = _BYTES[dtype]
-    moved = batch * width * (m * k + k * n + m * n)
+    moved = batch * _BYTES[dtype] * (m * k + k * n + m * n)
     return max(batch * 2.0 * m * n * k / reached, memory_seconds(device, rates, moved))
 
 
@@ -210,16 +209,12 @@ def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str 
 def attention_rate(
     device: Device, sizes: tuple[int, ...], kind: str = "attention", dtype: str = "fp32"
 ) -> float | None:
-    """Returns FLOP per second of causal attention, counted as half of the square; backward as 2.5 forwards.
-
-    Batch and heads are one size here. None where neither was measured. In a dtype that a CPU emulates it is slower
-    by as much as products are.
-    """
+    """Returns FLOP per second of causal attention, counted as half of the square; None where it was not measured."""
     known = [each for each in device.shapes if each.kind == kind]
     known = known or [each for each in device.shapes if each.kind == "attention"]
     merged = [replace(each, sizes=(each.sizes[0] * each.sizes[1], *each.sizes[2:])) for each in known]
     rate = _between(merged, (sizes[0] * sizes[1], *sizes[2:]))
-    if rate is None or not (device.is_cpu and device.emulates(dtype)):
+    if rate is None or not (device.is_cpu and device.emulates(dtype)):  # else slower by as much as products are
         return rate
     return rate * device.ceiling(dtype) / device.ceiling("fp32")
 

@@ -9,8 +9,7 @@ Over Gloo, some collectives are messages between all pairs of ranks:
     all-reduce       of two ranks, if small: each sends the other all of it; one way instead of a ring's two
 
 For a tensor of B bytes a rank sends B (N-1)/N bytes in N-1 messages. Gloo itself has no reduce-scatter: torch makes one
-from a copy and an all-reduce, which moves twice as much; and its all-gather copies everything once more. Messages make
-their way in Gloo's own thread; the sum is taken by the rank that waits.
+from a copy and an all-reduce, which moves twice as much; and its all-gather copies everything once more.
 """
 
 from __future__ import annotations

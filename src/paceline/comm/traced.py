@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_split
+from paceline.comm.base import DONE, Call, Communicator, Issued, Work, WrappedCommunicator, check_split
+from paceline.comm.base import Trace as Trace
 from paceline.comm.ledger.file import WAITING
 from paceline.comm.ledger.ledger import Ledger, Peer, make_writer
-from paceline.comm.trace import Issued
-from paceline.comm.trace import Trace as Trace
 
 T = TypeVar("T")
 _REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})

@@ -48,7 +48,7 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
     if ranks is not None and ranks != asked:
         found.append(_row("parallel.ranks", ranks, f"asked for here, where the config says {asked}"))
     found += [*_ranks(config, known), *_batch(config, known), *_length_and_precision(config)]
-    found += [*_learning_rate(config, known), *_offload_and_buckets(config), *_settings(config)]
+    found += [*_learning_rate(config, known), *_offload_and_comm(config)]
     derived = {row.key: row for row in found}
     plain = (ExplainRow(key=key, value=value, origin=sources[key]) for key, value in leaf_values(config).items())
     rows = [derived.pop(row.key, row) for row in plain]
@@ -196,19 +196,14 @@ def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         yield _row("derived.final_lr", lr * schedule.final_ratio, formula)
 
 
-def _offload_and_buckets(config: Config) -> Iterator[ExplainRow]:
+def _offload_and_comm(config: Config) -> Iterator[ExplainRow]:
     if config.memory.offload and config.parallel.device == "cpu":
         formula = "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
         yield _row("derived.offload", [], formula)
-    if config.comm.bucket_mb != "auto" or layout_of(config).is_fully_sharded:
-        return
-    by_link = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"
-    by_steps = "what waits least by the times of the first steps; 25 until then, and where that is as good"
-    yield _row("comm.bucket_mb", None, by_link if config.parallel.strategy in ("zero1", "zero2") else by_steps)
-
-
-def _settings(config: Config) -> Iterator[ExplainRow]:
-    """Lists the variables that the ranks get, and what each key means."""
+    if config.comm.bucket_mb == "auto" and not layout_of(config).is_fully_sharded:
+        by_link = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"
+        by_steps = "what waits least by the times of the first steps; 25 until then, and where that is as good"
+        yield _row("comm.bucket_mb", None, by_link if config.parallel.strategy in ("zero1", "zero2") else by_steps)
     known = {each.path: each.description for each in known_fields()}
     for variable, setting in config_settings(config.comm).items():
         yield _row(f"derived.{variable}", setting.value, f"{setting}; {known[setting.name]}")

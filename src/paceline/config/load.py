@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
-from paceline.config.checks import run_checks
+from paceline.config.checks import Check, run_checks
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import find_field, near_files, section_paths
@@ -28,7 +28,6 @@ _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 # What says how long a schedule is. A warmup of the file gives way where an override of these leaves no room for it.
 _LENGTHS = {"train.steps", "train.global_batch", "optim.schedule.length", "optim.schedule.unit"}
 _WARMUP = "optim.schedule.warmup"
-Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 # Values that had another word before.
 _RENAMED = {("data", "tokens", "byte"): "bytes"}
 
@@ -43,10 +42,7 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
-    """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
-
-    Raises ConfigError with all problems at once.
-    """
+    """Reads a config from a YAML file, if any, and overrides. Raises ConfigError with all problems at once."""
     return load_config_with_sources(path, overrides).config
 
 
@@ -154,10 +150,9 @@ class _AskedValues:
         self.overridden.add(path)
 
     def make_way(self, config: Config, problems: list[Problem]) -> bool:
-        """Changes what stands in the file and does not go with an override; says whether there was anything.
+        """Drops keys of the file that an override made idle, and shortens a warmup; says whether there was any.
 
-        Drops a key that nothing reads any more, and shortens a warmup that is too long, but for what contradicts itself
-        in the file alone.
+        What contradicts itself in the file alone is left to be refused.
         """
         if not self.overridden:
             return False

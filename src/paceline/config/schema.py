@@ -18,10 +18,12 @@ from paceline.config.data_sections import DataConfig
 from paceline.config.sections import (
     CheckpointConfig,
     Count,
+    Factor,
     ImportPath,
     ModelConfig,
     MonitorConfig,
     NotNegative,
+    NotNegativeCount,
     Positive,
     Probability,
     RecoveryConfig,
@@ -33,8 +35,6 @@ from paceline.plan.rule_case import MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
-Decay: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-Counts: TypeAlias = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
 NcclSubsystem: TypeAlias = Literal[
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC",
@@ -68,7 +68,7 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     chunks: Count | None = None
     stages: Literal["auto", "measured"] | Texts = "auto"
-    stage_layers: Counts | None = None
+    stage_layers: Annotated[tuple[NotNegativeCount, ...], Strict(False)] | None = None
     sequence_parallel: bool = False
     schedule_file: str | None = None
 
@@ -224,7 +224,7 @@ class TrainConfig(Section):
     early_stop: EarlyStopConfig = EarlyStopConfig()
     metrics: dict[str, ImportPath] = Field(default={})
     hooks: Annotated[tuple[ImportPath, ...], Strict(False)] = ()
-    ema_decay: Decay | None = None
+    ema_decay: Factor | None = None
     ema_eval: bool = False
 
     def precision_on(self, device: str, *, has_bf16: bool = True) -> str:

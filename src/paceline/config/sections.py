@@ -28,8 +28,6 @@ ImportPath: TypeAlias = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)
 GPTSize: TypeAlias = Literal[
     "gpt-nano", "gpt-micro", "gpt-mini", "gpt-11m", "gpt-124m", "gpt-350m", "gpt-1.1b", "gpt-3b", "gpt-7b"
 ]
-OnNan: TypeAlias = Literal["skip", "roll_back", "lower_rate", "stop"]
-OnSpike: TypeAlias = Literal["ignore", "note", "roll_back", "lower_rate", "stop"]
 
 
 class Section(BaseModel):
@@ -196,8 +194,8 @@ class RecoveryConfig(Section):
     max_restarts: NotNegativeCount = 3
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
-    on_nan: OnNan = "skip"
-    on_spike: OnSpike = "ignore"
+    on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
+    on_spike: Literal["ignore", "note", "roll_back", "lower_rate", "stop"] = "ignore"
     spike_by: Literal["factor", "deviations"] = "factor"
     spike_threshold: Positive = 3.0
     spike_window: Annotated[int, Field(ge=4)] = 50

@@ -153,7 +153,7 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
-    rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
+    rules = (_check_readable, _check_switches, _check_counts, _check_words)
     return [problem for rule in rules for problem in rule(settings)]
 
 
@@ -222,15 +222,17 @@ def _check_value(setting: BackendSetting) -> Iterator[Problem]:
             yield Problem(what=f"{setting} cannot be read", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
-def _check_peers(settings: BackendSettings) -> Iterator[Problem]:
+def _check_switches(settings: BackendSettings) -> Iterator[Problem]:
     off, level = settings.get("NCCL_P2P_DISABLE"), settings.get("NCCL_P2P_LEVEL")
-    if off is None or level is None:
-        return
-    is_off, is_never = off.value == "1", level.value.upper() in ("LOC", "0")
-    if is_off != is_never:
+    if off and level and (off.value == "1") != (level.value.upper() in ("LOC", "0")):
         of_level = "a level says how far GPUs may reach one another directly, and they may not at all"
-        rule = of_level if is_off else "LOC means that GPUs never reach one another directly"
+        rule = of_level if off.value == "1" else "LOC means that GPUs never reach one another directly"
         yield Problem(what=f"{off} and {level}", rule=rule, fix=f"{level.removal}, or {off.removal}")
+    off = settings.get("NCCL_IB_DISABLE")
+    for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT") if off and off.value == "1" else ():
+        if off and (given := settings.get(variable)):
+            rule = "the second is about InfiniBand and RoCE, which the first turns off"
+            yield Problem(what=f"{off} and {given}", rule=rule, fix=f"{given.removal}, or {off.removal}")
 
 
 def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
@@ -248,28 +250,13 @@ def _check_counts(settings: BackendSettings) -> Iterator[Problem]:
         yield Problem(what=what, rule=f"NCCL opens {_MOST_SOCKETS} at most", fix=fix)
 
 
-def _check_cards(settings: BackendSettings) -> Iterator[Problem]:
-    off = settings.get("NCCL_IB_DISABLE")
-    if off is None or off.value != "1":
-        return
-    for variable in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT"):
-        if (given := settings.get(variable)) is not None:
-            rule = "the second is about InfiniBand and RoCE, which the first turns off"
-            yield Problem(what=f"{off} and {given}", rule=rule, fix=f"{given.removal}, or {off.removal}")
-
-
-def _check_algorithms(settings: BackendSettings) -> Iterator[Problem]:
+def _check_words(settings: BackendSettings) -> Iterator[Problem]:
     given = settings.get("NCCL_ALGO")
-    if given is None or re.search(r"[\^:;]", given.value):
-        return
-    names = [name.strip().lower() for name in given.value.split(",")]
-    if "ring" not in names:
+    names = given.value.lower().replace(" ", "").split(",") if given else ["ring"]
+    if given and "ring" not in names and not re.search(r"[\^:;]", given.value):
         rule = "broadcasts are made by Ring alone, and NCCL 2.24 and newer fails where no algorithm is left"
         fix = f"set {given.name} to [Ring, {given.value.replace(',', ', ')}]" if given.key else given.removal
         yield Problem(what=f"{given} leaves out Ring", rule=rule, fix=fix)
-
-
-def _check_debug(settings: BackendSettings) -> Iterator[Problem]:
     level, parts = settings.get("NCCL_DEBUG"), settings.get("NCCL_DEBUG_SUBSYS")
     if parts is None or (level is not None and level.value.upper() in ("INFO", "TRACE")):
         return

@@ -100,10 +100,7 @@ def near_files(path: Path) -> list[str]:
 
 
 def near_folders(path: Path) -> str:
-    """Asks for the folder that may have been meant by a path that does not exist, in the words of a fix.
-
-    Looks beside the first part that is missing, and in ``runs``: a run may be named alone.
-    """
+    """Asks for the folder that may have been meant by a path that does not exist, beside it or in ``runs``."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
@@ -267,18 +264,18 @@ def other_kind(section: str, word: str) -> str | None:
 
 def meant_by(name: str, value: Any) -> Settings:
     """Returns our settings for a key or an option of others with its value; none where the value does not matter."""
-    key = name.lower().replace("-", "_")
+    key, is_count = name.lower().replace("-", "_"), str(value).isdecimal()
     if key in _ZERO or (key == "stage" and value in (1, 2, 3)):
         if _is_off(value):
             return [("parallel.strategy", "ddp")]
         stage = re.fullmatch(r"(?:stage|zero)?[_-]?([123])", str(value).lower())
         some = ("zero1", "zero2", "fsdp") if stage is None or value is True else (f"zero{stage[1]}",)
         return [("parallel.strategy", strategy) for strategy in some]
-    if key in ("bs", "batch_size", "train_batch_size", "global_batch_size") and _is_count(value):
+    if key in ("bs", "batch_size", "train_batch_size", "global_batch_size") and is_count:
         both = [("train.microbatch", str(value)), ("train.global_batch", str(value))]
         return both if key in ("bs", "batch_size") else both[1:]
     if key in ("pipeline_parallelism", "pipeline_parallel", "tensor_parallelism", "tensor_parallel"):
-        degree = value if _is_count(value) and value is not True else 2
+        degree = value if is_count else 2
         return [("parallel." + key.partition("_")[0], "1" if _is_off(value) else str(degree))]
     if key in ("communication_pattern", "all_reduce_algorithm"):
         return [("comm.algorithm", str(value))]
@@ -299,10 +296,6 @@ def meant_by(name: str, value: Any) -> Settings:
 
 def _is_off(value: Any) -> bool:
     return value is None or value is False or value in (0, "0", "false", "no", "none", "off")
-
-
-def _is_count(value: Any) -> bool:
-    return str(value).isdecimal()
 
 
 def translate_setting(name: str, value: Any) -> dict[str, str]:

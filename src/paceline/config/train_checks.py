@@ -41,10 +41,7 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
 
 
 def short_run(config: Config, steps: int) -> Config:
-    """Returns the config of a run of so many steps that is there to be measured, with a warmup that fits into it.
-
-    It does not evaluate before its end, saves nothing, and is not started again.
-    """
+    """Returns the config of a short run to be measured: no evaluation on the way, no saves, no restarts."""
     short = config.with_values("train", steps=steps, epochs=None, eval_every=None, early_stop=EarlyStopConfig())
     recovery = RecoveryConfig(max_restarts=0, warm=config.recovery.warm)
     short = short.model_copy(update={"checkpoint": CheckpointConfig(at_end=False), "recovery": recovery})

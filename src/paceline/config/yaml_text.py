@@ -47,10 +47,7 @@ class Document:
 
 
 def parse_document(text: str, source: str) -> Document:
-    """Reads a YAML file whose top is a section.
-
-    Raises ConfigError, with line and column, for what is not YAML, for keys given twice, and for another top.
-    """
+    """Reads a YAML file whose top is a section. Raises ConfigError, with line and column, for anything else."""
     known = _read_document(text, source)
     return Document(values=copy.deepcopy(known.values), lines={**known.lines})
 

@@ -121,14 +121,11 @@ def _named(values: torch.Tensor, wrong: torch.Tensor, name: str, rule: str) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """What the rest of a config says of the samples that its model reads. None: nothing.
-
-    ``folder`` is that of a Hugging Face model; ``is_pretrained`` with its weights, ``keeps_head`` with its classes too.
-    """
+    """What a config says of the samples that its model reads. ``folder``: of a Hugging Face model. None: nothing."""
 
     folder: Path | None = None
-    is_pretrained: bool = False
-    keeps_head: bool = False
+    is_pretrained: bool = False  # with the folder's weights
+    keeps_head: bool = False  # with its classes too
     vocab_size: int | None = None
     classes: int | None = None
     has_features: bool = False

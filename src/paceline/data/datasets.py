@@ -125,16 +125,12 @@ class SampleSubset:
 
 def check_map_style(dataset: Any, name: str = "the data set") -> int:
     """Returns the number of samples; raises ``DataError`` for what has no length or no access by index."""
-    kind = type(dataset).__name__
     is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not is_indexed or not hasattr(dataset, "__len__"):
         missing = "__len__" if is_indexed else "access by index"
-        raise DataError(
-            f"{name} is a {kind} without {missing}\n"
-            "  a map-style data set is required: samples are asked for by index, so that their order depends on\n"
-            "  seed and epoch alone and a run can resume anywhere\n"
-            "  give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
-        )
+        rule = "a map-style data set is required: samples are asked for by index, so that a run can resume anywhere"
+        fix = "give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
+        raise DataError(f"{name} is a {type(dataset).__name__} without {missing}\n  {rule}\n  {fix}")
     return len(dataset)
 
 

@@ -1,11 +1,8 @@
 """Documents in files of text, JSON lines and parquet, cut into pieces that processes read side by side.
 
-    .txt, others     a file is one document; a piece ends behind a line
-    .jsonl, .json    a line is one document, in the field ``text``
-    .parquet         a row is one document, in the column ``text``; a piece has whole row groups
-
-A piece is a part of a file, by bytes or by row groups, so that any of them can be read by itself. Of a piece a few
-hundred KiB are in memory at a time.
+.txt, others     a file is one document; a piece ends behind a line
+.jsonl, .json    a line is one document, in the field ``text``
+.parquet         a row is one document, in the column ``text``; a piece has whole row groups
 """
 
 from __future__ import annotations

@@ -7,11 +7,9 @@ Each request seeds its worker's random states from (seed, epoch, first sample). 
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
 run without workers draws from the rank's own generators instead.
 
-``FeedSource`` brings batches to a device while it computes on earlier ones. One is handed out as soon as its copy is
-issued: the step waits for the copy on the device, the host for nothing. Only data in memory is read by the thread:
-that draws no random numbers and runs no code of a user.
+``FeedSource`` brings batches to a device while it computes on earlier ones; the host waits for no copy:
 
-    thread    | read 3  | read 4  |              data in memory alone: read ahead, straight into pinned memory
+    thread    | read 3  | read 4  |              data in memory alone: no random numbers, no code of a user
     copies         | copy 3  | copy 4  |         a stream of its own
     compute   | step 1       | step 2       | step 3
 

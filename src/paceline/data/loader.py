@@ -1,10 +1,7 @@
 """What a rank reads in each step, and exact evaluation.
 
-A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``. So
-the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
-batch is short, a rank may have nothing in a microbatch: it gets ``None`` and still takes part in the step.
-
-Worker processes live as long as what reads from them: the iterator of ``steps``, an ``EvalLoader`` until ``close()``.
+A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``,
+and ``None`` where the batch is short. So the samples of a step, and their order, are the same for any number of ranks.
 ``data.workers: auto`` is decided by a trial before the run:
 
     workers = seconds to read a batch here / 10 ms, at least 1 and at most the rank's cores but one
@@ -129,10 +126,7 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Reads one rank's share of an evaluation: over all ranks every sample once, in order, any number of times.
-
-    Each rank gets the same number of batches, with ``None`` where it has no samples.
-    """
+    """Reads one rank's share of an evaluation: each sample once over all ranks, as many batches on each."""
 
     def __init__(
         self, dataset: MapDataset, batch_size: int, rank: int = 0, ranks: int = 1, options: LoaderOptions | None = None

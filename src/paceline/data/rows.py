@@ -34,10 +34,7 @@ _BLOCK = 2**22
 
 
 class RowDataset(EpochDataset):
-    """Samples of rows: inputs and targets by the names of their fields, or text of one field.
-
-    All rows have the form of the first that can be used. ``labels``: the model's numbers of the targets' classes.
-    """
+    """Samples of rows by the names of their fields, in the form of the first row that can be used."""
 
     def __init__(
         self,
@@ -52,7 +49,8 @@ class RowDataset(EpochDataset):
         labels: Sequence[int] | None = None,
     ) -> None:
         self.rows, self.inputs, self.targets, self.rules = rows, inputs, targets, rules
-        self.tokenizer, self.context, self.on_bad, self.labels = tokenizer, context, on_bad, labels
+        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+        self.labels = labels  # the model's numbers of the targets' classes
         self._first: tuple[int, Pair] | None = None
 
     def __len__(self) -> int:

@@ -97,12 +97,10 @@ class MappedTokens:
         place = int(starts[row]) + int(column)
         number = int(np.searchsorted(self._ends, place, side="right"))
         within = place - (int(self._ends[number - 1]) if number else 0)
-        raise BadSampleError(
-            f"{self.files[number].path}: token {within} is {found[row, column]}, "
-            f"beyond a vocabulary of {self.vocab_size}\n"
-            "  every token is from 0 to data.vocab_size - 1, and raw files must be of the type that data.dtype says\n"
-            "  check both, or prepare the file again"
-        )
+        path, token = self.files[number].path, found[row, column]
+        what = f"{path}: token {within} is {token}, beyond a vocabulary of {self.vocab_size}"
+        rule = "every token is from 0 to data.vocab_size - 1, and raw files must be of the type that data.dtype says"
+        raise BadSampleError(f"{what}\n  {rule}\n  check both, or prepare the file again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,9 @@ from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.batchnorm import synchronise_batchnorm
+from paceline.engines.blocks import checkpoint_blocks, compile_model, swap_pools
 from paceline.engines.buckets.buckets import choose_for_link, probe_link
-from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.combined import combine
-from paceline.engines.compiled import compile_model, swap_pools
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.base import Communicator, Work
-from paceline.engines.checkpointing import Replay
+from paceline.engines.blocks import Replay
 from paceline.errors import UsageError
 
 _HEAD = 2  # in front of the channels: how many values, and the number of the layer (0: this rank stands in)

@@ -51,8 +51,7 @@ class DataParallel(ModuleEngine):
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        self.layout = layout or Layout()
-        super().__init__(module, groups, precision or Precision(), self.layout.buffers)
+        super().__init__(module, groups, layout or Layout(), precision or Precision())
         comm = groups.gradients
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = Masters(module, self.precision.param_dtype)

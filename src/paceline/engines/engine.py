@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from paceline.engines.float8 import Float8Layers
 
 T = TypeVar("T")
-BufferPolicy = Literal["broadcast", "local"]
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
 Scale = float | Tensor | None

@@ -54,8 +54,7 @@ class FullySharded(ModuleEngine):
         compression: GradientCompression | None = None,
     ) -> None:
         """Takes units that are built already (``materialize.py``), the root last. ``compression`` is over replicas."""
-        super().__init__(module, groups, precision, layout.buffers)
-        self.layout = layout
+        super().__init__(module, groups, layout, precision)
         self._units = list(units)
         self._root = self._units[-1]
         self.flat_groups = [group for unit in self._units for group in unit.groups]
@@ -67,10 +66,8 @@ class FullySharded(ModuleEngine):
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
         self._compression = compression if groups.replicate.size > 1 else None
         if self._compression is not None:
-            shapes = [
-                BucketShape(names=each.names, layout=each, shard=(each.start, each.stop))
-                for each in (group.layout for group in self.flat_groups)
-            ]
+            layouts = [group.layout for group in self.flat_groups]
+            shapes = [BucketShape(names=each.names, layout=each, shard=(each.start, each.stop)) for each in layouts]
             bound = self._compression.bind(shapes, groups.replicate)
             for group, compressed in zip(self.flat_groups, bound, strict=True):
                 group.gradients.compressed = compressed

@@ -1,4 +1,4 @@
-"""Who a rank talks to, one communicator for each question (see ``plan/groups.py``), and how ranks train one model.
+"""Who a rank talks to, one communicator for each question (see ``plan/layout.py``), and how ranks train one model.
 
 A parameter knows its own groups. Most are *dense*: every rank that shares the batch has the same one, in slices or
 whole. Of a parameter that ``mark_expert`` has marked, the ranks of ``expert`` hold different parts along one dim. Its
@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
-from paceline.plan.groups import GROUP_NAMES, groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import GROUP_NAMES, Layout, groups_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import BufferPolicy, Engine
+from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.optimizer_state import (
     check_elementwise,
@@ -27,6 +27,7 @@ from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
+from paceline.plan.layout import Layout
 from paceline.shards import Region, Shard, memory_order, whole_region
 
 
@@ -36,13 +37,14 @@ class ModuleEngine(Engine):
     replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
     _updated: dict[str, nn.Parameter]  # by name: parameters, or this rank's flat pieces of them, some of them empty
 
-    def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision) -> None:
         self.module = module
         self.groups = groups
+        self.layout = layout
         self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        is_shared = buffers == "broadcast" and groups.gradients.size > 1
+        is_shared = layout.buffers == "broadcast" and groups.gradients.size > 1
         persistent = module.state_dict(keep_vars=True) if is_shared else {}
         paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
         # What all take from rank 0, by owner and name: a module may put another tensor in a buffer's place.

@@ -1,4 +1,12 @@
-"""Nodes of autograd: two functions as one, linear layers whose weight gradient comes later, backward in two parts.
+"""Nodes of autograd: what ranks exchange where the stream meets split layers, and weight gradients that come later.
+
+[Note: overlap] The sum of the input's gradient is needed by what lies before the split part, but not by the weight
+gradients of the column layers. Autograd runs what was recorded last first. So entering the split part records, in this
+order: a node that waits, a node for each column layer that computes its weight gradient, a node that starts the sum.
+Backward meets them the other way round: the sum is on its way while the weight gradients are computed. Their factors
+wait in memory from one node to the other: the layer's input, which is there anyway, and the gradient of its output.
+
+Backward of a pipeline in two parts:
 
     input part    the gradient of a stage's inputs: half of the work, and all that anybody waits for
     weight part   the gradients of the weights of its linear layers, x^T g: whenever there is nothing better to do
@@ -11,15 +19,20 @@ microbatch's gradients together, as they would without the split.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paceline.comm.base import DONE, Communicator, Work
+from paceline.errors import UsageError
 
 Change = Callable[[Tensor], Tensor]
 Tensors = Sequence[Tensor]
@@ -149,3 +162,186 @@ def input_part(
         if gradient is not None:
             part.add(parameter, gradient)
     return list(found[: len(inputs)])
+
+
+Product = Callable[[Tensor, Tensor | None], Tensor]  # of an input, with a bias: what ``F.linear`` would return
+
+
+def record_late(matrix: Tensor) -> Product:
+    """Records the node of a weight's gradient; returns the product with that weight, which is called once."""
+    kind = matrix.device.type
+    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_cast = is_autocast and matrix.dtype != torch.float64
+    left: list[tuple[int, Tensor, Tensor]] = []  # the factors, with the pass of backward that left them
+
+    def leave(x: Tensor, gradient: Tensor) -> None:
+        left.append((torch._C._current_graph_task_id(), x, gradient))
+
+    def compute(_: Tensor) -> Tensor:
+        """Returns the gradient, whatever comes in. What a pass left that asked for no weight gradients is dropped."""
+        task = torch._C._current_graph_task_id()
+        terms = [weight_gradient(x, gradient) for each, x, gradient in left if each == task]
+        left.clear()
+        return sum(terms[1:], terms[0])
+
+    # Only the product holds this weight: a node that did would keep itself alive.
+    weight = moved(matrix.to(torch.get_autocast_dtype(kind)) if is_cast else matrix, same, compute)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        if is_cast:
+            x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
+        return late_linear(x, weight, bias, leave)
+
+    return product
+
+
+class StreamReader(Protocol):
+    """A layer that reads the stream as it enters a split part."""
+
+    def late_matrix(self) -> Tensor | None: ...
+
+
+_LENGTH = -2  # the dim of a stream (batch, length, width) along which a sequence is split
+
+
+class TensorRegion:
+    """The ranks that share the layers of a model, and how the stream enters and leaves their split parts."""
+
+    def __init__(self, comm: Communicator, *, is_sequence: bool) -> None:
+        self.comm = comm
+        self.is_sequence = is_sequence
+        self.late: dict[StreamReader, Product] = {}  # of layers that the stream has come to and not yet passed
+        # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
+        for name in ("enter", "leave", "take", "join", "share"):
+            setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
+        return self
+
+    def enter(self, x: Tensor, layers: Sequence[StreamReader] = ()) -> Tensor:
+        """Returns the whole stream at the beginning of a split part; backward sums its gradient over the ranks.
+
+        ``layers`` read the stream: while it is summed, their weight gradients are computed. See [Note: overlap].
+        """
+        for layer in layers:
+            self.late.pop(layer, None)  # of a pass that did not come to the layer
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return self._gather(x) if self.is_sequence else x
+        total = _TensorSum(self.comm)
+        x = moved(x, same, total.wait)
+        # A schedule that computes weight gradients later watches for ``F.linear`` by itself.
+        for layer in layers if torch._C._len_torch_function_stack() == 0 else ():
+            if (matrix := layer.late_matrix()) is not None:
+                self.late[layer] = record_late(matrix)
+        return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
+
+    def enter_before(self, layers: Sequence[StreamReader], x: Tensor) -> Tensor:
+        """Enters before these layers. Compiled code orders backward by itself."""
+        return self.enter(x) if torch.compiler.is_compiling() else self.enter(x, layers)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sums what the ranks computed at the end of a split part, and returns the stream: whole, or this rank's."""
+        return moved(x, self._scatter_sum, self._gather) if self.is_sequence else moved(x, self._sum, same)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of a stream that all ranks have whole."""
+        return moved(x, self._part, self._gather)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Returns the whole stream from the ranks' parts; what follows must be the same on all ranks."""
+        return moved(x, self._gather, self._part)
+
+    def share(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns parameters for use on a part of the stream or of the heads; backward sums their gradients."""
+        if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
+            return parameters
+        run: Callable[..., tuple[Tensor, ...]] = _Share.apply
+        return run(self.comm, *parameters)
+
+    # What moves, in forward or in backward: a gather undoes what a part or a sum of parts has done.
+
+    def _sum(self, x: Tensor) -> Tensor:
+        # Not in place: selective checkpointing keeps the product that came in.
+        total = x.clone(memory_format=torch.contiguous_format)
+        with unwatched():
+            self.comm.all_reduce(total).wait()
+        return total
+
+    def _scatter_sum(self, x: Tensor) -> Tensor:
+        part, work = _start_scatter(x, self.comm)
+        with unwatched():
+            work.wait()
+        return part
+
+    def _gather(self, x: Tensor) -> Tensor:
+        parts, part = x.new_empty(self.comm.size, *x.shape), x.detach().contiguous()
+        with unwatched():
+            self.comm.all_gather(parts, part).wait()
+        return torch.cat(parts.unbind(0), _LENGTH)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return x.chunk(self.comm.size, _check_length(x, self.comm))[self.comm.rank].contiguous()
+
+
+class _TensorSum:
+    """The sum of a gradient over the ranks, between the node of backward that starts it and the one that waits."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._work: Work = DONE
+
+    def start(self, gradient: Tensor) -> Tensor:
+        """Starts the all-reduce; nobody may look at the result before ``wait``."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        self._work = self._comm.all_reduce(total)
+        return total
+
+    def start_scatter(self, gradient: Tensor) -> Tensor:
+        """Starts the reduce-scatter, of which the result is this rank's part."""
+        part, self._work = _start_scatter(gradient, self._comm)
+        return part
+
+    def wait(self, gradient: Tensor) -> Tensor:
+        self._work.wait()
+        self._work = DONE
+        return gradient
+
+
+class _Share(torch.autograd.Function):
+    """Identity of several tensors; backward sums their gradients over the ranks, in one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        ctx.comm.all_reduce(flat).wait()
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        return None, *(p.view_as(g).to(g.dtype) for p, g in zip(pieces, gradients, strict=True))
+
+
+def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
+    """Starts a reduce-scatter along the sequence; returns where this rank's part will be."""
+    parts = torch.stack(x.chunk(comm.size, _check_length(x, comm)))
+    part = torch.empty_like(parts[0])
+    with unwatched():
+        return part, comm.reduce_scatter(part, parts)
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Surrounds a collective, which differs from run to run: selective checkpointing compares the operators of two."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def _check_length(x: Tensor, comm: Communicator) -> int:
+    if x.shape[_LENGTH] % comm.size:
+        raise UsageError(
+            f"a sequence of {x.shape[_LENGTH]} tokens does not divide by the tensor degree {comm.size}\n"
+            "  sequence parallelism gives every rank the same number of tokens\n"
+            f"  pad or cut the sequences to a multiple of {comm.size}, or set parallel.sequence_parallel = false"
+        )
+    return _LENGTH

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``compiled.py``. Imported where there are a CUDA device and Triton.
+"""The Triton kernels of ``blocks.py``. Imported where there are a CUDA device and Triton.
 
 A program has a part of one row of windows, of all their channels. Images lie channels last.
 """

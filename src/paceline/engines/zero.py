@@ -49,8 +49,7 @@ class ZeroParallel(ModuleEngine):
     can_leave_pass = True
 
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
-        self.layout = layout
-        super().__init__(module, groups, precision or Precision(), layout.buffers)
+        super().__init__(module, groups, layout, precision or Precision())
         comm, offload = groups.gradients, layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self.precision.cast_buffers(module)

@@ -13,9 +13,8 @@ When one rank fails the others lose their connection and fail too, or are ended.
     ended    by SIGTERM or its like: by somebody else, or by the agent once another rank has failed
     lost     the connection to another rank
 
-A run that is started again must get further than before, and an error that comes twice at the same step comes a third
-time. Nothing here reads files or a clock: whoever asks with the same values gets the same answer, so that the launchers
-of several hosts agree without a word.
+A run that is started again must get further than before; an error that comes twice at the same step comes a third time.
+Nothing here reads files or a clock: the launchers of several hosts, who ask with the same values, agree without a word.
 """
 
 from __future__ import annotations

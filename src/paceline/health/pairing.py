@@ -1,8 +1,7 @@
 """Do ranks that meet in the same collectives do so in the same step? A pure comparison of two ranks.
 
 A rank that leaves out a step of its loop, only its backward pass or only its update goes on: its next collectives match
-those of the others in kind and shape, and from then on the ranks mix gradients of different steps. So each rank notes,
-with updates of an optimizer,
+those of the others in kind and shape, and ranks mix gradients of different steps. So each rank notes, with updates,
 
     collectives   how many it had issued in the group of all ranks: the same number is the same moment for all ranks
     updates       how many updates it had made
@@ -11,10 +10,8 @@ with updates of an optimizer,
 At the same moment ranks have made equally many updates. They also agree on a counter that has agreed before and went up
 by the same number with every update. Where one rank's counter has gone up by one or more of these too many, it has left
 out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
-still or were never the same say nothing, so that uneven epochs and tails are no difference.
-
-Ranks that see one another's updates as they are made compare all that both have noted. Others keep an
-``UpdateHistory`` each, and compare what both have kept, every now and then.
+still or were never the same say nothing, so that uneven epochs and tails are no difference. Ranks that do not see one
+another's updates as they are made keep an ``UpdateHistory`` each, and compare what both have kept.
 """
 
 from __future__ import annotations
@@ -123,20 +120,16 @@ class PairedRanks:
 
     def compare(self, own: Update, other: Update) -> StepDifference | None:
         self.compared = own.collectives
-        found = self._compare_updates(own, other)
-        return found or self._compare_counters(own, other)
-
-    def _compare_updates(self, own: Update, other: Update) -> StepDifference | None:
         offsets = own.updates - other.updates, own.idle - other.idle
         if self._offsets is None:
             self._offsets = offsets
-        more = offsets[0] - self._offsets[0]
+        more, idle = offsets[0] - self._offsets[0], offsets[1] - self._offsets[1]
         if more == 0:
-            return None
-        idle = offsets[1] - self._offsets[1]
-        if idle * more > 0:  # whoever made more updates made one for which nothing was reduced
-            return StepDifference(what="backward", is_own=more > 0, own=own.updates, other=other.updates)
-        return StepDifference(what="update", is_own=more < 0, own=own.updates, other=other.updates)
+            return self._compare_counters(own, other)
+        # Whoever made more updates made one for which nothing was reduced, or else the other left one out.
+        is_idle = idle * more > 0
+        what: Literal["backward", "update"] = "backward" if is_idle else "update"
+        return StepDifference(what=what, is_own=(more > 0) == is_idle, own=own.updates, other=other.updates)
 
     def _compare_counters(self, own: Update, other: Update) -> StepDifference | None:
         suspect: StepDifference | None = None
@@ -170,11 +163,8 @@ def pairing_verdict(
         "backward": "made an update without a backward pass",
         "update": "left out an update",
     }[difference.what]
-    counted = (
-        (f"{name} = {difference.own}", f"{name} = {difference.other}")
-        if difference.counter is not None
-        else (f"update {difference.own}", f"update {difference.other}")
-    )
+    prefix = "update " if difference.counter is None else f"{name} = "
+    counted = f"{prefix}{difference.own}", f"{prefix}{difference.other}"
     parts = [
         f"rank {rank} at {number}{'' if entry is None else f', {entry.call} at {entry.line}'}"
         for rank, number, entry in sorted(zip(ranks, counted, entries, strict=True), key=lambda part: part[0])

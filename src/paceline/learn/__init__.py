@@ -3,8 +3,6 @@
 ``check("3.2", answer)`` says whether an answer is right, ``hint("3.2")`` prints a hint, ``ask("3.2")`` the exercise.
 """
 
-from paceline.learn.course import ask as ask
-from paceline.learn.course import check as check
-from paceline.learn.course import hint as hint
+from paceline.learn.course import ask, check, hint
 
 __all__ = ["ask", "check", "hint"]

@@ -1,13 +1,9 @@
 """What happens with an answer to an exercise: it is converted, judged and reported, and kept if it is right.
 
-The checks of three lessons are in one file (lessons_1_to_3.py), under ``CHECKS``, by the numbers of their exercises.
-Only the file that is asked for is imported, because most checks need torch.
-
-Which exercises a reader has passed, and how many hints were shown, is kept in one small JSON file:
+Which exercises a reader has passed, and how many hints were shown, is kept in one small JSON file. It is a convenience:
+a broken one counts as empty, and one that cannot be written stops nothing.
 
     {"passed": ["1.1", "1.2"], "hints": {"1.2": 1}}
-
-The file is a convenience: a broken one counts as empty, and one that cannot be written stops nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ def find(number: str) -> Exercise:
 
 
 def find_check(number: str) -> Callable[[Any], Said]:
-    """Returns the check of an exercise, which takes an answer of its kind."""
+    """Returns the check of an exercise. Only its file is imported: most checks need torch."""
     first = (int(number.partition(".")[0]) - 1) // 3 * 3 + 1
     checks: dict[str, Callable[[Any], Said]]
     checks = importlib.import_module(f"paceline.learn.lessons_{first}_to_{first + 2}").CHECKS
@@ -57,10 +53,7 @@ def find_check(number: str) -> Callable[[Any], Said]:
 
 
 def judge(exercise: Exercise, answer: Any) -> Verdict:
-    """Checks an answer. A function that raises is a wrong answer, whose words name the line.
-
-    Raises UsageError for an answer of another kind than the exercise asks for.
-    """
+    """Checks an answer; a function that raises is wrong. Raises UsageError for an answer of another kind."""
     taken = _CONVERTERS[exercise.answer](exercise, answer)
     find_mistake = find_check(exercise.number)
     if exercise.answer != "function":
@@ -103,17 +96,13 @@ def hint(number: str, place: int = 1) -> None:
 
 
 def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
-    """Runs a file and returns the function that the exercise asks for.
-
-    Raises UsageError where there is no such file, it fails by itself, or it does not define the function.
-    """
+    """Runs a file and returns the function that the exercise asks for. Raises UsageError where there is none."""
     if not path.is_file():
         raise UsageError(
             f"there is no file {str(path)!r}\n  exercise {exercise.number} asks for a Python file that defines "
             f"{exercise.function}\n  write one, and run: paceline learn check {exercise.number} FILE.py"
         )
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
+    if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     try:
         defined = runpy.run_path(str(path), run_name="answer")  # nothing is cached, so that an edit always counts

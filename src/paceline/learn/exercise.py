@@ -43,10 +43,7 @@ Mistakes: TypeAlias = dict[str, float | tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exercise:
-    """One exercise. ``number`` is that of its lesson and its place in it, such as "3.2".
-
-    ``asks`` says what to give, in one paragraph. A function is looked for under ``function`` in the reader's file.
-    """
+    """One exercise: its number (lesson.place), what it asks for, and the function that is looked for in a file."""
 
     number: str
     title: str

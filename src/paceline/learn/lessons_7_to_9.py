@@ -1,7 +1,6 @@
 """Checks of lessons 7 to 9: pipelines, precision and MFU, and planning a run.
 
-The truth comes from the formulas of predictions and their estimate of memory, from schedules that are walked through,
-from the catalog of devices, and from torch's own rounding, for which alone torch is imported.
+The truth comes from the formulas and schedules of predictions, the catalog of devices, and torch's own rounding.
 """
 
 from __future__ import annotations
@@ -113,10 +112,7 @@ def _rows_wrong(rows: Sequence[Any], stages: int, microbatches: int) -> Said | N
 
 
 def _schedule_of(rows: Sequence[Any], stages: int, microbatches: int) -> Schedule:
-    """Makes a schedule of the reader's rows; stuck ones stand side by side, so that the check finds the circle.
-
-    Raises UsageError for a row that is no list of texts such as "F0".
-    """
+    """Makes a schedule of the reader's rows, stuck ones too. Raises UsageError for a row that is no list of texts."""
     orders = []
     for rank, row in enumerate(rows):
         if not isinstance(row, list | tuple) or not all(isinstance(each, str) for each in row):

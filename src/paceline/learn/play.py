@@ -3,17 +3,11 @@
     inputs = PlayInputs.of({"size": "gpt-7b", "gpus": "32", "strategy": "fsdp"})
     answer = answer_for(inputs)
 
-An answer comes from the functions behind ``paceline plan``, as it judges a config that is written: the same config
-rules, formulas and memory estimate. It imports no torch and takes about ten milliseconds. The page gets the command
-that gives the same config, on top of ``configs/gpt_7b.yaml``.
-
-It is served on the loopback address:
-
-    GET /              the page                  GET /api/answer?size=gpt-7b&gpus=32    what it shows for these inputs
-
-The page is one file with its style and its script inside. The content security policy allows these by their hashes and
-nothing else, and requests must name a loopback host ([Note: who gets in] of ``view/server.py``). Inputs are words of
-fixed lists and numbers within bounds; no request names a file.
+An answer comes from the functions behind ``paceline plan``, as it judges a config that is written. It imports no torch
+and takes about ten milliseconds. The page gets the command that gives the same config, on top of
+``configs/gpt_7b.yaml``. It is one file, served on the loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it
+shows. The content security policy allows its style and script by their hashes and nothing else, and requests must name
+a loopback host ([Note: who gets in] of ``view/server.py``). Inputs are words of fixed lists and numbers within bounds.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
             raise UsageError(f"a GPT has no field {name!r}; {_offer(name, list(GPT_DIMENSIONS))}")
     given = {name: value for name, value in overrides.items() if value is not None}
     if size is None:
-        _check_complete(given)
+        needed = ("layers", "heads", "width", "context", "vocab_size")
+        if missing := [f"model.{name}" for name in needed if name not in given]:
+            what = f"a GPT without model.size lacks {', '.join(missing)}"
+            fix = f"set them, or model.size to one of {', '.join(SIZES)}"
+            raise ConfigError([Problem(what=what, rule=f"it needs {', '.join(needed)}", fix=fix)], source="model")
     else:
         given.setdefault("vocab_size", SIZES[size].vocab_size)
     # The rules are those of the config room. Not validated there: all problems are reported at once.
@@ -57,10 +61,7 @@ def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t.
-
-    With an ``end_token`` they see those of their own document: attention and positions begin anew behind each.
-    """
+    """Maps tokens (batch, length) to logits, which see tokens up to theirs; with an ``end_token`` of their document."""
 
     def __init__(self, config: ModelShape, end_token: int | None = None) -> None:
         super().__init__()
@@ -344,16 +345,6 @@ def _residual_std(config: ModelShape) -> float:
 def _check_gpt(config: ModelShape) -> None:
     if problems := _value_problems(config) or list(head_problems(config)):
         raise ConfigError(problems, source="model")
-
-
-def _check_complete(given: dict[str, Any]) -> None:
-    """Raises ConfigError when a GPT that no size names lacks a field that nothing else decides."""
-    needed = ("layers", "heads", "width", "context", "vocab_size")
-    missing = [f"model.{name}" for name in needed if name not in given]
-    if missing:
-        what = f"a GPT without model.size lacks {', '.join(missing)}"
-        fix = f"set them, or model.size to one of {', '.join(SIZES)}"
-        raise ConfigError([Problem(what=what, rule=f"it needs {', '.join(needed)}", fix=fix)], source="model")
 
 
 def _offer(name: str, names: list[str]) -> str:

@@ -46,10 +46,7 @@ def load_transformers() -> Any:
 
 
 def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
-    """Builds the model of a folder; ``is_unfilled``: without values, which a pretrained one gets later.
-
-    Raises ConfigError where it cannot read the data, UsageError for a folder of which no model can be made.
-    """
+    """Builds the model of a folder, maybe without values. Raises ConfigError for data that it cannot read."""
     library = load_transformers()
     settings = _settings(library, config)
     kind = _class(library, settings, config)
@@ -122,12 +119,10 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
             what = f"the model has {settings.num_labels} classes, and the data {shape.classes}"
             fix = "name the head in model.fresh, such as [classifier], and it begins anew with the data's classes"
             yield Problem(what=what, rule="its head is that of the folder", fix=fix)
-    text = _text_part(settings)
-    for name, needed, unit in (
-        ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
-        ("max_position_embeddings", shape.context, "tokens of a sample"),
-    ):
-        has = getattr(text, name, None)
+    rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
+    rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
+    for name, (needed, unit) in rooms.items():
+        has = getattr(_text_part(settings), name, None)
         if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
             what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
             rule = "the model needs room for all that the data has"

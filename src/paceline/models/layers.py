@@ -26,10 +26,7 @@ from paceline.models.lora import output_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLayer:
-    """One layer: a function of what the layer before returned, or of the model's inputs, and the modules it uses.
-
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it.
-    """
+    """One layer, with the modules that it uses; ``name`` is that of the first, by which split points are given."""
 
     name: str
     run: Callable[..., Any]

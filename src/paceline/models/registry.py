@@ -32,10 +32,8 @@ def build_model(config: sections.ModelConfig, shape: DataShape, *, is_unfilled: 
     if shape.end_token is not None and config.kind != "gpt":
         what = f"model.kind = {config.kind} cannot keep documents apart at token {shape.end_token}"
         raise ConfigError([Problem(what=what, rule="a gpt can", fix="set data.documents = joined")], source="model")
-    if config.kind == "mlp":
-        return _build_mlp(config, shape)
-    if config.kind == "resnet":
-        return _build_resnet(config, shape)
+    if config.kind == "mlp" or config.kind == "resnet":
+        return _build_classifier(config, shape)
     if config.kind == "gpt":
         return _build_gpt(config, shape)
     if config.kind == "hf":
@@ -91,9 +89,8 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
 def loss_vocabulary(model: nn.Module) -> int | None:
     """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has none.
 
-    With a method ``loss_vocabulary()`` a model promises that ``model(inputs, targets=targets)`` returns the summed
-    cross entropy, in which targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right
-    answers.
+    With this method a model promises that ``model(inputs, targets=targets)`` returns the summed cross entropy, in which
+    targets of -100 count nothing, and with ``counts=True`` a pair of it and the number of right answers.
     """
     method: object = getattr(model, "loss_vocabulary", None)
     return int(method()) if callable(method) else None
@@ -119,24 +116,28 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _build_mlp(config: sections.MLPModelConfig, shape: DataShape) -> MLPClassifier:
+def _build_classifier(config: sections.MLPModelConfig | sections.ResNetModelConfig, shape: DataShape) -> nn.Module:
+    """Builds what was asked, completed with what the data offers; raises ConfigError where neither says a dimension."""
     if shape.features is None and shape.channels is not None and shape.size is not None:
         shape = replace(shape, features=shape.channels * shape.size * shape.size)
-    problems = _kind_problems(config.kind, shape, needs="classes")
-    open_fields = {"input_dim": shape.features, "num_classes": shape.classes}
-    input_dim, num_classes = _dimensions(config, shape, open_fields, problems)
-    return MLPClassifier(input_dim, config.hidden_dim, num_classes, config.dropout)
-
-
-def _build_resnet(config: sections.ResNetModelConfig, shape: DataShape) -> ResNet:
     problems = list(_kind_problems(config.kind, shape, needs="classes"))
-    if shape.kind == "classes" and shape.channels is None:
+    if config.kind == "resnet" and shape.kind == "classes" and shape.channels is None:
         what = f"model.kind = resnet, but a sample of the data is a flat row of {shape.features} features"
         rule = "a residual network reads images: channels x height x width"
         problems += [Problem(what=what, rule=rule, fix="set model.kind = mlp, or choose data with images")]
-    open_fields = {"num_classes": shape.classes, "in_channels": shape.channels}
-    num_classes, in_channels = _dimensions(config, shape, open_fields, problems)
-    return ResNet(config.depth, num_classes, in_channels, config.width, config.norm, config.stem)
+    problems += dimension_problems(config, shape)
+    offered = {"input_dim": shape.features, "num_classes": shape.classes, "in_channels": shape.channels}
+    sizes: dict[str, Any] = {
+        field: getattr(config, field) or known for field, known in offered.items() if hasattr(config, field)
+    }
+    for field in (field for field, size in sizes.items() if size is None):
+        what = f"model.{field} is not set, and the data does not tell it"
+        rule = "what the config leaves open follows from the shape of the data"
+        problems.append(Problem(what=what, rule=rule, fix=f"set model.{field}, or give the data set a shape"))
+    _raise_any(problems)
+    if config.kind == "mlp":
+        return MLPClassifier(**sizes, hidden_dim=config.hidden_dim, dropout=config.dropout)
+    return ResNet(config.depth, **sizes, width=config.width, norm=config.norm, stem=config.stem)
 
 
 def _build_gpt(config: sections.GPTModelConfig, shape: DataShape) -> GPT:
@@ -177,24 +178,6 @@ def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Prob
         what = f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}"
         fix = f"set model.kind = {'gpt' if shape.kind == 'tokens' else 'mlp or resnet'}, or choose other data"
         yield Problem(what=what, rule="mlp and resnet sort samples into classes; gpt predicts the next token", fix=fix)
-
-
-def _dimensions(
-    config: sections.ModelConfig, shape: DataShape, offered: dict[str, int | None], problems: Iterable[Problem]
-) -> list[Any]:
-    """Returns what was asked, else what the data offers. Raises ConfigError where neither is, or they disagree."""
-    found = [getattr(config, field) or known for field, known in offered.items()]
-    missing = [
-        Problem(
-            what=f"model.{field} is not set, and the data does not tell it",
-            rule="what the config leaves open follows from the shape of the data",
-            fix=f"set model.{field}, or give the data set a shape",
-        )
-        for field, size in zip(offered, found, strict=True)
-        if size is None
-    ]
-    _raise_any([*problems, *dimension_problems(config, shape), *missing])
-    return found
 
 
 def _raise_any(problems: Iterable[Problem]) -> None:

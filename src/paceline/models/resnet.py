@@ -27,11 +27,7 @@ _STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
 class ResNet(nn.Module):
-    """Maps images (batch, in_channels, height, width) to logits (batch, num_classes).
-
-    ``stem="imagenet"`` reduces the image by four before the first block; ``"small"`` keeps it. ``width``: first
-    channels.
-    """
+    """Maps images to logits. ``stem="imagenet"`` reduces an image by four before the first block, ``"small"`` not."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How a run is spread over ranks: the one type that says so, from the config to the engines.
+"""How a run is spread over ranks: the one type that says so, from the config to the engines; and who a rank talks to.
 
     ranks = pipeline x data x tensor         data ranks share the batch; ``strategy`` is about them
     data = replicas x shard_ranks            shard_ranks hold one copy of the states together
@@ -8,6 +8,22 @@
 A layout is frozen data that serialises to JSON. Its fields have the names of the config's keys, and the defaults stand
 here and nowhere else. ``rules.py`` says what goes together. A 0 of ``data``, ``shard_ranks`` or ``chunks`` means "what
 follows from the rest", and of ``node_ranks`` "as the machine says": ``for_ranks`` fills them in.
+
+Every group of ranks, by the question that it answers; this is the only place that makes them:
+
+    batch              who reads other samples than I do?                replicate x shard
+    gradients          over whom is a parameter's gradient averaged?     replicate x shard x context
+    shard              who holds other slices of my parameters?          shard, with context where they are cut so
+    replicate          who holds the same slices?                        those of gradients that are not in shard
+    context            who has other tokens of my samples?               context
+    pipeline, tensor   who has other layers, other parts of my layers?   pipeline, tensor
+    expert             who holds other experts?                          neighbours among gradients
+    expert_gradients   over whom is an expert's gradient averaged?       those of gradients that hold the same experts
+    expert_shard       who holds other slices of my experts?             those of shard that hold the same experts
+    expert_replicate   who holds the same slices of my experts?          those of replicate that hold the same experts
+
+Experts have no axis of their own: they are laid over the ranks of ``gradients``, which are data-parallel for the dense
+layers. A new axis of the mesh gets its place in ``Layout.mesh``, and its questions a line here.
 """
 
 from __future__ import annotations
@@ -15,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
@@ -173,7 +189,6 @@ class Compression:
         return self.policy != "none"
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Says whether a tensor is compressed, as far as the settings say."""
         if len(shape) < 2 or prod(shape) < max(self.min_size, 1):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -255,7 +270,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """All ranks on their axes, those that talk the most as neighbours. ``groups.py`` says who talks to whom."""
+        """All ranks on their axes, those that talk the most as neighbours. ``groups_of`` says who talks to whom."""
         shard = self.shards // self.context if self.shards_over_context else self.shards
         return Mesh.of(
             pipeline=self.pipeline, replicate=self.data // shard, shard=shard, context=self.context, tensor=self.tensor
@@ -288,7 +303,6 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into; 1 where there is no pipeline."""
         if self.pipeline == 1:
             return 1
         if isinstance(self.schedule, Schedule):
@@ -301,7 +315,6 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs backward in two parts."""
         if self.pipeline == 1:
             return False
         return self.schedule.splits_backward if isinstance(self.schedule, Schedule) else self.schedule.startswith("zb-")
@@ -366,3 +379,63 @@ def loss_rows(vocabulary: int, element_bytes: int) -> int:
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """The groups of one rank, each in the order of the ranks, with the rank itself among them."""
+
+    world: Ranks
+    batch: Ranks
+    gradients: Ranks
+    shard: Ranks
+    replicate: Ranks
+    context: Ranks
+    pipeline: Ranks
+    tensor: Ranks
+    expert: Ranks
+    expert_gradients: Ranks
+    expert_shard: Ranks
+    expert_replicate: Ranks
+
+    def names(self) -> dict[Ranks, str]:
+        """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
+        found = {self.world: "world"}
+        for name in ("pipeline", "replicate", "shard", "context", "tensor"):
+            ranks: Ranks = getattr(self, name)
+            if len(ranks) > 1:
+                found.setdefault(ranks, name)
+        if len(self.gradients) > 1:
+            found.setdefault(self.gradients, "data")
+        return found
+
+
+GROUP_NAMES = tuple(field.name for field in fields(RankGroups))
+
+
+def groups_of(layout: Layout, rank: int) -> RankGroups:
+    """Returns the groups of a rank; the layout says how many ranks there are (``Layout.for_ranks``)."""
+    mesh = layout.mesh
+    gradients = mesh.group(rank, "replicate", "shard", "context")
+    shard = mesh.group(rank, *(("shard", "context") if layout.shards_over_context else ("shard",)))
+    replicate = mesh.group(rank, *(("replicate",) if layout.shards_over_context else ("replicate", "context")))
+    place = gradients.index(rank)
+    first = place - place % layout.expert
+    same_experts = gradients[place % layout.expert :: layout.expert]
+    return RankGroups(
+        world=tuple(range(mesh.size)),
+        batch=mesh.group(rank, "replicate", "shard"),
+        gradients=gradients,
+        shard=shard,
+        replicate=replicate,
+        context=mesh.group(rank, "context"),
+        pipeline=mesh.group(rank, "pipeline"),
+        tensor=mesh.group(rank, "tensor"),
+        expert=gradients[first : first + layout.expert],
+        expert_gradients=same_experts,
+        expert_shard=tuple(each for each in shard if each in same_experts),
+        expert_replicate=tuple(each for each in replicate if each in same_experts),
+    )

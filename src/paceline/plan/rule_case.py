@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -61,9 +61,6 @@ class RuleCase:
         return self.ranks is not None and self.ranks % self.parts == 0
 
 
-Rule = Callable[[RuleCase], Iterator[Problem]]
-
-
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
     what, fix = f"{key} = {value} has no effect {where}", f"remove {key}, or {instead}"
     return Problem(what=what, rule=rule, fix=fix, idle_key=key)
@@ -75,12 +72,10 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def named_twice(names: tuple[str, ...]) -> str:
-    """Returns a name that stands twice; empty: none does."""
     return next((name for name in sorted(names) if names.count(name) > 1), "")
 
 
 def text_of(value: object) -> str:
-    """Writes a value as a config has it."""
     value = value.parts if isinstance(value, Offload) else value
     if isinstance(value, tuple):
         return "[" + ", ".join(str(each) for each in value) + "]"

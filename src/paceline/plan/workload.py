@@ -68,7 +68,6 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a microbatch that a rank computes."""
         return self.micro_batch * self.run.seq_len / self.layout.context
 
     @property
@@ -87,7 +86,6 @@ class Workload:
 
     @property
     def recompute(self) -> Recompute:
-        """What is computed again in the backward, in the words of the formulas."""
         found = RECOMPUTES[self.layout.checkpoint_activations]
         return "attention" if found == "selective" and self.run.recomputes_attention else found
 

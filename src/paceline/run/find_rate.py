@@ -1,8 +1,5 @@
 """A learning-rate range test: a short run whose rate rises from very small to large, and the rate that it suggests.
 
-    found = find_rate("configs/digits.yaml")
-    print(found.suggestion)
-
 The rate grows by the same factor each step. While it is too small the loss stands still, then it falls, and where the
 rate is too large it rises. The suggestion is where the smoothed loss falls fastest over the logarithm of the rate. It
 is an ordinary run of the config, on the same ranks and with the same strategy; it evaluates and saves nothing.

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
 
 import psutil
 
@@ -33,7 +32,7 @@ _LEFTOVER_S = 60.0
 _CONFIG, _PLAN, _PREDICTION, _NAME = "config.yaml", "plan.json", "prediction.json", ".name"
 
 
-class RunFolder:
+class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """A folder that this process has claimed: no other run can use it until it is released."""
 
     def __init__(self, path: Path, lock: int, *, is_new: bool) -> None:
@@ -64,9 +63,6 @@ class RunFolder:
             return True
         except OSError:
             return False  # a file system that does not answer now
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._folder)

@@ -40,10 +40,9 @@ _SCHEDULERS = (
 class RunOptions:
     """How a run is started.
 
-    ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet`` hides progress;
-    ``is_verbose`` shows the lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to
-    need more memory than there is.
+    ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto``, ``last`` and
+    ``latest`` stand for the newest, unless a file has that name. ``is_quiet`` hides progress; ``is_verbose`` shows the
+    lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to need too much memory.
     """
 
     force: bool = False
@@ -128,10 +127,9 @@ def locate_run(
     """Finds a run's folder, and the checkpoint to start from; changes nothing.
 
     ``resume`` is ``auto`` (the newest checkpoint of the newest run of that name), ``best`` (its best), or a path. A
-    name that is taken gets a number, unless ``force`` replaces the run, or ``may_number`` is False. ``auto`` begins a
-    run that was ended before its first step, or that a scheduler starts, or with ``may_begin`` any. Raises
-    RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could be
-    written to ``checkpoint.folder``.
+    name that is taken gets a number, unless ``force`` replaces the run, or not ``may_number``. ``auto`` begins a run
+    that ended before its first step, or that a scheduler starts, or with ``may_begin`` any. Raises RunFolderError if
+    the folder may not be used, CheckpointError if there is no such checkpoint or none could be written.
     """
     _check_checkpoint_folder(config.checkpoint.folder)
     if resume is None:

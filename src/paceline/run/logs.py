@@ -2,9 +2,8 @@
 
     2026-11-17 09:30:01.250 rank 0 INFO paceline: step 10, loss 1.93
 
-A rank's log has what its process prints, and what it and the user's code hand to Python's ``logging``: warnings and
-uncaught exceptions too. The run's log has what the launcher tells, the lines of rank 0, and warnings and errors of all
-ranks. Nothing reads these files back: what others need of a run is in its records.
+A rank's log has what its process prints or hands to Python's ``logging``, warnings and uncaught exceptions too. The
+run's log has what the launcher tells, the lines of rank 0, and warnings and errors of all ranks. Nothing reads them.
 """
 
 from __future__ import annotations

@@ -138,19 +138,13 @@ class LeftRanks:
 
     def look(self, now: float) -> None:
         """Reads whether rank 0 has left, and acknowledges it; one thread of a host calls it, every now and then."""
-        if self.has_store and 0 not in self.hosts[self.host] and 0 not in self._known:
-            self._read(0, now)
-            if 0 in self._known:
-                self.channel.publish(f"seen/{self.host}", "rank 0")
+        if self.has_store and 0 not in self.hosts[self.host] and 0 not in self._known and self._read(0, now):
+            self.channel.publish(f"seen/{self.host}", "rank 0")
 
     def of_host(self, host: str, now: float) -> list[LedgerView]:
         """Returns the ranks of a host, if all of them have left; else none."""
-        for rank in self.hosts[host]:
-            if rank not in self._known:
-                self._read(rank, now)
-            if rank not in self._known:
-                return []
-        return [self._known[rank] for rank in self.hosts[host]]
+        has_left = all(self._read(rank, now) for rank in self.hosts[host])
+        return [self._known[rank] for rank in self.hosts[host]] if has_left else []
 
     def explain(self, views: Sequence[LedgerView], now: float) -> HangVerdict | None:
         """Returns a verdict if one of ``views``, which are this host's ranks, waits for a rank that has left."""
@@ -160,9 +154,8 @@ class LeftRanks:
             for rank in [rank for host, ranks in self.hosts.items() if host != self.host for rank in ranks]:
                 if verdict is not None or self.is_store_gone or time.monotonic() > deadline:
                     break
-                if rank not in self._known:
-                    self._read(rank, now)
-                    verdict = self._judge(views, now) if rank in self._known else None
+                if rank not in self._known and self._read(rank, now):
+                    verdict = self._judge(views, now)
         return verdict
 
     def leave(self, view: LedgerView, now: float) -> None:
@@ -178,10 +171,11 @@ class LeftRanks:
                 waits_for = [h for h in waits_for if not (self.channel.read(f"seen/{h}") or self.of_host(h, now))]
                 time.sleep(_ASK_S if waits_for else 0.0)
 
-    def _read(self, rank: int, now: float) -> None:
-        text = self.channel.read(left_key(rank))
-        if text:
+    def _read(self, rank: int, now: float) -> bool:
+        """Says whether a rank has left."""
+        if rank not in self._known and (text := self.channel.read(left_key(rank))):
             self._known.update((view.rank, view) for view in views_from_text(text, now))
+        return rank in self._known
 
     def _judge(self, views: Sequence[LedgerView], now: float) -> HangVerdict | None:
         if not self._known or any(view.state == "failed" for view in self._known.values()):

@@ -125,7 +125,6 @@ def setup_distributed(
 
 
 def _join_launcher() -> None:
-    """Sets torch's variables by those of the launcher. Raises CommunicationError where some are missing."""
     if torch_dist.is_connected():
         return
     try:
@@ -270,7 +269,6 @@ class OwnLoop:
             self._hook_before(kind, error, traceback)
 
     def _judge(self, error: errors.CommunicationError) -> HangVerdict | None:
-        """Finds the cause of an error of communication in the ledgers of this host."""
         own = self._ledger.reader().rank
         deadline = time.monotonic() + (_DIES_S if isinstance(error, errors.LostRankError) else 0.0)
         while True:

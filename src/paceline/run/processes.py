@@ -72,7 +72,14 @@ def run_processes(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
-    task = _pack(function, args)
+    try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
+        task = pickle.dumps((function, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
+            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
+            "  define the function at the top level of a module, and pass it plain data"
+        ) from error
     where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with scratch_folder() as folder, private_server(folder) as (address, secret):
@@ -97,18 +104,6 @@ def run_processes(
             for process in processes:
                 if process.pid is not None:  # started
                     process.join()
-
-
-def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    # Plain pickle: multiprocessing's own would give every rank the same memory for a tensor.
-    try:
-        return pickle.dumps((function, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
-            "  define the function at the top level of a module, and pass it plain data"
-        ) from error
 
 
 def loopback_interface() -> str:

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,6 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
 
 def end_record(status: EndStatus, step: int, seconds: float, message: str = "") -> EndRecord:
     return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
-
-
-def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
-    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it can."""
-    return append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
 
 
 def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:

@@ -132,7 +132,6 @@ class Rendezvous(elastic.RendezvousHandler):
         self._client.close()
 
     def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
-        """Compares this host with the first one. Raises UsageError where it may not take part."""
         try:
             _explained(agree, self._store, facts, may_go_without=may_go_without)
         except UsageError:
@@ -178,7 +177,6 @@ class Rendezvous(elastic.RendezvousHandler):
         return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
 
     def is_told(self) -> bool:
-        """Says whether a host has told how this round ended."""
         return self._store.check([f"ended/{self._round}"])
 
     def _raise_refusal(self) -> None:
@@ -189,18 +187,14 @@ class Rendezvous(elastic.RendezvousHandler):
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
         """Says what this launcher waits for, unless it comes within seconds."""
-        is_over = threading.Event()
-
-        def tell() -> None:
-            if not is_over.wait(_QUIET_S):
-                say(f"waiting at {self._client.address} {what}")
-
+        timer = threading.Timer(_QUIET_S, say, [f"waiting at {self._client.address} {what}"])
+        timer.daemon = True
         if self._thread is not None:  # one among several
-            start_thread(threading.Thread(target=tell, name="waiting", daemon=True))
+            start_thread(timer)
         try:
             yield
         finally:
-            is_over.set()
+            timer.cancel()
 
     def end(self, refusal: str = "") -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
@@ -353,7 +347,6 @@ def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:
 
 
 def _unseen(facts: HostFacts, mark: str) -> list[str]:
-    """Returns the folders in which this host does not find what the first one wrote."""
 
     def has_mark(folder: str) -> bool:
         with contextlib.suppress(OSError):

@@ -157,24 +157,16 @@ class SeenRanks:
         return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in found]
 
     def stands_still(self, now: float) -> bool:
-        """Says whether no rank has made progress since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
 
     def still_s(self, now: float) -> float:
-        """Returns for how long no rank has made progress."""
         return min((now - rank.changed_s for rank in self._ranks.values()), default=0.0)
-
-    def heartbeats(self) -> dict[int, int]:
-        """Returns how often each rank's own watch has looked, where ranks have one."""
-        self._find_ledgers(time.monotonic())
-        return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
 
     def readers(self) -> list[LedgerReader]:
         """Returns the ledgers of other processes of this host, as far as they were found."""
         return [rank.reader for rank in list(self._ranks.values()) if rank.reader.pid != os.getpid()]
 
     def processes(self) -> dict[int, int]:
-        """Returns the process of each rank that is known of."""
         early = {number: process.pid for number, process in self._early.items()}
         return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
 

@@ -79,9 +79,8 @@ def launcher_signals(
 ) -> Iterator[list[signal.Signals]]:
     """Calls ``stop(number)`` for signals from the first moment on, and restores their handlers in the end.
 
-    torch's agent does the same, but only once it starts ranks, and keeps its handlers. A signal that is ignored stays
-    ignored: with nohup, a run outlives its terminal. Those of [Note: preemption] go to the ranks' ``processes`` first;
-    yields the list of those that did.
+    torch's agent does so only once it starts ranks. A signal that is ignored stays ignored, as with nohup. Those of
+    [Note: preemption] go to the ranks' ``processes`` first; yields the list of those that did.
     """
     asked: list[signal.Signals] = []
     asked_at = 0.0

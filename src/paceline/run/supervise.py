@@ -61,8 +61,10 @@ _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does n
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
     """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
     policy, folder = config.recovery, location.folder
-    own = _line(location.checkpoint)
-    command = rank_command(launcher, location.checkpoint)
+    first, own = location.checkpoint, None
+    if first is not None:  # the line of checkpoints that the run continues
+        own = line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
+    command = rank_command(launcher, first)
     while True:
         ended: FailedAttempt | None = None
         halved: tuple[str, str] | None = None
@@ -84,9 +86,9 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             raise _stopped(failed[-1], decision)
         if decision is not None and decision.halves_microbatch and is_ours and halved is not None:
             change_config(folder, *halved)
-        checkpoint, where = location.checkpoint, "from the newest checkpoint"
+        checkpoint, where = first, "from the newest checkpoint"
         if not launcher.has_others:
-            checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
+            checkpoint, where = _starting_point(config, folder, first, own)
         command = rank_command(launcher, checkpoint)
         if decision is None:
             say(f"hosts have come or gone; restarting {where}")
@@ -126,11 +128,6 @@ def halved_config(folder: Path) -> tuple[str, str] | None:
     return dump_yaml(smaller), replace(plan.with_microbatch(used // 2), finds_microbatch=False).to_text()
 
 
-def _line(first: Path | None) -> Line | None:
-    """Returns the line of checkpoints that a run continues which starts at ``first``."""
-    return None if first is None else line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
-
-
 def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None) -> tuple[Path | None, str]:
     """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
     passed: list[str] = []
@@ -154,9 +151,8 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
 class LocalRanks:
     """The processes of one launcher, with ``variables`` in their environment, forked by ``warm`` where that is given.
 
-    ``num_records`` ranks write records, where processes have several each; None: one each. ``watch`` says when ranks
-    that stand still are ended; None: never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must
-    agree on.
+    ``num_records`` ranks write records; None: one each. ``watch`` says when ranks that stand still are ended; None:
+    never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must agree on.
     """
 
     ranks: int
@@ -289,7 +285,6 @@ class Launcher:
         end_records(self.folder, self.ranks, status, message, since=self._started)
 
     def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
-        """Runs the agent until all ranks have left; raises why they did, if they were not done."""
         try:
             with contextlib.ExitStack() as self._watched:  # no watch adds to records that have an end
                 self._watched.callback(logging.disable, logging.root.manager.disable)
@@ -343,7 +338,11 @@ class Launcher:
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
+            end = ""
+            with contextlib.suppress(OSError), log.open("rb") as tail:
+                tail.seek(max(0, os.fstat(tail.fileno()).st_size - _LOG_BYTES))
+                end = tail.read().decode("utf-8", "replace")
+            found.append(silent_failure(rank, code, output if code > 0 else "", end))
         return found
 
 
@@ -382,13 +381,6 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
         **allocator_variables(),
         **asked.variables,
     }
-
-
-def _end_of(log: Path) -> str:
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-        return file.read().decode("utf-8", "replace")
-    return ""
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,8 +54,7 @@ def train(
     """Trains until the run is done, with restarts as the config says.
 
     ``overrides`` change keys of the file, ``["train.epochs=2", "name=mine"]``; ``options=RunOptions(force=True)``, of
-    ``paceline.run.train``, is for what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``,
-    ``is_verbose``.
+    ``paceline.run.train``, has what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``, ...
 
     Returns None where another process has the result: on ranks other than 0 under torchrun, and on hosts that join
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
@@ -72,7 +71,7 @@ def train(
         for note in loaded.notes if os.environ.get("RANK", "0") == "0" else ():
             say(note)
     if around.kind == "rank":
-        from paceline.run.under_launcher import run_under_launcher
+        from paceline.run.worker import run_under_launcher
 
         if chosen.hosts is not None:
             raise UsageError(
@@ -151,6 +150,9 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
         location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
     folder, hosts = location.folder, range(nodes.least, nodes.count + 1)
     is_quiet, is_verbose = options.is_quiet, options.is_verbose
+    # The environment has the job's secret, or the first launcher leaves one in the run's folder.
+    is_given = bool({SECRET, SECRET_FILE} & os.environ.keys())
+    secret = {} if is_given else {SECRET_FILE: str(folder.absolute() / _SECRET)}
     with warm_ranks_of(asked, nodes.host_ranks) as warm:
         from paceline.run.decide import decide_run
 
@@ -164,32 +166,28 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
                     raise  # else another host's launcher came first, in between
             else:
                 with claimed:
-                    if not _given_secret():
+                    if secret:
                         write_secret(folder / _SECRET)
                     with explain_end(claimed), observing(folder, settled, is_quiet=is_quiet, is_verbose=is_verbose):
-                        _run_host(settled, folder, nodes, warm, asked)
+                        _run_host(settled, folder, nodes, secret, warm, asked)
                     return read_result(folder, settled)
         say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.count} ranks")
         with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, settled):
-            _run_host(settled, folder, nodes, warm, asked)
+            _run_host(settled, folder, nodes, secret, warm, asked)
         return None
 
 
-def _run_host(config: Config, folder: Path, nodes: Surroundings, warm: WarmRanks | None, asked: Config) -> None:
+def _run_host(
+    config: Config, folder: Path, nodes: Surroundings, secret: Mapping[str, str], warm: WarmRanks | None, asked: Config
+) -> None:
     from paceline.run.rendezvous import HostFacts
     from paceline.run.supervise import LocalRanks, launching, supervise
 
     ranks = config.parallel.decided_ranks // nodes.count
-    secret = {} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}
     facts = HostFacts.here(asked, folder, ranks)
     local = LocalRanks.of(config, ranks, secret, warm=warm, nodes=nodes, facts=facts, run_id=config.name)
     with launching(folder, local) as launcher:
         supervise(launcher, config, RunLocation(folder=folder))
-
-
-def _given_secret() -> bool:
-    """Says whether the environment has the job's secret; else the first launcher leaves one in the run's folder."""
-    return bool({SECRET, SECRET_FILE} & os.environ.keys())
 
 
 @contextlib.contextmanager

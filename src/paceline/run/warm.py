@@ -170,7 +170,10 @@ class WarmServer:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
                     if not os.read(0, 1):
-                        self._end_all()
+                        signal.set_wakeup_fd(-1)
+                        for pid in self._clients:
+                            with contextlib.suppress(ProcessLookupError, PermissionError):
+                                os.killpg(pid, signal.SIGKILL)
                         return None
                 elif key.fileobj is self._listener:
                     request = self._accept()
@@ -258,12 +261,6 @@ class WarmServer:
                 with contextlib.suppress(OSError), client:
                     client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
             self._ended.discard(pid)
-
-    def _end_all(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for pid in self._clients:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
 
 
 def _is_ending(pid: int) -> bool:

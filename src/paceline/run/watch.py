@@ -1,11 +1,9 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
-A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
-the ranks are asked where they stand; the verdict is told (``notes.py``); then the ranks are killed. The
-operations themselves are read every two seconds, or when a rank stands still.
-
-    in the launcher   of ranks that ``paceline train`` has started, on each host
-    in every rank     of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``)
+A thread looks at the ledgers of a host's ranks some times a second, and at all operations every two seconds, or when a
+rank stands still. What it finds is judged by ``health/verdict.py``; the ranks are asked where they stand, the verdict
+is told (``notes.py``), and the ranks are killed. It runs in the launcher of ranks that ``paceline train`` has started,
+on each host; and in every rank of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``).
 
 Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
 lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
@@ -42,7 +40,7 @@ from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, s
 from paceline.run.notes import end_ranks, tell_verdict
 from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
 from paceline.run.processes import end_children, tell_agent
-from paceline.run.records import append_event, note_clock
+from paceline.run.records import append_event
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
@@ -195,8 +193,10 @@ class Watch(SeenRanks):
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
                 if ahead_s is not None and self.told is None:  # a loop of the user's own has no records
+                    ranks = list(self.hosts[self.host])
+                    clock = {"ahead_s": round(ahead_s, 6), "ranks": ranks}  # lays steps of hosts beside one another
                     has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
-                    if has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s):
+                    if has_begun and append_event(self.folder, ranks[0], "clock", clock):
                         ahead_s = None
                 verdict = self.look()
                 if verdict is not None and not self._is_over.is_set():
@@ -249,7 +249,10 @@ class Watch(SeenRanks):
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
-        limits = self._limits()
+        asked = self._policy.limits
+        stopped_s = asked.step_s if asked.stopped_s is None else asked.stopped_s
+        # Longer where steps have shown to be long.
+        limits = replace(asked, step_s=max(asked.step_s, _PATIENT * self._longest_s), stopped_s=stopped_s)
         found = judge(views, now, limits)
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
@@ -258,21 +261,16 @@ class Watch(SeenRanks):
         self._last_views = self.with_lines(self.views(now))
         return judge(self._last_views, now, limits) or found
 
-    def _limits(self) -> HangLimits:
-        """Returns the limits, longer where steps have shown to be long."""
-        asked = self._policy.limits
-        step_s = max(asked.step_s, _PATIENT * self._longest_s)
-        return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
-
     def states(self) -> list[RankState]:
         now = time.monotonic()
         self.observe(now)
         return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
 
     def _leads(self, now: float, own: int) -> bool:
-        """Says whether the watches of all lower ranks on this host have stopped."""
-        for rank, beat in self.heartbeats().items():
+        self._find_ledgers(now)
+        for rank, seen in self._ranks.items():
             before, since_s = self._beats.get(rank, (-1, now))
+            beat = seen.reader.heartbeat  # how often its own watch has looked
             self._beats[rank] = (beat, now if beat != before else since_s)
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
@@ -299,8 +297,12 @@ class Watch(SeenRanks):
         """Ends the ranks of this host; one that watches leaves with the code that says why."""
         with contextlib.suppress(OSError):  # of a disk that is full
             self.tell(verdict)
-        if self.channel is not None:
-            self._wait_for_others(self.channel)
+        if self.channel is not None:  # every host must have the verdict: the store may be a rank's, and ends with it
+            deadline = time.monotonic() + _ANSWER_S
+            with contextlib.suppress(CommunicationError):
+                self.channel.publish(f"has/{self.host}", "it")
+                while time.monotonic() < deadline and not all(self.channel.read(f"has/{host}") for host in self.hosts):
+                    time.sleep(_ASK_S)
         end_ranks(self.folder, verdict, self.processes())
         if self._ledger is not None:
             tell_agent(verdict.sentence, verdict.to_text(), time.time())
@@ -353,14 +355,6 @@ class Watch(SeenRanks):
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
-
-    def _wait_for_others(self, channel: SideChannel) -> None:
-        """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
-        deadline = time.monotonic() + _ANSWER_S
-        with contextlib.suppress(CommunicationError):
-            channel.publish(f"has/{self.host}", "it")
-            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
-                time.sleep(_ASK_S)
 
     def _ask_others(self, channel: SideChannel, now: float) -> None:
         """Asks other hosts whether they live, once this one has stood still for half of the limit."""

@@ -1,6 +1,7 @@
 """One rank of a run: what the launcher starts on each process.
 
     python -m paceline.run.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT|auto] [--restart JSON]
+    torchrun -m paceline train CONFIG           a rank of a launcher that somebody else started: run_under_launcher
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
 ``logs/rank-<r>.error.json`` for the launcher, and to this rank's log. SIGTERM, SIGUSR1 and SIGUSR2 ask it to save and
@@ -16,9 +17,11 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,25 +29,30 @@ from paceline.chaos.faults import VARIABLE
 from paceline.chaos.inject import Injector
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.storage import FileStore
+from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.base import Communicator
+from paceline.comm.ledger.file import LedgerReader, ledger_path
+from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.engines.engine import ignore_phase
-from paceline.errors import PreemptedError, RankFailedError
+from paceline.errors import PreemptedError, RankFailedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan, RunMachine
+from paceline.records.console import ProgressView
 from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
-from paceline.run import processes
-from paceline.run.folder import adopt_config, config_of, read_plan
-from paceline.run.location import find_start
-from paceline.run.logs import rank_logs
+from paceline.run import processes, records
+from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
+from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
+from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
+from paceline.run.logs import log, rank_logs, say
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
-from paceline.run.records import end_record, name_strategy, records_path, run_record, write_start, write_trace
+from paceline.run.observe import sampling, tracking
 from paceline.run.signals import hear_requests
 from paceline.run.warm import PARENT
-from paceline.run.watch import keep_ledger
+from paceline.run.watch import keep_ledger, watch_itself, watch_policy
 from paceline.search.make_plan import decided_config, make_plan
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
@@ -54,6 +62,7 @@ from paceline.train.survive.recovery import StopRequest
 from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 _LOGGER = logging.getLogger("paceline")
+_PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
 
 
 def main() -> None:
@@ -68,7 +77,7 @@ def main() -> None:
     processes.end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
     restart = arguments.restart
-    times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
+    times = StartTimes(time.monotonic() - process_age(arguments.launcher if restart is None else os.getpid()))
     times.lap("processes")
     attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
@@ -128,11 +137,6 @@ class StartTimes:
     parts: dict[str, float] = field(default_factory=dict)
     is_told: bool = False
 
-    @classmethod
-    def since_start_of(cls, process: int) -> Self:
-        """Begins when a process did; where nobody can tell, now."""
-        return cls(time.monotonic() - process_age(process))
-
     def lap(self, part: str) -> None:
         self.parts[part] = time.monotonic() - self.began - sum(self.parts.values())
 
@@ -163,23 +167,17 @@ class RankRunner:
     restart: dict[str, Any] | None = None
     request: StopRequest = field(default_factory=StopRequest)
     times: StartTimes | None = None
+    view: Sink | None = None
     _trainer: Trainer | None = None
-    _is_built: bool = False
-    _first_step: int = 0
+    _first_step: int | None = None  # once the trainer is built
 
     def run(
-        self,
-        config: Config,
-        comm: Communicator,
-        *,
-        plan: Plan | None = None,
-        resume: str | Path | None = None,
-        view: Sink | None = None,
+        self, config: Config, comm: Communicator, *, plan: Plan | None = None, resume: str | Path | None = None
     ) -> None:
         """Trains this rank's share and writes its records. Until set-up has worked, the folder stays as it is."""
         if config.parallel.threads is not None:
             torch.set_num_threads(config.parallel.threads)
-        comm, records = keep_ledger(comm, self.folder), records_path(self.folder, self.rank)
+        comm, path = keep_ledger(comm, self.folder), records.records_path(self.folder, self.rank)
         started = time.monotonic()
         try:
             where = os.environ.get(VARIABLE)  # of the faults that ``paceline chaos`` has for this rank
@@ -204,21 +202,21 @@ class RankRunner:
                 faults.attach(trainer)
         except BaseException as error:
             if not self._is_refusal(error):
-                with contextlib.suppress(OSError), contextlib.closing(JsonlSink(records)) as sink:
-                    sink.write(run_record(config, comm, None))
+                with contextlib.suppress(OSError), contextlib.closing(JsonlSink(path)) as sink:
+                    sink.write(records.run_record(config, comm, None))
             raise
-        self._is_built, self._first_step = True, trainer.step
+        self._first_step = trainer.step
         if self.rank == 0:
             adopt_config(self.folder)
             (self.folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
-        trainer.sink = self._open_sinks(config, view)
+        trainer.sink = self._open_sinks(config)
         note = StepNote(self.folder, self.rank, trainer.step)
         trainer.hooks.append(lambda _, result: note.write(result.step))
         if self.times is not None:
             trainer.hooks.insert(0, self.times)
         try:
             with contextlib.closing(trainer.sink):
-                write_start(config, comm, trainer)
+                records.write_start(config, comm, trainer)
                 self._train(config, trainer, checkpoint, started)
         except PreemptedError:
             comm.barrier()  # the first to leave ends the others, who may still be writing
@@ -243,8 +241,9 @@ class RankRunner:
             processes.leave_process(REFUSED if failure.is_refusal else FAILED)
 
     def _is_refusal(self, error: BaseException) -> bool:
-        has_trained = self._is_built and self._trainer is not None and self._trainer.step > self._first_step
-        return is_refusal(error, is_built=self._is_built, has_trained=has_trained)
+        first = self._first_step
+        has_trained = first is not None and self._trainer is not None and self._trainer.step > first
+        return is_refusal(error, is_built=first is not None, has_trained=has_trained)
 
     def _train(self, config: Config, trainer: Trainer, resume: Path | None, started: float) -> None:
         assert trainer.sink is not None
@@ -254,24 +253,24 @@ class RankRunner:
             if resume is not None:
                 trainer.note("resume", {"checkpoint": str(resume)})
             trainer.run()
-            write_trace(config, trainer, self.folder)
+            records.write_trace(config, trainer, self.folder)
         except PreemptedError as error:
             trainer.flush(wait=True)
-            trainer.sink.write(end_record("stopped", trainer.step, time.monotonic() - started, str(error)))
+            trainer.sink.write(records.end_record("stopped", trainer.step, time.monotonic() - started, str(error)))
             raise
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
             raise
-        trainer.sink.write(end_record("done", trainer.step, time.monotonic() - started, trainer.end_reason))
+        trainer.sink.write(records.end_record("done", trainer.step, time.monotonic() - started, trainer.end_reason))
 
-    def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
+    def _open_sinks(self, config: Config) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"
-        sinks: list[Sink] = [JsonlSink(records_path(self.folder, self.rank), waits_for_space=goes_on)]
+        sinks: list[Sink] = [JsonlSink(records.records_path(self.folder, self.rank), waits_for_space=goes_on)]
         if _LOGGER.isEnabledFor(logging.INFO):
             sinks.append(Strided(LogSink(_LOGGER), config.monitor.log_every))
-        if view is not None:
-            sinks.append(view)
+        if self.view is not None:
+            sinks.append(self.view)
         return Fanout(sinks, goes_on_when_full=goes_on)
 
 
@@ -280,7 +279,7 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
     parallel = config.parallel
     about = {  # what a checkpoint tells of the run that it belongs to
         "name": config.name,
-        "strategy": name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0),
+        "strategy": records.name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0),
         "mesh": {name: getattr(parallel, name) for name in ("pipeline", "tensor")},
         "config": config.model_dump(mode="json"),
     }
@@ -293,6 +292,132 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
 
 def _checkpoint_folder(config: Config, folder: Path) -> Path:
     return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+
+
+def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
+    """Runs this process as one rank of a launcher that somebody else started; returns the result on rank 0."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: a rank may sit in a collective
+    times = StartTimes(time.monotonic() - process_age(os.getpid()))
+    times.lap("processes")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
+        processes.end_with_parent(os.getppid())
+    # Ranks that an agent has started again are of the same run: no new number.
+    is_first = processes.restarted_by_launcher() is None
+    location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
+    os.environ.update(rank_variables(asked, uses_nccl=processes.uses_nccl(asked)))
+    if asked.comm.backend == "virtual":
+        raise UsageError(
+            "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
+            "  start it with paceline train alone, or set comm.backend = auto"
+        )
+    machine = None if processes.uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
+    cores = usable_cores()
+    processes.keep_cores(asked)
+    device = None if asked.parallel.device == "auto" else asked.parallel.device
+    comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
+    decision = decide_run(asked, comm=comm, machine=machine, checks_memory=options.checks_memory)
+    claimed, location, prediction = _claim_together(comm, location, decision, cores, force=options.force)
+    decision = replace(decision, config=location.settle(decision.config))
+    config, choice = decision.config, decision.choice
+    view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
+    if view is not None:
+        show_decisions(config, choice, decision.notes)
+    times.lap("joining")
+    _run_rank(decision, comm, location, claimed, prediction, view, times)
+    comm.barrier()  # every rank's records are complete
+    result = read_result(location.folder, config, choice) if comm.rank == 0 else None
+    disconnect()
+    return result
+
+
+def _run_rank(
+    decision: Decision,
+    comm: Communicator,
+    location: RunLocation,
+    claimed: RunFolder | None,
+    prediction: AbstractContextManager[None],
+    view: ProgressView | None,
+    times: StartTimes,
+) -> None:
+    folder, started, config = location.folder.absolute(), time.time(), decision.config
+    attempt = RankRunner(folder, comm.rank, restart=processes.restarted_by_launcher(), times=times, view=view)
+    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
+    comm = watch_itself(comm, folder, watch_policy(config))
+    try:
+        with (
+            rank_logs(folder, comm.rank, config.monitor.log_level, owns_output=False),
+            _observing(folder, config, comm),
+            prediction,
+        ):
+            attempt.run(config, comm, plan=decision.plan, resume=location.checkpoint)
+    except BaseException as error:
+        if view is not None:
+            view.flush()
+            view.close()
+        if isinstance(error, PreemptedError):
+            if comm.rank == 0:
+                say(str(error))
+            processes.leave_process(PREEMPTED)
+        _leave_launcher(attempt.describe(error), location.folder, claimed, started)
+
+
+@contextlib.contextmanager
+def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
+    """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), processes.node_ranks(config) or comm.size
+    here = range(comm.rank, comm.rank + local_ranks)
+
+    def find() -> dict[int, int]:
+        readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
+        return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
+
+    with (
+        tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
+        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, find, log),
+    ):
+        yield
+
+
+def _claim_together(
+    comm: Communicator, location: RunLocation, decision: Decision, cores: Sequence[int], *, force: bool
+) -> tuple[RunFolder | None, RunLocation, AbstractContextManager[None]]:
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where."""
+    claimed: RunFolder | None = None
+    prediction: AbstractContextManager[None] = contextlib.nullcontext()
+
+    def claim() -> RunLocation:
+        nonlocal claimed, prediction
+        claimed, found = claim_run(location, decision.config, decision.plan.to_text(), force=force)
+        prediction = _predict(decision.config, claimed, cores)
+        return found
+
+    settled = ask_first_rank(comm, claim)
+    return claimed, settled, prediction
+
+
+def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:
+    """Writes down what is expected of a run; returns the dry run beside it, of one host: networks are not known."""
+    threads, here = config.parallel.threads or torch.get_num_threads(), processes.node_ranks(config)
+    expected = predict_run(config, threads=threads, node_ranks=here, cores=cores)
+    if expected is not None:
+        claimed.write_prediction(expected.to_text())
+    if here not in (None, config.parallel.ranks):
+        return contextlib.nullcontext()
+    return BackgroundPrediction(config, claimed.path, expected, threads=threads, cores=cores, patience_s=_PATIENCE_S)
+
+
+def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:
+    if not failure.is_refusal:
+        records.end_records(folder, [failure.rank], "failed", str(failure).splitlines()[0], since=started)
+    elif claimed is not None:
+        claimed.discard()
+    is_lost = failure.cause == "lost"
+    text = str(failure).splitlines()[0] if is_lost else "\n\n".join(filter(None, (str(failure), failure.traceback)))
+    if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
+        say(text)
+    # torchrun shows the earliest as the cause, to the second: a consequence comes a second later.
+    processes.tell_agent(str(failure), text, failure.time + is_lost)
+    processes.leave_process(REFUSED if failure.is_refusal else FAILED)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ microbatch: ``F2.5`` is the forward of microbatch 5 in stage 2.
     SB  sends its input's gradient to the stage before    RB  receives its output's gradient from the next stage
     R   reduces the stage's gradients over its data-parallel ranks, once (``R2``: no microbatch)
 
-The order within a row is what a rank does; the slots of a row show about when, and an empty cell is idleness. Moving
-actions to other slots without changing their order changes how a schedule looks, not what it does.
+The order within a row is what a rank does; the slots of a row show about when, and an empty cell is idleness.
 
 ``lower`` makes the program of each rank. A rank sends right after it has made something. It posts a receive before the
 compute action that precedes the use, so that the message travels while that action runs; the gradient of an output not
 before the output is there, which says how large the gradient will be. Only a use waits: a program gets stuck only where
-its compute actions alone would. The messages of one way across one boundary (forward from stage s to s + 1, or
-backward) are received in the order in which they are sent, so that they need no numbers; different ways and boundaries
-need channels of their own. Cost: O(actions), once a run; a receiver holds one or two messages that it does not use yet.
+its compute actions alone would. The messages of one way across one boundary are received in the order in which they are
+sent, so that they need no numbers. Cost: O(actions), once a run.
 """
 
 from __future__ import annotations
@@ -88,10 +86,6 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
-
-    @property
-    def slots(self) -> int:
-        return max(map(len, self.rows), default=0)
 
     @property
     def splits_backward(self) -> bool:

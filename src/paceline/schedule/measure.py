@@ -1,11 +1,6 @@
 """How long a schedule takes, how much of that is idle, and how much it holds: a small event simulation.
 
-Each rank runs its actions in order, each as soon as what it needs is there.
-
-    makespan = work + idle            overhead = idle / work          bubble = idle / makespan
-
-``schedules.py`` has a table of the overhead o, which v chunks divide by v. The bubble, o / (1 + o), is what a user sees
-as time lost.
+makespan = work + idle            overhead = idle / work          bubble = idle / makespan
 """
 
 from __future__ import annotations

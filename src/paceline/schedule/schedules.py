@@ -13,16 +13,11 @@ p ranks hold the stages of a model, m microbatches pass through them; with equal
 gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer.
 ``measure.py`` says what a schedule comes to with the costs of real stages.
 
-The zero-bubble schedules run backward in two parts, and the part that no rank waits for fills the gaps. Of a backward,
-the next rank waits only for the gradient of the stage's input (I). The gradient of the weights (W) can be made whenever
-there is time, and until then its activations stay.
-
-zb-h1 is the order of 1f1b with W moved: rank r runs its first r backwards without W, and from then on each W that many
-microbatches later. So early gradients come through sooner, and what was put off fills the end, where 1f1b is idle.
-
-zb-v gives each rank two chunks: stage r on the way there, stage 2p-1-r on the way back. Its order comes from a list
-scheduler: slot by slot, each rank takes the most urgent action that can run, with a limit on what is in flight. It is a
-little more idle for p < m < 1.5 p.
+The zero-bubble schedules run backward in two parts: the next rank waits only for the gradient of the stage's input (I);
+that of the weights (W) fills the gaps, and until then its activations stay. zb-h1 is the order of 1f1b with W moved:
+rank r runs its first r backwards without W, and from then on each W that many microbatches later. zb-v gives each rank
+two chunks: stage r on the way there, stage 2p-1-r on the way back; slot by slot, each rank takes the most urgent action
+that can run, with a limit on what is in flight.
 """
 
 from __future__ import annotations

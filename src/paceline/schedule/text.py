@@ -9,9 +9,6 @@ many microbatches as the highest number says.
         ,F1.0,B1.0,F1.1,B1.1,
 
 Messages (SF, RF, SB, RB) and reduces (R) may be in the rows; without them they are placed by ``lower``.
-
-A picture has a bar for each action, to scale, one line a rank. Forwards are blue, whole backwards green, and their
-parts green (input) and yellow (weights); later chunks of the model are darker. What is white is idle.
 """
 
 from __future__ import annotations
@@ -127,10 +124,7 @@ _Spans = dict[Action, tuple[int, int]]
 
 
 def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, width: int = 120) -> str:
-    """Returns a grid of who does what when, and a line a rank with its idle time and what it holds.
-
-    A column is a unit of time where all durations are multiples of the shortest, and else a slot.
-    """
+    """Returns a grid of who does what when, by units of time or slots; and what each rank idles and holds."""
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
     labels = "F3 is the forward of microbatch 3"

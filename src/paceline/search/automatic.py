@@ -203,10 +203,21 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
     config = config.with_values("parallel", device=where.device)
     try:
         cluster, task = _priced(config, model, machine, where)
-        ladder = tuple(
-            each if each.rejected else replace(each, seconds=_seconds(each, where, config, model, task, cluster))
-            for each in choice.ladder
-        )
+
+        def seconds(layout: Layout) -> float | None:
+            """Predicts a step of a candidate; None where that cannot be priced, as a sampled model's in parts."""
+            size = layout.microbatch
+            if layout.checkpoint_activations not in RECOMPUTES or (layout.is_split and task.model.is_sampled):
+                return None
+            if layout.is_split:
+                layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
+            elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room
+                most = largest_microbatch(model, layout, StateFacts.of(config, where.device), where.budget_bytes)
+                local = max(1, task.global_batch // where.ranks)
+                size = max(size for size in divisors(local) if size <= max(1, most))
+            return _price(layout, size, task, cluster)
+
+        ladder = tuple(each if each.rejected else replace(each, seconds=seconds(each.layout)) for each in choice.ladder)
     except (UsageError, ConfigError) as error:
         return replace(choice, untimed=error.headline)
     chosen: Judged | None = None
@@ -244,23 +255,6 @@ def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachi
         raise UsageError(reason or f"comm.compression.policy = {policy} is not priced")
     cluster = present_cluster(config, machine, where.ranks, None)[0]
     return cluster, task_of(with_degrees(config, where.ranks), where.ranks, facts=model)
-
-
-def _seconds(
-    each: Judged, where: RunMachine, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
-) -> float | None:
-    layout, size = each.layout, each.layout.microbatch
-    if layout.checkpoint_activations not in RECOMPUTES:
-        return None
-    if layout.is_split:
-        if task.model.is_sampled:
-            return None  # a model known by its samples is not priced in parts
-        layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
-    elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room
-        most = largest_microbatch(model, layout, StateFacts.of(config, where.device), where.budget_bytes)
-        local = max(1, task.global_batch // where.ranks)
-        size = max(size for size in divisors(local) if size <= max(1, most))
-    return _price(layout, size, task, cluster)
 
 
 def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> float:
@@ -380,7 +374,6 @@ def _split_ladder(
 
 
 def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize: int = 4) -> float:
-    """Returns the time of a step beside computing, in parts of computing, by the rule of thumb above."""
     pipeline, tensor, count = layout.pipeline, layout.tensor, layout.accumulate
     data = machine.ranks // (pipeline * tensor)
     operations = 3 * sum(layer.operations for layer in model.layers)

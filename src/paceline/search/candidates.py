@@ -93,6 +93,8 @@ def _of_mesh(
     if task.model.experts:
         some = divisors(task.model.experts)[1:]
         experts += [each for each in some if each <= min(of_node, data) and data % each == 0]
+    base = replace(task.base, data=data, pipeline=pipeline, tensor=tensor, node_ranks=cluster.node.devices)
+    base = replace(base, sequence_parallel=tensor > 1 and task.seq_len % tensor == 0)
     for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
         if count < pipeline:
@@ -100,20 +102,8 @@ def _of_mesh(
             continue
         for schedule, chunks in _schedules(task, layers, pipeline, count, left_out):
             for strategy, shards in _strategies(data, of_node, is_split=pipeline * tensor > 1):
-                layout = replace(
-                    task.base,
-                    strategy=strategy,
-                    data=data,
-                    pipeline=pipeline,
-                    tensor=tensor,
-                    shard_ranks=shards,
-                    node_ranks=cluster.node.devices,
-                    schedule=schedule,
-                    chunks=chunks,
-                    sequence_parallel=tensor > 1 and task.seq_len % tensor == 0,
-                    microbatch=microbatch,
-                    accumulate=count,
-                )
+                layout = replace(base, strategy=strategy, shard_ranks=shards, schedule=schedule, chunks=chunks)
+                layout = replace(layout, microbatch=microbatch, accumulate=count)
                 if layout.splits_backward and layout.is_fully_sharded:
                     continue  # weights are gone when the second part of backward comes
                 yield from (replace(layout, expert=each) for each in experts)
@@ -138,12 +128,10 @@ def _schedules(
 def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Strategy, int]]:
     """Strategies, and among how many ranks each shares the states. ``local``: data ranks of a node."""
     yield "ddp", 1
-    if data == 1 and not is_split:  # for what they may offload
-        yield "zero1", 1
-        yield "fsdp", 1
-    if data > 1:
+    if data > 1 or not is_split:  # one rank's for what they may offload
         yield "zero1", data
-        yield "zero2", data
+        if data > 1:
+            yield "zero2", data
         yield "fsdp", data
     if 1 < local < data and data % local == 0:
         yield "hybrid", local

@@ -179,8 +179,6 @@ _TOLD = 3  # categories, the largest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Bytes by category of those who share one memory, and who these are."""
-
     who: str
     parts: dict[str, int]
 

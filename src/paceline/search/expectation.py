@@ -104,7 +104,6 @@ class Compared:
         return told + [line for each in self.later() for line in each.lines()]
 
     def later(self) -> list[Compared]:
-        """Returns the same for what was predicted while the run went on, where there is such a one."""
         found = self.predicted.later
         return [] if found is None else [compare(found, self.measured_step_s, self.measured_memory_bytes)]
 

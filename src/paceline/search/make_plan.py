@@ -29,7 +29,6 @@ def make_plan(config: Config, machine: RunMachine, *, source: str = "config") ->
 
 
 def with_length(plan: Plan, config: Config, *, train_samples: int, eval_samples: int) -> Plan:
-    """Returns the plan with how long the run is, which follows from the data."""
     batch, in_epoch = plan.batch.global_batch, train_samples
     if config.data.last_batch == "drop":
         in_epoch -= train_samples % batch

@@ -98,7 +98,6 @@ class PlanResult(Shown):
         return f"<b>PlanResult</b> on {html.escape(self.request.cluster.name)}: {told}"
 
     def explanations(self, top: int = 5) -> list[str]:
-        """Returns a sentence on the first plan, and one on what each of the next loses against it."""
         others = [explain_against(self.plans[0], each) for each in self.plans[1:top]]
         return [explain_winner(self.found), *others] if self.plans else []
 

@@ -77,7 +77,6 @@ class Search:
         return budget_of(self.cluster)
 
     def fits(self, ranked: Prediction) -> bool:
-        """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
         return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
@@ -240,8 +239,7 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
 
 
 def explain_winner(found: Search) -> str:
-    winner = found.ranked[0]
-    step = winner.step
+    winner, step = found.ranked[0], found.ranked[0].step
     parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
@@ -256,10 +254,8 @@ def _parts_of(*ranked: Prediction) -> dict[str, str]:
 
 
 def explain_against(winner: Prediction, other: Prediction) -> str:
-    slower = other.seconds / winner.seconds - 1
-    ours, theirs = winner.step, other.step
-    names = _parts_of(winner, other)
-    gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
+    slower, names = other.seconds / winner.seconds - 1, _parts_of(winner, other)
+    gaps = {words: getattr(other.step, name) - getattr(winner.step, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
     told = f"takes {abs(slower):.1%} {'longer' if slower > 0 else 'less'}" if abs(slower) >= 0.0005 else "takes as long"
     more = f"{format_seconds(gaps[worst])} more of {worst}" if gaps[worst] > 0.001 * winner.seconds else ""
@@ -280,10 +276,8 @@ class Change:
     ranked: Prediction | None = None
 
     def __str__(self) -> str:
-        values = {
-            key: f"[{','.join(of)}]" if isinstance(of, list) else str(of).lower() for key, of in self.keys.items()
-        }
-        told, found = " ".join(f"{key}={value}" for key, value in values.items()), self.ranked
+        texts = [f"[{','.join(to)}]" if isinstance(to, list) else str(to).lower() for to in self.keys.values()]
+        told, found = " ".join(map("{}={}".format, self.keys, texts)), self.ranked
         if found is None:
             return told
         return f"{told}: {format_seconds(found.seconds)} a step, {format_bytes(found.memory_bytes)} of a rank"

@@ -27,7 +27,7 @@ from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_w
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, data_of
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import fix_sizes, load_compiler
+from paceline.engines.blocks import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
@@ -35,8 +35,7 @@ from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
-from paceline.plan.groups import groups_of
-from paceline.plan.layout import Layout
+from paceline.plan.layout import Layout, groups_of
 from paceline.plan.plan import Plan, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory
@@ -317,12 +316,8 @@ def _fit_microbatch(
         settled = config.with_values("parallel", device=device.type)
         machine = detect_machine(with_gpus=device.type == "cuda")
         first = first_microbatch(settled, known, machine, sizes, ranks=plan.batch.ranks, node_ranks=hosts) or most
-    limits = TrialLimits(
-        samples_per_rank=plan.batch.samples_per_rank,
-        reserve_bytes=optimizer_bytes(engine, slots),
-        first=first,
-        node_ranks=hosts,
-    )
+    reserve, whole = optimizer_bytes(engine, slots), plan.batch.samples_per_rank
+    limits = TrialLimits(samples_per_rank=whole, reserve_bytes=reserve, first=first, node_ranks=hosts)
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
     tried = "; ".join(
@@ -330,7 +325,6 @@ def _fit_microbatch(
         + ("" if each.fits else ", too much")
         for each in found.trials
     )
-    whole = plan.batch.samples_per_rank
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
     return plan.with_microbatch(
         found.samples
@@ -353,5 +347,4 @@ def _build_loaders(
     if data.eval is None:
         return loader, None, choice
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
-    at_once = batch.microbatch * ranks
-    return loader, EvalLoader(data.eval, at_once, rank=rank, ranks=ranks, options=options), choice
+    return loader, EvalLoader(data.eval, batch.microbatch * ranks, rank=rank, ranks=ranks, options=options), choice

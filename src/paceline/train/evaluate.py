@@ -110,10 +110,9 @@ class EarlyStop:
             return
         value = metrics.get(self._config.metric)
         if value is None:
-            raise UsageError(
-                f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate\n"
-                f"  it evaluates {', '.join(name for name in metrics if name != 'step')}"
-            )
+            known = ", ".join(name for name in metrics if name != "step")
+            what = f"train.early_stop.metric = {self._config.metric}, which this run does not evaluate"
+            raise UsageError(f"{what}\n  it evaluates {known}")
         limit = None if self.best is None else self._sign * self.best - self._config.min_delta
         if value == value and (limit is None or self._sign * value < limit):
             self.best, self.num_bad = value, 0
@@ -194,15 +193,14 @@ def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> li
     engine.world.all_reduce(sums).wait()
     engine.world.all_reduce(limits, "min").wait()
     found, ends = sums.cpu(), limits.cpu()  # sync point
-    made = [
-        {"parameter": name, **{kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}}
-        for name, row in rows.items()
-    ]
-    return [each for each in made if each["weights"] is not None]  # else a buffer
+    made: list[dict[str, Any]] = []
+    for name, row in rows.items():
+        kinds = {kind: _describe(found[row, i], ends[row, i]) for i, kind in enumerate(_KINDS)}
+        made += [] if kinds["weights"] is None else [{"parameter": name, **kinds}]  # else a buffer
+    return made
 
 
 def _count(values: torch.Tensor, weight: torch.Tensor | None, sums: torch.Tensor, limits: torch.Tensor) -> None:
-    """Adds what a rank holds of a tensor to its row."""
     for part in torch.split(values.reshape(-1), _AT_ONCE):
         each = part if part.dtype == torch.float64 else part.float()
         if weight is not None:
@@ -239,13 +237,6 @@ def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
             edges.append(start)
         edges += [end] if edges else [start, end]
         kept.append(count)
-    return {
-        "count": number,
-        "not_finite": not_finite,
-        "norm": math.sqrt(row[_SQUARES].item()),
-        "min": low,
-        "max": high,
-        "mean": row[_SUM].item() / max(number, 1),
-        "edges": edges,
-        "counts": kept,
-    }
+    norm, mean = math.sqrt(row[_SQUARES].item()), row[_SUM].item() / max(number, 1)
+    numbers = {"count": number, "not_finite": not_finite, "norm": norm, "min": low, "max": high, "mean": mean}
+    return {**numbers, "edges": edges, "counts": kept}

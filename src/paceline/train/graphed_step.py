@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.config import Config
@@ -70,7 +71,7 @@ class GraphedStep:
         self._outcome: StepOutcome | None = None
 
     def __call__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
+        self, engine: Engine, optimizer: Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
     ) -> StepOutcome:
         """Trains on one global batch: ``run`` does it kernel by kernel."""
         self._num_steps += 1
@@ -97,7 +98,7 @@ class GraphedStep:
             self._host_shares.append((issued - start) / (time.perf_counter() - start))
         return outcome
 
-    def _decide(self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, run: RunStep) -> None:
+    def _decide(self, engine: Engine, optimizer: Optimizer, batch: StepBatch, run: RunStep) -> None:
         """Records the step of a batch, where that pays and is possible; nothing is computed yet."""
         share, device = sorted(self._host_shares)[len(self._host_shares) // 2], engine.device
         if self._choice != "on" and share < _HOST_BOUND:
@@ -130,9 +131,7 @@ class GraphedStep:
         self._last_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.on_decided({"used": True, "why": f"the host took {share:.0%} of a step", "counted_as": "forward"})
 
-    def _replay(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase
-    ) -> StepOutcome:
+    def _replay(self, engine: Engine, optimizer: Optimizer, batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
         assert self._graph is not None
         assert self._outcome is not None
         for target, source in zip(self._inputs, _tensors(batch.microbatches), strict=True):
@@ -163,7 +162,7 @@ def _shape(batch: StepBatch) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _capturable(optimizer: torch.optim.Optimizer, rates: Sequence[torch.Tensor]) -> Iterator[None]:
+def _capturable(optimizer: Optimizer, rates: Sequence[torch.Tensor]) -> Iterator[None]:
     """Lets an optimizer read its learning rates from the device for a while."""
     groups = optimizer.param_groups
     before = [(group["lr"], group.get("capturable")) for group in groups]

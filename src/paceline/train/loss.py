@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
-from paceline.engines.compiled import Compiled
+from paceline.engines.blocks import Compiled
 from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
@@ -60,11 +60,9 @@ class Normalise:
     def check(self, images: torch.Tensor) -> None:
         """Raises DataError for images of other channels than there are numbers."""
         if len(self._scale) not in (1, images.shape[1]):
-            raise DataError(
-                f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data\n"
-                "  there is one for each channel, or one for all\n"
-                "  images are (channels, height, width): check their order, and shape.mean and shape.std"
-            )
+            what = f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data"
+            fix = "images are (channels, height, width): check their order, and shape.mean and shape.std"
+            raise DataError(f"{what}\n  there is one for each channel, or one for all\n  {fix}")
 
     def factors(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns scale and shift by channel on a device; made there once, as a copy would wait for it."""
@@ -125,8 +123,7 @@ class CrossEntropy:
         return LossValue(self._total(logits, targets), self._count(targets), correct)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
-        is_known = self.elements_per_sample is not None
-        return float(targets.numel()) if is_known else (targets != IGNORED).sum()
+        return (targets != IGNORED).sum() if self.elements_per_sample is None else float(targets.numel())
 
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
@@ -319,10 +316,8 @@ def _reduction_of(criterion: Any) -> str:
     keywords = getattr(criterion, "keywords", None) or {}
     reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
     if reduction == "none":
-        raise UsageError(
-            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
-            "  use reduction='mean' or 'sum'"
-        )
+        rule = "a loss is one number, of which the trainer knows the weight"
+        raise UsageError(f"criterion has reduction = 'none'\n  {rule}\n  use reduction='mean' or 'sum'")
     return str(reduction)
 
 

@@ -87,10 +87,9 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes an update.
+        """Makes an update. For a CUDA graph, make one step before the capture, and keep the gradients' memory.
 
-        In a CUDA graph: make one step before the capture, keep the gradients' memory for as long as the graph lives,
-        and call ``upload_rates`` before each replay for which learning rates have changed.
+        Call ``upload_rates`` before each replay for which learning rates have changed.
         """
         loss = None
         if closure is not None:
@@ -207,7 +206,6 @@ class _Tables:
         self._known_rates = rates
 
     def launch(self, updates: list[_Update], groups: Sequence[Mapping[str, Any]], scaling: Scaling) -> None:
-        """Launches the update of all tensors: one kernel for each kind, and one that counts the step."""
         updates.sort(key=lambda update: update.kind)  # keeps the order within a kind
         key = tuple((update.kind, update.master.numel()) for update in updates)
         is_capturing = torch.cuda.is_current_stream_capturing()

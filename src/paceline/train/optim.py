@@ -69,10 +69,8 @@ def build_optimizer(
     try:
         optimizer = make(groups, lr=config.lr, **config.args)
     except Exception as error:
-        raise UsageError(
-            f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}\n"
-            "  it is called as Class(parameter_groups, lr=..., **args)"
-        ) from error
+        what = f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}"
+        raise UsageError(f"{what}\n  it is called as Class(parameter_groups, lr=..., **args)") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optim.kind = {config.kind} made a {type(optimizer).__name__}, not a torch optimizer")
     return optimizer

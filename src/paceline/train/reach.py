@@ -70,8 +70,7 @@ def _patterns(config: Config) -> Iterator[Problem]:
             model = build_model(config.model, shape)
     except Exception:  # code of the user's that needs values, or another problem, which has a message of its own
         return
-    names = [name for name, _ in model.named_parameters()]
-    yield from map(_problem, unmatched_patterns(names, config.optim.groups))
+    yield from map(_problem, unmatched_patterns([name for name, _ in model.named_parameters()], config.optim.groups))
 
 
 def _problem(error: PacelineError) -> Problem:

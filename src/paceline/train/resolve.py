@@ -45,8 +45,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT
-from paceline.models.known_values import KnownValues, answering
-from paceline.models.measured import measure_model
+from paceline.models.measured import KnownValues, answering, measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.plan.plan import RunMachine
 from paceline.predict.formulas.step import transformer_flops
@@ -82,7 +81,6 @@ def has_own_code(config: Config) -> bool:
 
 
 def is_users(config: Config) -> bool:
-    """Says whether model, data or loss of a config are of the user's own code."""
     return has_own_code(config) or config.train.loss != "auto"
 
 
@@ -121,12 +119,9 @@ def made_at(config: Config, make_model: Callable[[], nn.Module] | None = None) -
 def misfit(error: Exception, what: str, data: DataSplits, place: str, *, made: str = "") -> UsageError:
     """Returns what to say of a model that its own code or its data break. ``what`` is what cannot be."""
     maker = f"; {made} makes the model" if made and made.partition(":")[0] not in place else ""
-    return UsageError(
-        f"{what}: {type(error).__name__}: {first_line(error)}\n"
-        f"  it is raised {place}{maker}\n"
-        f"  {RULE}; the inputs of its data are {_inputs(data)}\n"
-        "  mend the model, or take the data that it is made for"
-    )
+    cause = f"{what}: {type(error).__name__}: {first_line(error)}\n  it is raised {place}{maker}"
+    rule = f"{RULE}; the inputs of its data are {_inputs(data)}"
+    return UsageError(f"{cause}\n  {rule}\n  mend the model, or take the data that it is made for")
 
 
 def first_line(error: BaseException) -> str:
@@ -228,8 +223,7 @@ def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: to
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        wanted = dtype if value.is_floating_point() else value.dtype
-        return torch.empty(value.shape, dtype=wanted, device=device)
+        return torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=device)
 
     with mode:
         return tree_map(fake, real)
@@ -300,8 +294,6 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose parameters and buffers have no values; shared ones stay shared."""
-    memo: dict[int, Any] = {
-        id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()
-    }
+    memo: dict[int, Any] = {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
     memo |= {id(each): each.to("meta") for each in model.buffers()}
     return copy.deepcopy(model, memo)

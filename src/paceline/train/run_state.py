@@ -150,10 +150,8 @@ class RunState:
                     peak = settings.get("initial_lr", settings["lr"])
                     group.update(settings, lr=peak, initial_lr=peak)
         except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
-                "  resume with the config that the run was started with"
-            ) from error
+            what = f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}"
+            raise CheckpointError(f"{what}\n  resume with the config that the run was started with") from error
         self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
@@ -212,18 +210,10 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
 
 def _preprocessor(shape: DataShape) -> bytes:
     """Says how images of bytes became what the model was trained on, in the library's words."""
-    values = {
-        "do_resize": True,
-        "size": {"shortest_edge": shape.size},
-        "do_center_crop": True,
-        "crop_size": {"height": shape.size, "width": shape.size},
-        "do_rescale": True,
-        "rescale_factor": 1 / BYTE,
-        "do_normalize": True,
-        "image_mean": [each / BYTE for each in shape.mean or ()],
-        "image_std": [each / BYTE for each in shape.std or ()],
-    }
-    return json.dumps(values, indent=2).encode()
+    mean, std = ([each / BYTE for each in values or ()] for values in (shape.mean, shape.std))
+    cut: dict[str, Any] = {"do_resize": True, "size": {"shortest_edge": shape.size}, "do_center_crop": True}
+    cut |= {"crop_size": {"height": shape.size, "width": shape.size}, "do_rescale": True, "rescale_factor": 1 / BYTE}
+    return json.dumps({**cut, "do_normalize": True, "image_mean": mean, "image_std": std}, indent=2).encode()
 
 
 class WeightAverage:
@@ -242,7 +232,6 @@ class WeightAverage:
         torch._foreach_lerp_(self._averages, self._parameters, 1.0 - self._decay)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns what this rank holds of the parameters, each with its average."""
         return list(zip(self._parameters, self._averages, strict=True))
 
     @contextlib.contextmanager
@@ -255,7 +244,6 @@ class WeightAverage:
             self._swap()
 
     def shards(self) -> list[Shard]:
-        """Returns what this rank holds of the average, to be saved."""
         pairs = zip(self._held, self._averages, strict=True)
         return prefixed(AVERAGE, (replace(shard, tensor=average, parameter=None) for shard, average in pairs))
 

@@ -61,19 +61,13 @@ class LanguageModel:
     engine: Engine | None = None  # of a model that is spread over ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The tokens that followed a prompt, and their text."""
-
-    tokens: list[int]
-    text: str
-
-
-def write_together(comm: Communicator, path: Path, prompt: str, options: SampleOptions, spread: Spread) -> Written:
-    """Writes text on ranks that hold a part of the model each. All ranks call it, and return the same."""
+def write_together(
+    comm: Communicator, path: Path, prompt: str, options: SampleOptions, spread: Spread
+) -> tuple[list[int], str]:
+    """Returns the tokens that follow a prompt, and their text. All ranks call it, each with its part of the model."""
     language = open_language_model(open_checkpoint(path), comm.device, comm, spread)
     tokens = sample(language, prompt, options)
-    return Written(tokens=tokens, text=language.tokenizer.decode(tokens))
+    return tokens, language.tokenizer.decode(tokens)
 
 
 def open_language_model(
@@ -91,25 +85,21 @@ def open_language_model(
         with parameters_on_meta() if is_spread and config.model.kind != "hf" else contextlib.nullcontext():
             model = build_model(config.model, shape, is_unfilled=True)
         if tokenizer is None:
-            raise UsageError(
-                f"{checkpoint.path} does not say what its tokens stand for\n"
-                "  a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder\n"
-                "  sample from a run on data: {kind: text} or a folder with tokenizer.json"
-            )
+            what = f"{checkpoint.path} does not say what its tokens stand for"
+            rule = "a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder"
+            raise UsageError(f"{what}\n  {rule}\n  sample from a run on text, or of a folder with tokenizer.json")
     if not is_spread:
         allocate_unfilled([model], torch.device("cpu"))
     model.to(getattr(torch, config.train.dtype))
-    lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
-    if lacking:
+    wholes = _wholes(model)
+    if lacking := [each.name for each in wholes if MODEL + each.name not in checkpoint.manifest.tensors]:
         raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
     engine: Engine | None = None
     if comm is not None and is_spread:
         mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
         how: dict[str, Any] = {"tensor": comm.size, "gathers_logits": True}
         engine = parallelize(model, comm, "fsdp") if spread == "fsdp" else parallelize(model, comm, **how)
-    pairs = _named(model).items()
-    whole = [Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value) for each, value in pairs]
-    for shard in whole if engine is None else engine.shards():
+    for shard in wholes if engine is None else engine.shards():
         checkpoint.fill(shard, MODEL + shard.name)
     settings = getattr(model, "config", None)
     context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
@@ -179,8 +169,7 @@ def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generat
     if options.temperature == 0:
         return int(logits.argmax())
     if 0 < options.top_k < len(logits):
-        least = logits.topk(options.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
     return int(torch.multinomial((logits / options.temperature).softmax(-1), 1, generator=generator))
 
 
@@ -199,10 +188,8 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     if kind in ("mlp", "resnet"):
         raise UsageError(f"{checkpoint.path}: model.kind = {kind} is no language model\n  only these write text")
     if not isinstance(values.get("model"), dict):
-        raise UsageError(
-            f"{checkpoint.path} does not say which model it is of\n  checkpoints of paceline train do\n"
-            "  name the folder of such a run"
-        )
+        what = f"{checkpoint.path} does not say which model it is of"
+        raise UsageError(f"{what}\n  checkpoints of paceline train do\n  name the folder of such a run")
     model = dict(values["model"])
     if model.get("kind") == "hf":
         model |= {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}
@@ -220,8 +207,9 @@ def _data_context(checkpoint: Checkpoint) -> int | None:
     return context if is_count(context) else None
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def _wholes(model: nn.Module) -> list[Shard]:
     """Returns what a checkpoint has: parameters once each, and buffers that are saved."""
     saved = model.state_dict(keep_vars=True)
     buffers = {name: each for name, each in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
+    pairs = {**dict(model.named_parameters()), **buffers}.items()
+    return [Shard(name=name, region=whole_region(tuple(each.shape)), tensor=each) for name, each in pairs]

@@ -89,7 +89,6 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, norm: torch.Tensor) -> None:
-        """Moves the scale after a step whose unscaled gradients had this global norm."""
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
@@ -210,7 +209,7 @@ def train_step(
 ) -> StepOutcome:
     """Trains on one global batch, unless a gradient is not finite. ``passes`` takes the place of ``accumulate``."""
     on_phase, on_gradients = callbacks
-    loss_scale = None if scaler is None else scaler.scale
+    scale = None if scaler is None else scaler.scale
     per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
     # Where every sample counts alike the count needs no communication: all ranks know the global batch.
     known = None if per_sample is None else batch.global_samples * per_sample
@@ -236,14 +235,12 @@ def train_step(
     norm = norm if weight is None else norm * weight
     if on_gradients is not None:
         on_gradients(weight)
-    is_updated = update_if_finite(optimizer, norm, policy.clip_norm, weight)
+    done = update_if_finite(optimizer, norm, policy.clip_norm, weight)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
     on_phase("optimizer")
-    return StepOutcome(
-        loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
-    )
+    return StepOutcome(loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=scale, factor=factor, is_updated=done)
 
 
 def accumulate(passes: Passes) -> Sequence[LossSum]:

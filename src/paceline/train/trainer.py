@@ -24,7 +24,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import StepBatch
-from paceline.engines.compiled import take_notes
+from paceline.engines.blocks import take_notes
 from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
@@ -127,12 +127,10 @@ class Trainer(RunState):
         for record in self._write_records(wait=wait):
             is_wrong = record.loss is not None and not math.isfinite(record.loss) and not record.is_skipped
             if is_wrong and self.losses.on_spike not in ("roll_back", "lower_rate"):  # else it is a spike
-                raise TrainingError(
-                    f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
-                    f"gradient norm {record.grad_norm})\n"
-                    "  its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved\n"
-                    "  look at the loss function and the data of that step"
-                )
+                facts = f"learning rate {record.lr:.3g}, gradient norm {record.grad_norm}"
+                what = f"the loss is {record.loss} at step {record.step} ({facts})"
+                rule = "its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved"
+                raise TrainingError(f"{what}\n  {rule}\n  look at the loss function and the data of that step")
 
     def has_checkpoint(self) -> bool:
         return find_together(self.parts.engine.world, self.find_checkpoint) is not None
@@ -208,10 +206,8 @@ class Trainer(RunState):
         parts = self.parts
         limit = min(parts.policy.max_bad_steps, parts.plan.total_steps)
         goes_back = self.losses.on_nan in ("roll_back", "lower_rate") and bad.num_in_a_row >= limit
-        has, count = goes_back and self.has_checkpoint(), self.num_roll_backs
-        reaction = on_bad_steps(
-            self.losses, num_in_a_row=bad.num_in_a_row, limit=limit, num_roll_backs=count, has_checkpoint=has
-        )
+        has, count, row = goes_back and self.has_checkpoint(), self.num_roll_backs, bad.num_in_a_row
+        reaction = on_bad_steps(self.losses, num_in_a_row=row, limit=limit, num_roll_backs=count, has_checkpoint=has)
         if isinstance(reaction, GoOn):
             return
         if isinstance(reaction, GoBack):

@@ -70,10 +70,7 @@ class FunctionCase:
 
 
 class ConfigCase:
-    """A case from a config: its model without dropout, its data in its order, its loss and optimizer.
-
-    With ``layers_as_blocks`` a model that has no repeated blocks is checkpointed and sharded by its linear layers.
-    """
+    """A case from a config, without dropout; ``layers_as_blocks`` cuts a model without blocks by layers."""
 
     def __init__(self, config: Config, *, batch: int, layers_as_blocks: bool = False) -> None:
         plain = {"dropout": 0.0} if "dropout" in type(config.model).model_fields else {}

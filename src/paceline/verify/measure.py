@@ -4,12 +4,10 @@ In float64 the measure is the largest *absolute* difference: sums in another ord
 more than 1e-10.
 
 In mixed precision it is *relative*: the norm of the difference of two tensors over the norm of the expected one, since
-a single element may sit on the edge between two half-precision numbers and take the other one. A tensor whose gradient
-nearly cancels is nothing but rounding, so no norm counts for less than a share, the *floor*, of that of all tensors.
-Parameters are measured by how far the step moved them: against their size, a missing update would go unnoticed.
-
-A model that computes parts in float32, whatever its own dtype is, has a *noise* of its own: how far two runs of one
-process are apart that round other numbers there. It is measured, and the bound is set by it.
+a single element may take the other side of the edge between two half-precision numbers. A tensor whose gradient nearly
+cancels is nothing but rounding, so no norm counts for less than a share, the *floor*, of that of all tensors.
+Parameters are measured by how far the step moved them. A model of float64 that computes parts in float32 has a *noise*,
+how far two runs of one process are apart, which sets the bound.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ one process, without an engine.
 Exact, in float64: on whole batches. Only a model whose results depend on the number of passes (BatchNorm takes its
 statistics over one, and moves them with each) is given microbatches, those of all ranks together.
 
-In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch
-is cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so the
-reference *follows* the ranks: it starts each step from their parameters and updates with their gradients. What it says
-about a step is about that step alone. A model of float64 that computes parts in float32 is followed in the same way.
+In mixed precision: the same policy, on a batch that is cut as the ranks cut it, so that what is left to differ is the
+reduction. Roundings multiply from step to step, so the reference *follows* the ranks: it starts each step from their
+parameters and updates with their gradients. A model of float64 that computes parts in float32 is followed as well.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,11 +155,8 @@ class ActivationRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
         self._handles = [model.register_forward_pre_hook(lambda *_: self._passes.append([]))]
-        self._handles += [
-            module.register_forward_hook(self._keep(name))
-            for name, module in model.named_modules()
-            if not any(module.children())
-        ]
+        leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        self._handles += [module.register_forward_hook(partial(self._keep, name)) for name, module in leaves]
 
     def stop(self, microbatches: Sequence[int]) -> dict[int, Calls]:
         """Stops listening and hands over what was kept, by microbatch: each made as many passes as the others."""
@@ -171,13 +168,10 @@ class ActivationRecorder:
             for place, number in enumerate(microbatches)
         }
 
-    def _keep(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            del module, inputs
-            if isinstance(output, torch.Tensor) and self._passes:
-                self._passes[-1].append((name, output.detach().clone()))
-
-        return hook
+    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        if isinstance(output, torch.Tensor) and self._passes:
+            self._passes[-1].append((name, output.detach().clone()))
 
 
 class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]

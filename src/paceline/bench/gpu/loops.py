@@ -12,16 +12,11 @@ norm and update with a fused optimizer of torch:
     paceline engine    ``parallelize`` and ``train_step`` on batches that lie ready
     paceline train     the command that a user types
 
-A loop is a function from inputs and targets to the loss of the step, which it does not wait for.
-
     python -m paceline.bench.gpu.loops '["plain autocast", "gpt-124m", "cuda", "configs/gpt_124m.yaml", 55]' OUTPUT
 
-Each arm trains in a process of its own: nothing of the arms before it is in memory, and its start is timed from the
-outside. All batches are on the device when the second step begins, so that a loop never waits for data. The time of a
-step is that between the ends of two steps on the device's own time line, and nobody waits for the device in between.
-
-All arms of a model read one config: the one that ships (``configs/``), or its stand-in of ``workloads.yaml`` where that
-is not at hand. Arms that are no ``paceline train`` take model, data, order of samples and optimizer settings from it.
+Each arm trains in a process of its own, by one config for all arms of a model. All batches are on the device when the
+second step begins. The time of a step is that between the ends of two steps on the device's own time line, and nobody
+waits for the device in between.
 """
 
 from __future__ import annotations
@@ -191,7 +186,10 @@ class WithLoss(nn.Module):
 def _plain(model: nn.Module, config: Config, device: torch.device, *, has_masters: bool, mode: str | None) -> Step:
     whole = WithLoss(model)
     parameters = [each for each in model.parameters() if each.requires_grad]
-    masters = _make_masters(parameters) if has_masters else parameters
+    masters = [nn.Parameter(each.detach().clone()) for each in parameters] if has_masters else parameters
+    for each, master in zip(parameters, masters, strict=True) if has_masters else ():  # room for gradients; bf16
+        master.grad = torch.zeros_like(master)
+        each.data = each.data.to(BF16)
     optimizer = make_optimizer(config.optim, masters)
     uses_graphs = mode == _GRAPHS and device.type == "cuda"
 
@@ -221,15 +219,6 @@ def _plain(model: nn.Module, config: Config, device: torch.device, *, has_master
         return kept.clone() if uses_graphs else kept  # the next replay writes into the same memory
 
     return step
-
-
-def _make_masters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Keeps the values in fp32 beside room for their gradients, and turns the parameters into bf16."""
-    masters = [nn.Parameter(each.detach().clone()) for each in parameters]
-    for each, master in zip(parameters, masters, strict=True):
-        master.grad = torch.zeros_like(master)
-        each.data = each.data.to(BF16)
-    return masters
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Verifying: is all of it there, is it what was written, and were the right samples consumed?
 
-The help of ``paceline checkpoint verify`` says what is checked. Samples are computed anew from the order of the data, a
-pure function of (seed, epoch, index): neither data nor model is needed. Positions that a roll-back left out on purpose,
-and the ragged end of an epoch where the config drops it, are reported and no fault.
+Samples are computed anew from the order of the data, a pure function of (seed, epoch, index): neither data nor model is
+needed. Positions that a roll-back left out, and an epoch's ragged end that the config drops, are reported and no fault.
 
 Cost: full reads everything once, at 1 to 2 GB/s a thread; the samples take 0.4 us each, and a byte of memory for each
 sample of the data set.
@@ -109,8 +108,7 @@ def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: Coll
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     num_pieces = sum(len(tensor.pieces) for tensor in manifest.tensors.values())
     count = f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces"
-    finding = f"{count}: each element in exactly one"
-    return AuditCheck(what="tensors", finding=finding, problems=tuple(problems))
+    return AuditCheck(what="tensors", finding=f"{count}: each element in exactly one", problems=tuple(problems))
 
 
 def check_samples(manifest: Manifest) -> AuditCheck:

@@ -44,16 +44,8 @@ from paceline.untrusted import file_inside, is_count, read_regular
 FILE = ".metadata"
 _MOST_BYTES = 2**28
 _MOST_CHUNKS = 1024  # of a tensor that is cut along several dims: each is compared with each
-_RECORDS = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
+_RECORDS = ["Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"]
+_RECORDS += ["TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of them up to 2.3
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
@@ -82,10 +74,8 @@ def read_distributed(path: Path) -> dict[Any, Any]:
     try:
         metadata = read_metadata(path)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is no distributed checkpoint of torch: it has no {FILE}\n"
-            "  torch.distributed.checkpoint writes that file last\n  check the path, or leave --format out"
-        ) from error
+        what = f"{path} is no distributed checkpoint of torch: it has no {FILE}"
+        raise CheckpointError(f"{what}\n  that is written last\n  check the path, or leave --format out") from error
     except OSError as error:
         raise cannot_read(path, error) from error
     except (*MALFORMED, EOFError, RuntimeError, PickleError, ImportError, MemoryError, UsageError) as error:
@@ -111,7 +101,6 @@ def read_distributed(path: Path) -> dict[Any, Any]:
 
 
 def _read_tensor(path: Path, entry: TensorStorageMetadata, chunks: Sequence[tuple[Any, Any]]) -> torch.Tensor:
-    """Returns a tensor of the chunks that its metadata lists, each with its place in a file."""
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk, info in chunks:
         part = _load(path, info)
@@ -125,8 +114,7 @@ def _load(path: Path, info: Any) -> Any:
     """Returns what lies in an interval of a file, as torch reads weights: tensors and plain values, and never code."""
     try:
         with file_inside(path, info.relative_path).open("rb") as file:
-            part = FileSystemReader(path)._slice_file(file, info)
-            return torch.load(part, map_location="cpu", weights_only=True)
+            return torch.load(FileSystemReader(path)._slice_file(file, info), map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise _damaged(path, f"{info.relative_path} is missing") from error
     except OSError as error:
@@ -164,10 +152,8 @@ def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
 
 def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
     reason = (str(why).splitlines() or [type(why).__name__])[0].partition(". ")[0]  # torch goes on with guesses
-    return CheckpointError(
-        f"{path} is damaged: {reason}\n  every file that torch.distributed.checkpoint wrote is needed, whole\n"
-        "  copy the folder again, or use another checkpoint"
-    )
+    rule = "every file that torch.distributed.checkpoint wrote is needed, whole"
+    return CheckpointError(f"{path} is damaged: {reason}\n  {rule}\n  copy the folder again, or use another checkpoint")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -212,8 +198,7 @@ def _joined(*parts: object) -> str:
 
 def read_metadata(path: Path) -> Metadata:
     """Reads and checks the metadata of a folder. Raises OSError, ValueError or UnpicklingError if it is unusable."""
-    text = read_regular(file_inside(path, FILE), _MOST_BYTES)
-    found = _Unpickler(io.BytesIO(text)).load()
+    found = _Unpickler(io.BytesIO(read_regular(file_inside(path, FILE), _MOST_BYTES))).load()
     if not isinstance(found, Metadata):
         raise ValueError("it is not metadata")
     state, storage = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)

@@ -38,11 +38,9 @@ def shape_of(manifest: Manifest) -> ModelShape:
     """Returns the dimensions of the GPT that a checkpoint holds. Raises UsageError for another model."""
     kind = manifest.setting("model", "kind")
     if kind != "gpt":
-        raise UsageError(
-            f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}\n"
-            "  Hugging Face has counterparts of its own models, also from factories, and of the package's GPT\n"
-            "  leave --hf out: tensors keep their own names"
-        )
+        what = f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}"
+        rule = "Hugging Face has counterparts of its own models, also from factories, and of the package's GPT"
+        raise UsageError(f"{what}\n  {rule}\n  leave --hf out: tensors keep their own names")
     try:
         shape = gpt_shape(GPTModelConfig.model_validate(manifest.setting("model")))
     except ValueError as error:
@@ -78,30 +76,19 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
     """Returns a Llama's or GPT-2's tensors under the names of the package's GPT. Raises CheckpointError for others."""
     kind = config.get("model_type")
     if kind not in ("llama", "gpt2"):
-        raise CheckpointError(
-            f"config.json says model_type = {kind!r}\n  llama and gpt2 have a counterpart here\n"
-            "  import the weights under their own names: name the safetensors file itself"
-        )
+        fix = "import the weights under their own names: name the safetensors file itself"
+        raise CheckpointError(f"config.json says model_type = {kind!r}\n  llama and gpt2 are known here\n  {fix}")
     return _from_llama(streams) if kind == "llama" else _from_gpt2(streams)
 
 
 def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
-    config = {
-        **_common_config("llama", "LlamaForCausalLM", shape, streams),
-        "hidden_size": width,
-        "intermediate_size": streams["layers.0.mlp.up.weight"].shape[0],
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": width // shape.heads,
-        "max_position_embeddings": shape.context or 2048,
-        "hidden_act": "silu",
-        "rms_norm_eps": _EPS,
-        "rope_theta": _ROTARY_BASE,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    inner, context = streams["layers.0.mlp.up.weight"].shape[0], shape.context or 2048
+    config = _common_config("llama", "LlamaForCausalLM", shape, streams)
+    config |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": shape.layers}
+    config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    config |= {"head_dim": width // shape.heads, "max_position_embeddings": context, "hidden_act": "silu"}
+    config |= {"rms_norm_eps": _EPS, "rope_theta": _ROTARY_BASE, "attention_bias": False, "mlp_bias": False}
     names = _llama_names(shape.layers)
     if lacking := [name for name in streams if name not in names]:
         raise UsageError(f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out")
@@ -109,7 +96,6 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
 
 
 def _llama_names(layers: int) -> dict[str, str]:
-    """Returns Llama's name of each tensor of the package's GPT."""
     blocks = {
         f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
         for layer in range(layers)
@@ -128,31 +114,20 @@ def _from_llama(streams: Streams) -> dict[str, Stream]:
 
 def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
-    config = {
-        **_common_config("gpt2", "GPT2LMHeadModel", shape, streams),
-        "n_embd": width,
-        "n_inner": streams["layers.0.mlp.up.weight"].shape[0],
-        "n_layer": shape.layers,
-        "n_head": shape.heads,
-        "n_positions": streams["position_embedding.weight"].shape[0],
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": _EPS,
-        "embd_pdrop": shape.dropout,
-        "resid_pdrop": shape.dropout,
-        "attn_pdrop": shape.dropout,
-    }
-    found = [
-        replace(streams[f"{ours}.weight"], name=f"transformer.{theirs}.weight")
-        for theirs, ours in _GPT2["embeddings"].items()
-    ]
+    inner, positions = (streams[f"{name}.weight"].shape[0] for name in ("layers.0.mlp.up", "position_embedding"))
+    config = _common_config("gpt2", "GPT2LMHeadModel", shape, streams)
+    config |= {"n_embd": width, "n_inner": inner, "n_layer": shape.layers, "n_head": shape.heads}
+    config |= {"n_positions": positions, "activation_function": "gelu_new", "layer_norm_epsilon": _EPS}
+    config |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), shape.dropout)
+    ends = {f"transformer.{theirs}.weight": f"{ours}.weight" for theirs, ours in _GPT2["embeddings"].items()}
+    found = [replace(streams[ours], name=theirs) for theirs, ours in ends.items()]
     for theirs, names in _gpt2_parts(shape.layers).items():
         parts, name = [streams[each] for each in names], f"transformer.{theirs}"
         rows, dtype = sum(part.shape[0] for part in parts), parts[0].dtype
         if len(parts[0].shape) == 1:
             found.append(replace(parts[0], name=f"{name}.weight"))
         else:
-            columns = parts[0].shape[1]
-            found.append(stream_made(f"{name}.weight", (columns, rows), dtype, partial(_transposed, parts)))
+            found.append(stream_made(f"{name}.weight", (parts[0].shape[1], rows), dtype, partial(_transposed, parts)))
         found.append(stream_made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
     return config, found
 
@@ -171,9 +146,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
     plain = {name.removeprefix("transformer."): stream for name, stream in streams.items()}
     for name, stream in plain.items():
         if name.endswith(".bias") and not name.endswith("attn.bias") and bool(stream.whole().any()):
-            raise CheckpointError(
-                f"{name} is not zero\n  the package's GPT has no biases\n  such a model cannot be imported"
-            )
+            raise CheckpointError(f"{name} is not zero\n  the package's GPT has no biases\n  take another model")
     found = {f"{ours}.weight": _gpt2_weight(plain, theirs, dims=(2,)) for theirs, ours in _GPT2["embeddings"].items()}
     layers = next(number for number in itertools.count() if f"h.{number}.ln_1.weight" not in plain)
     for theirs, names in _gpt2_parts(layers).items():
@@ -204,12 +177,6 @@ def _transposed(parts: Sequence[Stream], first: int = 0, last: int | None = None
 
 def _common_config(kind: str, architecture: str, shape: ModelShape, streams: Streams) -> dict[str, Any]:
     embedding = streams["token_embedding.weight"]
-    return {
-        "architectures": [architecture],
-        "model_type": kind,
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": shape.tied,
-        "torch_dtype": str(embedding.dtype).removeprefix("torch."),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    found = {"architectures": [architecture], "model_type": kind, "vocab_size": embedding.shape[0]}
+    found |= {"tie_word_embeddings": shape.tied, "torch_dtype": str(embedding.dtype).removeprefix("torch.")}
+    return {**found, "bos_token_id": None, "eos_token_id": None}

@@ -49,6 +49,7 @@ from paceline.models.lora import A, B, fits
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
 
+_STATE_DICT = "a state dict maps names to tensors\n  save it with torch.save(model.state_dict(), path)"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optim", "optimizer", "optimizer_state_dict")
 _CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
@@ -85,18 +86,13 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
     """Reads what a file or folder has, but no tensor; takes ``prefix`` off names. Raises CheckpointError for others."""
     _check_there(path)
     if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
-        there = "folder" if path.is_dir() else "file"
-        raise CheckpointError(
-            f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
-            "  leave --format out: it is told by what is there"
-        )
+        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{path} is a {there}\n  --format {kind} reads a {wanted}\n  leave --format out")
     if kind != "safetensors" and not allows_pickle:
         what = "torch's distributed checkpoint" if kind == "dcp" else "a torch file"
         raise CheckpointError(
-            f"{path} is {what}, a pickle: it was not opened\n"
-            "  a pickle can hold code; safetensors cannot, and is read without asking\n"
-            "  add --allow-pickle if you trust who wrote it (values alone are read, never code), "
-            "or convert it to safetensors"
+            f"{path} is {what}, a pickle: it was not opened\n  a pickle can hold code; safetensors cannot\n"
+            "  add --allow-pickle if you trust who wrote it (values alone are read), or convert it to safetensors"
         )
     if kind == "dcp":
         from paceline.checkpoint.tools.distributed import read_distributed
@@ -105,30 +101,21 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
     else:
         found = _open_torch(path) if kind == "torch" else _open_safetensors(path)
     if not found.model:
-        raise CheckpointError(
-            f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
-            "  save it with torch.save(model.state_dict(), path), or as safetensors"
-        )
+        raise CheckpointError(f"{path} has no tensors of a model\n  {_STATE_DICT}, or as safetensors")
     if not prefix:
         return found
     if lacking := [name for name in found.model if not name.startswith(prefix)]:
-        raise UsageError(
-            f"--prefix {prefix}: {lacking[0]} does not begin so\n  it is taken off every name\n"
-            "  leave it out, or name what all of them begin with"
-        )
-    model, optimizer = (
-        {name.removeprefix(prefix): stream for name, stream in streams.items()}
-        for streams in (found.model, found.optimizer)
-    )
+        what = f"--prefix {prefix}: {lacking[0]} does not begin so"
+        raise UsageError(f"{what}\n  it is taken off every name\n  name what all of them begin with")
+    both = (found.model, found.optimizer)
+    model, optimizer = ({name.removeprefix(prefix): each for name, each in streams.items()} for streams in both)
     return replace(found, model=model, optimizer=optimizer)
 
 
 def _check_there(path: Path) -> None:
     if not path.exists():
-        raise CheckpointError(
-            f"{path} is not there\n  weights are a safetensors or torch file, or a folder of Hugging Face or DCP\n"
-            "  check the path"
-        )
+        rule = "weights are a safetensors or torch file, or a folder of Hugging Face or DCP"
+        raise CheckpointError(f"{path} is not there\n  {rule}\n  check the path")
 
 
 def _head(path: Path) -> bytes:
@@ -169,9 +156,8 @@ def _open_safetensors(path: Path) -> Incoming:
     for file in files:
         header = read_header(LocalFiles(), file)
         if twice := streams.keys() & header.tensors.keys():
-            raise CheckpointError(
-                f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
-            )
+            what = f"{file} has {min(twice)}, and another file too"
+            raise CheckpointError(f"{what}\n  each tensor is in one file\n  copy the folder again")
         streams |= {name: _file_stream(file, name, place) for name, place in header.tensors.items()}
         extra |= _ours(file, header.metadata.get(METADATA, "{}"))
     if config is not None and config.get("model_type"):
@@ -190,10 +176,8 @@ def _ours(file: Path, text: str) -> dict[str, Any]:
         check_found({name: decode(value) for name, value in dict(found).items()})
         return dict(found)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} says under {METADATA!r} what no export has: {error}\n  it is the state of an optimizer\n"
-            "  export it again"
-        ) from error
+        what = f"{file} says under {METADATA!r} what no export has: {error}"
+        raise CheckpointError(f"{what}\n  it is the state of an optimizer\n  export it again") from error
 
 
 def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
@@ -206,14 +190,12 @@ def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
     try:
         files = [file_inside(path, name) for name in sorted(names, key=str)]
     except ValueError as error:
+        rule = f"{index.name} names files of its own folder"
         raise CheckpointError(
-            f"{path} is refused: {error}\n  {index.name} names files of its own folder\n"
-            "  copy the whole folder again, from somebody you trust"
+            f"{path} is refused: {error}\n  {rule}\n  copy it again, from somebody you trust"
         ) from error
     if lacking := [file for file in files if not file.exists()]:
-        raise CheckpointError(
-            f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy the whole folder again"
-        )
+        raise CheckpointError(f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy all again")
     return files, found
 
 
@@ -224,9 +206,8 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
     except OSError as error:
         raise cannot_read(path, error) from error
     except MALFORMED as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}\n  folders of Hugging Face have JSON there\n  copy the folder again"
-        ) from error
+        what = f"{path} is damaged: {error}"
+        raise CheckpointError(f"{what}\n  folders of Hugging Face have JSON there\n  copy it again") from error
 
 
 def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
@@ -238,9 +219,8 @@ def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
             except OSError as error:
                 raise cannot_read(path, error) from error
             except EOFError as error:
-                raise CheckpointError(
-                    f"{path} is cut short: {error}\n  it was whole when it was opened\n  copy or download it again"
-                ) from error
+                what = f"{path} is cut short: {error}"
+                raise CheckpointError(f"{what}\n  it was whole when it was opened\n  copy it again") from error
             yield window
 
     return Stream(name=name, region=whole_region(place.shape), dtype=dtype_of(place.dtype), read=read)
@@ -262,9 +242,7 @@ def _reason(path: Path, error: Exception) -> str:
 
 def _open_torch(path: Path) -> Incoming:
     if _head(path)[8:] == b"{":  # torch.load would go by the name, and read it as what it is
-        raise CheckpointError(
-            f"{path} is a safetensors file\n  --format torch reads what torch.save wrote\n  leave --format out"
-        )
+        raise CheckpointError(f"{path} is a safetensors file\n  torch.save writes others\n  leave --format out")
     try:
         with open_regular(path) as file:
             by_name = path.suffix != ".safetensors"
@@ -275,10 +253,7 @@ def _open_torch(path: Path) -> Incoming:
             "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
         ) from error
     if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
-            "  save it with torch.save(model.state_dict(), path)"
-        )
+        raise CheckpointError(f"{path} holds a {type(content).__name__}\n  {_STATE_DICT}")
     found = _split_content({str(name): value for name, value in content.items()})
     if found.num_bytes > _MOST_COPIES * path.stat().st_size:
         raise CheckpointError(
@@ -289,7 +264,6 @@ def _open_torch(path: Path) -> Incoming:
 
 
 def _split_content(nested: Mapping[Any, Any]) -> Incoming:
-    """Splits nested dicts into the model and the optimizer."""
     model = next((nested[name] for name in _MODELS if isinstance(nested.get(name), dict)), None)
     optimizer = next((nested[name] for name in _OPTIMIZERS if isinstance(nested.get(name), dict)), None)
     streams = {name: _stream(name, value) for name, value in (nested if model is None else model).items()}
@@ -340,7 +314,6 @@ class Pretrained:
     names: Mapping[str, str]
 
     def fill(self, holder: HasShards) -> None:
-        """Fills what this rank holds; ranks need not wait for one another."""
         for shard in holder.shards():
             if shard.name in self.names:
                 self.checkpoint.fill(shard, self.names[shard.name])
@@ -364,12 +337,10 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
             + "".join(f"  {problem}\n" for problem in problems)
             + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
         )
-    tensors = {
-        name: SavedTensor(
-            shape=place.shape, dtype=place.dtype, pieces=(SavedPiece(file=file, region=whole_region(place.shape)),)
-        )
-        for name, (file, place) in places.items()
-    }
+    tensors = {}
+    for name, (home, place) in places.items():
+        pieces = (SavedPiece(file=home, region=whole_region(place.shape)),)
+        tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
     manifest = Manifest(step=0, position=0, world=1, tensors=tensors, files={})
     found = {name: by_model[source] for name, source in names.items()}
     return Pretrained(checkpoint=Checkpoint(folder, manifest, LocalFiles()), names=found)

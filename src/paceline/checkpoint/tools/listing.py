@@ -254,8 +254,7 @@ def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Pr
         a, b = (values.abs().double() if values.is_complex() else values.double() for values in both)
         gap = (a - b).abs()
         gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
-        scale = torch.maximum(a.abs(), b.abs())
-        ratio = torch.where(gap > 0, gap / scale, torch.zeros_like(gap))
+        ratio = torch.where(gap > 0, gap / torch.maximum(a.abs(), b.abs()), torch.zeros_like(gap))
         absolute, relative = max(absolute, _largest(gap)), max(relative, _largest(ratio))
     return TensorDifference(
         name=name,
@@ -278,7 +277,6 @@ def _settings(*about: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
-    """Returns what a run goes on from besides tensors, by dotted names."""
     named = {"step": manifest.step, "position": manifest.position, **manifest.values, **manifest.found}
     values = {name: decode(value) for name, value in named.items()}
     names: dict[str, str] = {}  # groups by their first member: their labels are hashes of settings, such as the rate

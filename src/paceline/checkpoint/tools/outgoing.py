@@ -31,6 +31,7 @@ from paceline.models.lora import A, B, merged
 from paceline.untrusted import is_count, parse_json_object
 
 Format = Literal["safetensors", "torch", "dcp"]
+Write = Callable[[Path], object]
 METADATA = "paceline"
 _END = "<|endoftext|>"
 _NUM_BYTES = 256
@@ -68,10 +69,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     if not options.with_optimizer:
         streams = _merged_streams(checkpoint, streams)
     if not streams:
-        raise CheckpointError(
-            f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
-            "  look at it with paceline checkpoint inspect"
-        )
+        what = f"{checkpoint.path} has no tensors of a model"
+        raise CheckpointError(f"{what}\n  their names begin with {MODEL}\n  try paceline checkpoint inspect")
     if options.is_hugging_face:
         write = _hugging_face_writer(checkpoint, streams, progress)
     else:
@@ -109,14 +108,11 @@ def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
-    """Returns how much will be read."""
     wanted = (MODEL, OPTIMIZER) if options.with_optimizer else (MODEL,)
     return sum(tensor.num_bytes for name, tensor in manifest.tensors.items() if name.startswith(wanted))
 
 
-def _hugging_face_writer(
-    checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress
-) -> Callable[[Path], object]:
+def _hugging_face_writer(checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress) -> Write:
     kept = read_files(checkpoint, HUGGING_FACE)
     if "config.json" in kept:
         made = list(streams.values())
@@ -137,7 +133,7 @@ def _hugging_face_writer(
 
 def _plain_writer(
     checkpoint: Checkpoint, streams: dict[str, Stream], options: ExportOptions, progress: Progress
-) -> Callable[[Path], object]:
+) -> Write:
     manifest, metadata, wanted = checkpoint.manifest, {"format": "pt"}, list(streams.values())
     content: dict[str, Any] = {"model": streams}
     if options.with_optimizer:
@@ -167,9 +163,8 @@ def _merged_streams(checkpoint: Checkpoint, streams: Mapping[str, Stream]) -> di
 
 
 def _merge(weight: Stream, a: Stream, b: Stream, adapter: Mapping[str, Any]) -> torch.Tensor:
-    return merged(
-        weight.whole(), a.whole(), b.whole(), float(adapter["scale"]), is_transposed=bool(adapter["is_transposed"])
-    )
+    scale, is_transposed = float(adapter["scale"]), bool(adapter["is_transposed"])
+    return merged(weight.whole(), a.whole(), b.whole(), scale, is_transposed=is_transposed)
 
 
 def as_tokenizer_json(vocabulary: bytes) -> dict[str, bytes]:
@@ -189,10 +184,8 @@ def as_tokenizer_json(vocabulary: bytes) -> dict[str, bytes]:
         added.append({"id": end, "content": _END, **kinds, "special": True})
         settings["eos_token"] = _END
     whole = {"version": "1.0", "added_tokens": added, "normalizer": None, "post_processor": None, **content}
-    return {
-        "tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
-        "tokenizer_config.json": json.dumps(settings).encode(),
-    }
+    text = json.dumps(whole, ensure_ascii=False)
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": json.dumps(settings).encode()}
 
 
 def _of_characters(characters: str) -> dict[str, Any]:

@@ -47,6 +47,9 @@ from paceline.plan.layout import Layout
 from paceline.shards import Region, flat_layout, row_major, whole_region
 
 Cut = Sequence[Mapping[str, Region]]  # by rank: what it writes of the model's tensors
+Parts = Iterable[bytes | memoryview]
+Pieces = list[tuple[str, Region]]  # what a rank writes
+Tensors = Mapping[str, SavedTensor]
 WINDOW_BYTES = 2**23
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|stages)\.(\d+)\.")
 _ALIGN_BYTES = 64  # as torch does: a file that is mapped has its tensors where processors want them
@@ -66,7 +69,6 @@ def stream_region(
 
 
 def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = None) -> int:
-    """Returns how many elements of a tensor are read at a time."""
     order = None if region is None else region.order
     if any(piece.region.order != order for piece in checkpoint.manifest.tensors[name].pieces):
         return _SCATTERED
@@ -74,7 +76,6 @@ def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = N
 
 
 def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None) -> Stream:
-    """Returns a saved tensor, or a region of one, as a stream."""
     return Stream(
         name=name,
         region=whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region,
@@ -113,22 +114,17 @@ def write_checkpoint(
     """Writes ``folder/step-<n>`` with each rank's pieces and ``own`` values. Raises CheckpointError if it cannot."""
     storage = storage_of(folder)
     token = secrets.token_hex(4)
-    targets = [
-        SaveTarget(folder=folder, step=plain.step, rank=rank, world=len(ranks), token=token, storage=storage)
-        for rank in range(len(ranks))
-    ]
-    first = targets[0]
+    first = SaveTarget(folder=folder, step=plain.step, rank=0, world=len(ranks), token=token, storage=storage)
     if storage.names(first.final) and not may_replace:
-        raise CheckpointError(
-            f"{url_of(first.final)} is there already\n  it would be replaced\n  name another folder, or add --force"
-        )
+        what = f"{url_of(first.final)} is there already"
+        raise CheckpointError(f"{what}\n  it would be replaced\n  name another folder, or add --force")
     check_parent(folder)
     is_new = not is_remote(folder) and not folder.exists()
     try:
-        for target, streams in zip(targets, ranks, strict=True):
-            found = plain.found if target.rank == 0 else {}
-            values = {"dict": []} if own is None else own[target.rank]
-            write_rank(target, streams, replace(plain, own=values, found=found), progress)
+        for rank, streams in enumerate(ranks):
+            found = plain.found if rank == 0 else {}
+            values = {"dict": []} if own is None else own[rank]
+            write_rank(replace(first, rank=rank), streams, replace(plain, own=values, found=found), progress)
         commit(first, plain)
     except BaseException as error:
         discard(first)
@@ -144,12 +140,9 @@ def write_checkpoint(
 def check_parent(path: Path) -> None:
     """Raises CheckpointError where there is no folder for what is to be written: a typo must not make one."""
     if not is_remote(path) and not path.absolute().parent.is_dir():
-        is_file = path.parent.exists()
-        rule = "a file is where a folder is needed" if is_file else "it goes into a folder that is there"
-        raise CheckpointError(
-            f"{path} cannot be written: {path.parent} is no folder\n  {rule}\n"
-            f"  make it first, or name another:  mkdir -p {shlex.quote(str(path.parent))}"
-        )
+        what, fix = f"{path} cannot be written: {path.parent} is no folder", shlex.quote(str(path.parent))
+        rule = "a file is where a folder is needed" if path.parent.exists() else "it goes into a folder that is there"
+        raise CheckpointError(f"{what}\n  {rule}\n  make it first, or name another:  mkdir -p {fix}")
 
 
 def write_torch(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
@@ -185,9 +178,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Stream):
             return NotImplemented
         if value.dtype not in _STORAGES:
-            raise UsageError(
-                f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
-            )
+            raise UsageError(f"{value.name} is of {value.dtype}, which torch files have not\n  export as safetensors")
         hooks: OrderedDict[Any, Any] = OrderedDict()
         return torch._utils._rebuild_tensor_v2, (_Storage(value), 0, value.shape, row_major(value.shape), False, hooks)
 
@@ -200,11 +191,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _add(
-    archive: zipfile.ZipFile,
-    name: str,
-    parts: Iterable[bytes | memoryview],
-    progress: Progress = ignore_progress,
-    num_bytes: int = 0,
+    archive: zipfile.ZipFile, name: str, parts: Parts, progress: Progress = ignore_progress, num_bytes: int = 0
 ) -> None:
     """Adds a file to the archive, whose bytes begin at a multiple of 64."""
     info = zipfile.ZipInfo(f"archive/{name}", date_time=(1980, 1, 1, 0, 0, 0))
@@ -240,9 +227,7 @@ def reshard(
     return write_checkpoint(folder, ranks, plain, own=own, progress=progress, may_replace=may_replace)
 
 
-def cut_regions(
-    tensors: Mapping[str, SavedTensor], layout: Layout, cut: Cut | None = None
-) -> list[list[tuple[str, Region]]]:
+def cut_regions(tensors: Tensors, layout: Layout, cut: Cut | None = None) -> list[Pieces]:
     """Returns for each rank the names and regions that it writes; together they are every tensor once."""
     if cut is not None:
         return [_as_in_training(held, tensors, rank, len(cut)) for rank, held in enumerate(cut)]
@@ -256,9 +241,7 @@ def cut_regions(
     return [share(tensors, rank, layout.ranks) for rank in range(layout.ranks)]
 
 
-def _as_in_training(
-    held: Mapping[str, Region], tensors: Mapping[str, SavedTensor], rank: int, ranks: int
-) -> list[tuple[str, Region]]:
+def _as_in_training(held: Mapping[str, Region], tensors: Tensors, rank: int, ranks: int) -> Pieces:
     """Returns what a rank writes, the optimizer's state of a parameter like the parameter itself."""
     found = []
     for name, saved in tensors.items():
@@ -275,7 +258,7 @@ def _whole(saved: SavedTensor) -> Region:
     return whole_region(saved.shape, saved.pieces[0].region.order if saved.pieces else None)
 
 
-def _shared(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> list[tuple[str, Region]]:
+def _shared(tensors: Tensors, rank: int, ranks: int) -> Pieces:
     """Returns a rank's part of what all ranks hold, in the way in which they share the writing."""
     found = []
     for name, saved in tensors.items():
@@ -285,7 +268,7 @@ def _shared(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> list[t
     return found
 
 
-def _flat_pieces(tensors: Mapping[str, SavedTensor], rank: int, ranks: int) -> list[tuple[str, Region]]:
+def _flat_pieces(tensors: Tensors, rank: int, ranks: int) -> Pieces:
     """Returns a rank's slice of each unit: its tensors one after another, cut into equal pieces."""
     units: dict[tuple[object, ...], list[str]] = {}
     for name, saved in tensors.items():

@@ -18,7 +18,7 @@ too, and ring (rank to rank) and tree of broadcast; all other verbs are those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -122,27 +122,23 @@ class AlgorithmCommunicator(WrappedCommunicator):
         lanes = [lane for span in spans for lane in self._all_reduce_rounds(algorithm, span)]
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
-    def _make_reduce_scatter(self, call: Call) -> Work | None:
-        algorithm = self._choose(costs.fastest_scatter, call.tensor)
-        if not self._scatters(algorithm):
+    def _make_scatter(self, call: Call) -> Work | None:
+        """Makes a reduce-scatter or an all-gather; unless by halving, a lane has a part of every slice."""
+        is_gather, output, tensor = call.kind == "all_gather", call.output, call.tensor
+        algorithm = self._choose(costs.fastest_scatter, call.whole)
+        if algorithm == "tree" or (algorithm == "hierarchical" and len(set(map(len, self.topology.hosts))) > 1):
             return None
-        flat = call.tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        slices = cut((0, flat.numel()), self.size)
-        lanes = self._slice_lanes(_REDUCE_SCATTER, algorithm, flat, slices)
-        own = flat[slice(*slices[self.rank])]
-        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, own))
-
-    def _make_all_gather(self, call: Call) -> Work | None:
-        algorithm, tensor = self._choose(costs.fastest_scatter, call.output), call.tensor
-        if not self._scatters(algorithm):
-            return None
-        flat = _flat(call.output)
+        flat = _flat(output) if is_gather else tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
         own = flat[slice(*slices[self.rank])]
-        if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        if is_gather and (own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous()):
             own.copy_(tensor.detach().reshape(-1))
-        lanes = self._slice_lanes(_ALL_GATHER, algorithm, flat, slices)
-        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, flat))
+        form = (_ALL_GATHER if is_gather else _REDUCE_SCATTER)[algorithm]
+        place = (self.rank, self.topology) if algorithm == "hierarchical" else (self.rank,)
+        num_lanes = 1 if algorithm == "halving_doubling" else self._num_lanes("ring", flat)
+        parts = zip(*(cut(each, num_lanes) for each in slices), strict=True)
+        lanes = [form(*place, part) for part in parts]
+        return self._start(call, algorithm, flat, lanes, lambda: _put_back(output, flat if is_gather else own))
 
     def _make_broadcast(self, call: Call) -> Work | None:
         algorithm = self._choose(costs.fastest_broadcast, call.tensor)
@@ -183,26 +179,10 @@ class AlgorithmCommunicator(WrappedCommunicator):
         slices = cut(span, self.size)
         return [_REDUCE_SCATTER[algorithm](self.rank, slices) + _ALL_GATHER[algorithm](self.rank, slices)]
 
-    def _scatters(self, algorithm: Algorithm) -> bool:
-        """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
-        if algorithm == "hierarchical":
-            return len({len(host) for host in self.topology.hosts}) == 1
-        return algorithm != "tree"
-
     def _num_lanes(self, algorithm: Algorithm, flat: torch.Tensor) -> int:
         """One for each chunk of a message. A tree passes on chunk by chunk; others add one and send one."""
         pieces, most = (2, _MOST_LANES // 2) if algorithm == "tree" else (self.size, _RING_LANES)
         return min(max(flat.nbytes // (pieces * self._chunk_bytes), 1), most)
-
-    def _slice_lanes(
-        self, forms: Mapping[Algorithm, _Form], algorithm: Algorithm, flat: torch.Tensor, slices: list[ElementRange]
-    ) -> list[list[Round]]:
-        """Returns the rounds of each lane; unless by halving, a lane has a part of every slice."""
-        if algorithm == "halving_doubling":
-            return [forms[algorithm](self.rank, slices)]
-        place = (self.rank, self.topology) if algorithm == "hierarchical" else (self.rank,)
-        parts = zip(*(cut(each, self._num_lanes("ring", flat)) for each in slices), strict=True)
-        return [forms[algorithm](*place, part) for part in parts]
 
     def _start(
         self,
@@ -225,7 +205,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self.inner
 
 
-MADE = {kind: f"_make_{kind}" for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")}
+MADE = {"all_reduce": "_make_all_reduce", "broadcast": "_make_broadcast"}
+MADE |= {"reduce_scatter": "_make_scatter", "all_gather": "_make_scatter"}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ while the next is on its way. Issuing an operation posts its first round; ``wait
 this rank issued before: as all ranks issue in the same order, operations in flight never wait in a circle.
 
 [Note: ahead] A message leaves when its receiver has said that it is ready, and on a busy link that word stands in line
-behind data. So what a lane receives is posted one round before it is needed. It cannot come too early: it is sent by
-a rank that has had all that this one puts there before. Not so on NCCL: it carries out what is posted in order.
+behind data. So what a lane receives is posted one round before it is needed. Not so on NCCL, which works in order.
 
 [Note: window] What is received may be held back to a few lanes after the one that is being added up, so that of two
 ranks that send to the same one none runs ahead of the other, and takes the share of a link that the sum waits for.
@@ -27,8 +26,7 @@ from paceline.comm.base import Communicator, ReduceOp, Work, reduce_pair
 class MessageLane:
     """A part of a tensor on its way through its rounds.
 
-    Sends are awaited at the end: where one is overwritten before, it is by a sum that its receiver had a part in, so
-    that it has left. Memory for what is added is taken once.
+    Sends are awaited at the end: one that is overwritten before has left, as its receiver had a part in the sum.
     """
 
     def __init__(self, comm: Communicator, flat: torch.Tensor, rounds: Sequence[Round], op: ReduceOp, tag: int) -> None:
@@ -103,9 +101,6 @@ class InFlight:
 
     def __init__(self) -> None:
         self._operations: deque[RoundsWork] = deque()
-
-    def __len__(self) -> int:
-        return len(self._operations)
 
     def issue(self, lanes: list[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
         """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""

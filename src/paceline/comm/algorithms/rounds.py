@@ -6,9 +6,8 @@
     hierarchical   inside a host everyone sends slice j to its j-th rank; the j-th ranks of all hosts reduce that slice
                    among themselves, so that every rank's link is used; inside the host everyone gets it back
 
-Two rules hold for every function here. A message has the same round on both sides: ranks that go through their rounds
-in order never wait in a circle, and two ranks agree on the order of what passes between them, which is all that NCCL
-has to match messages by. And every element is summed up by one rank, in a fixed order, and then only copied: all ranks
+A message has the same round on both sides: ranks that go through their rounds in order never wait in a circle, and NCCL
+can match messages by order. Every element is summed up by one rank, in a fixed order, and then only copied: all ranks
 end with the same bits.
 """
 

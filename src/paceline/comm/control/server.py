@@ -1,8 +1,5 @@
 """The store of a run, in a thread of the launcher: keys and values, and which hosts take part.
 
-    with ControlServer(listener, secret, Hosts(most=2)):
-        ...
-
 Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
 done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
 or unpickled: keys are texts, values are bytes in base64. Waiting for a key costs nothing until it comes.
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.comm.control import wire
-from paceline.comm.control.wire import from_text
+from paceline.comm.control.wire import encode, from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
@@ -204,7 +201,7 @@ class Values:
                 while key not in self._values:
                     future = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
                     await asyncio.shield(future)
-        return [_text(self._values[key]) for key in keys]
+        return [encode(self._values[key]) for key in keys]
 
     def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(check_name(key), b"0")) + int(amount)
@@ -225,7 +222,7 @@ class Values:
         wanted, found = _bytes(expected), self._values.get(check_name(key))
         if found == wanted or (found is None and not wanted):
             self._put(key, _bytes(desired))
-        return _text(self._values.get(key, wanted))
+        return encode(self._values.get(key, wanted))
 
     def _delete(self, key: str) -> bool:
         gone = self._values.pop(check_name(key), None)
@@ -251,10 +248,6 @@ def check_name(text: object) -> str:
 
 def _bytes(text: object) -> bytes:
     return base64.b64decode(check_name(text), validate=True)
-
-
-def _text(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 @dataclass(slots=True, kw_only=True)

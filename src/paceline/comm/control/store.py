@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.control.wire import Address, RefusedError, Secret, SilentServerError, WireLink
+from paceline.comm.control.wire import Address, RefusedError, Secret, SilentServerError, WireLink, encode
 from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
@@ -99,7 +99,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.ask("set", self._prefix + key, _text(value))
+        self._client.ask("set", self._prefix + key, encode(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -118,10 +118,10 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         return int(self._client.ask("add", self._prefix + key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._client.ask("append", self._prefix + key, _text(value))
+        self._client.ask("append", self._prefix + key, encode(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return base64.b64decode(self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired)))
+        return base64.b64decode(self._client.ask("compare_set", self._prefix + key, encode(expected), encode(desired)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""
@@ -161,10 +161,6 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
             return self._client.ask(operation, *details, seconds, within_s=seconds)
         except TimeoutError:
             raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s: {operation} {details[0]}") from None
-
-
-def _text(value: str | bytes) -> str:
-    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
 
 
 TIMEOUT_S = 10.0

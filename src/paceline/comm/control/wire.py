@@ -11,6 +11,7 @@ and a client knows from the first reply that the server has the secret too. Noth
 
 from __future__ import annotations
 
+import base64
 import hmac
 import json
 import os
@@ -112,6 +113,10 @@ def _check_length(length: int) -> int:
     if length > LONGEST_MESSAGE:
         raise RefusedError(f"a control message of {length} bytes: {LONGEST_MESSAGE} is the limit")
     return length
+
+
+def encode(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()
 
 
 def to_text(message: list[Any]) -> bytes:

@@ -7,12 +7,10 @@ reads (``control_device``) are real, and are what they would be if all ranks wer
 
 Ranks of a pipeline are not alike: a stage learns from the one before what it will get. So the ranks of one ``DryWorld``
 are run one after another, first stages first, and control messages and broadcasts of earlier ranks reach later ones.
-Where no earlier rank has sent a message (a pipeline whose last stage feeds a second chunk of the first rank), this
-rank's own last message of the same shape takes its place.
+Where no earlier rank has sent a message, this rank's own last message of the same shape takes its place.
 
 With algorithms of our own, what is recorded of an operation is its first round, which travels while the compute goes
-on, when it is issued; and all others, which the compute waits for, when a ``wait`` carries them out. Each has its share
-of the rounds and of the messages. What the operation takes is a matter of the formulas in ``cluster/costs.py``.
+on, when it is issued; and all others, which the compute waits for, when a ``wait`` carries them out.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ class DryCommunicator(Communicator):
             sender, receiver = (own, other) if call.kind == "send" else (other, own)
             # On a lane of its pair: messages of one pair do not wait for those of another.
             pair = {"ranks": (sender, receiver), "lane": f"{sender} to {receiver}", "tag": call.tag}
-            return self._record(kind=call.kind, num_bytes=call.tensor.nbytes, **pair)
+            return self.record(call.kind, call.tensor.nbytes, **pair)
         return self.record(call.kind, call.whole.nbytes)
 
     def set_values(self, call: Call) -> None:
@@ -163,16 +161,10 @@ class DryCommunicator(Communicator):
         self._own.num_groups += 1
         return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")
 
-    def record(
-        self, kind: str, num_bytes: int, *, algorithm: str = "", share: float = 1.0, messages: Messages = ()
-    ) -> Work:
-        """Records a collective of this group; for what an ``algorithm`` makes of it see ``Issue``."""
-        sent = {"algorithm": algorithm, "share": share, "messages": messages}
-        return self._record(kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane, **sent)
-
-    def _record(self, **operation: Any) -> Work:
-        own = self._own
-        own.journal.issue(Issue(number=own.num_issued, **operation))
+    def record(self, kind: str, num_bytes: int, **more: Any) -> Work:
+        """Records an operation, by default a collective of this group; ``more`` are fields of an ``Issue``."""
+        own, more = self._own, {"ranks": self.ranks, "lane": self._lane} | more
+        own.journal.issue(Issue(number=own.num_issued, kind=kind, num_bytes=num_bytes, **more))
         own.num_issued += 1
         return _DryWork(own.journal, own.num_issued - 1)
 

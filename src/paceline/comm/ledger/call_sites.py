@@ -68,8 +68,15 @@ class CallSites:
 
     def number(self, frame: FrameType, user: int = 0) -> int:
         """Returns the number of a frame's line; 0: plumbing. ``user`` is an instruction above that tells it apart."""
-        number = self._numbers.get((instruction_of(frame), user))
-        return self._new(frame, user) if number is None else number
+        number, code = self._numbers.get((instruction_of(frame), user)), frame.f_code
+        if number is None:
+            number = 0
+            if kind_of_file(code.co_filename) != PLUMBING:
+                self._count = number = self._count + 1
+                self._add(number, name_site(frame))
+            self._codes.append(code)
+            self._numbers[instruction_of(frame), user] = number
+        return number
 
     def user_instruction(self, frame: FrameType | None) -> int:
         """Returns where the innermost frame of the user's code is, from ``frame`` outwards; 0 where there is none."""
@@ -84,17 +91,6 @@ class CallSites:
                 return id(code) + frame.f_lasti
             frame = frame.f_back
         return 0
-
-    def _new(self, frame: FrameType, above: int) -> int:
-        code = frame.f_code
-        kind = kind_of_file(code.co_filename)
-        number = 0
-        if kind != PLUMBING:
-            self._count = number = self._count + 1
-            self._add(number, name_site(frame))
-        self._codes.append(code)
-        self._numbers[instruction_of(frame), above] = number
-        return number
 
 
 def name_site(frame: FrameType) -> str:

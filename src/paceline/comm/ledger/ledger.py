@@ -1,10 +1,7 @@
 """A communicator that writes down what it is about to do, where another process can read it.
 
 Always on: an operation costs a record in mapped memory, a look at the callers' frames and a time when it is over, and
-no system call; ``python bench ledger`` measures it. When ranks stop making progress, whoever reads the ledgers knows
-which rank has not come to which operation (see ``health/verdict.py``); the ledger itself judges nothing.
-
-    comm = LedgerCommunicator(comm, Ledger(rank=comm.rank, world=comm.size, path=path))
+no system call; ``python bench ledger`` measures it. ``health/verdict.py`` judges what ledgers say.
 """
 
 from __future__ import annotations

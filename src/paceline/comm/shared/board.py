@@ -29,7 +29,7 @@ ARRIVED, _DONE = 0, 2
 _STAMPS = 3  # then one word for each slot: what this rank calls there; then one of each for the compiled code
 WORDS = 16  # of a rank, two cache lines
 SLOTS = 5
-_SMALL_BYTES = 32 * 1024
+SMALL_BYTES = 32 * 1024
 _ALIGN = 16  # elements: slices of two ranks share no cache line
 
 OPS = ("sum", "avg", "min", "max")
@@ -37,7 +37,7 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
-_KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _Move = Callable[[int, int], None]  # of a chunk, by its number and its ticket
 
 
@@ -110,13 +110,13 @@ class Board:
 def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> int:
     """Returns a number that says what a rank calls; ranks whose numbers differ call different things."""
     if tensor is None:
-        return _KINDS.index(kind)
+        return KINDS.index(kind)
     dtype = DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else len(DTYPES)
-    return _KINDS.index(kind) | dtype << 4 | detail << 12 | tensor.numel() << 28
+    return KINDS.index(kind) | dtype << 4 | detail << 12 | tensor.numel() << 28
 
 
 def describe(stamp: int) -> str:
-    kind, dtype, detail, numel = _KINDS[stamp & 15], stamp >> 4 & 255, stamp >> 12 & 65535, stamp >> 28
+    kind, dtype, detail, numel = KINDS[stamp & 15], stamp >> 4 & 255, stamp >> 12 & 65535, stamp >> 28
     if kind == "barrier":
         return "barrier()"
     name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "another dtype"
@@ -147,7 +147,7 @@ class Collectives:
         """Reduces a tensor: slice by slice where it is large, and whole, which saves a meeting, where it is not."""
         board = self.board
         body = 0
-        if tensor.numel() * tensor.element_size() > min(_SMALL_BYTES, board.slot_bytes):
+        if tensor.numel() * tensor.element_size() > min(SMALL_BYTES, board.slot_bytes):
             body = tensor.numel() // board.size * board.size
             slices = tensor[:body].view(board.size, -1)
             yield from self._reduce_slices(slices[board.rank], slices, op, stamp)

@@ -49,7 +49,7 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupResources:
+class _Resources:
     progress: ProgressLoop
     code: ctypes.CDLL | None
     timeout_s: float
@@ -94,7 +94,7 @@ class SharedMemoryCommunicator(Communicator):
         rank: int,
         ranks: tuple[int, ...],
         processes: Sequence[Process],
-        resources: _GroupResources,
+        resources: _Resources,
     ) -> None:
         layout, progress = resources.layout(len(ranks)), resources.progress
         super().__init__(rank, ranks, torch.device("cpu"), backend="shared_memory")
@@ -130,7 +130,7 @@ class SharedMemoryCommunicator(Communicator):
         # Cores of all ranks together: each may be kept to its own.
         cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
         progress = ProgressLoop(may_spin=inner.size <= len(cores))
-        resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
+        resources = _Resources(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
     def _collective(self, call: Call) -> Work:
@@ -273,7 +273,7 @@ _Exchange = Callable[[Any], list[Any]]  # gives a value to all ranks of a group,
 
 
 def _establish(
-    exchange: _Exchange, rank: int, ranks: tuple[int, ...], resources: _GroupResources
+    exchange: _Exchange, rank: int, ranks: tuple[int, ...], resources: _Resources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes

@@ -3,16 +3,14 @@
 An operation is a generator: it does what can be done, and yields the ranks that it waits for. Operations of a queue
 take their turns in the order of issue. Issuing one moves all of them on without waiting; waiting for one moves all of
 them on until it is done, those of other groups too: two ranks that wait for two groups in opposite order still meet.
-Moving bytes costs the time of a core, whichever thread does it: one more would pay two switches for a small operation.
 
 [Note: fences] Counters in shared memory tell another process that data is there. A processor may let a later write be
 seen before an earlier one. Giving a lock back and taking it again keeps them apart: the first orders what came before
 it, the second what comes after, and the two stay in order.
 
 Messages: every ordered pair of ranks has a ring of a few cells. The sender fills them, the receiver empties them, and
-each counts what it has done: a message of B bytes is copied once in and once out, a cell at a time. Messages of a pair
-arrive in the order they were sent; the receiver keeps one that nobody has asked for yet. A send is done when the last
-cell is filled.
+each counts what it has done. Messages of a pair arrive in the order they were sent; the receiver keeps one that nobody
+has asked for yet. A send is done when the last cell is filled.
 """
 
 from __future__ import annotations

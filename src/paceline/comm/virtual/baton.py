@@ -186,7 +186,11 @@ class Baton:
             self._end(error)
             raise
         finally:
-            self._join()
+            deadline = time.monotonic() + 5.0
+            for rank, thread in enumerate(self._threads):
+                # A rank stuck in its own code cannot be ended; it is a daemon, and unwinds at its next operation.
+                is_stuck = rank == self._holder and isinstance(self._error, StuckRankError)
+                thread.join(timeout=0.1 if is_stuck else max(0.1, deadline - time.monotonic()))
             before.restore(self.device)
         if self._error is not None:
             raise self._error
@@ -271,13 +275,6 @@ class Baton:
         """Gives a rank its turn; one that was given and not yet taken stays one."""
         with contextlib.suppress(RuntimeError):
             self._turn[rank].release()
-
-    def _join(self) -> None:
-        deadline = time.monotonic() + 5.0
-        for rank, thread in enumerate(self._threads):
-            stuck = self._error is not None and rank == self._holder and isinstance(self._error, StuckRankError)
-            # A rank stuck in its own code cannot be ended; it is a daemon, and unwinds at its next operation.
-            thread.join(timeout=0.1 if stuck else max(0.1, deadline - time.monotonic()))
 
 
 def call_site(frame: Any) -> str:

@@ -7,9 +7,8 @@ Ranks take turns, so that the time of the host says nothing about them. Here eve
                   cost later (a message likewise, one behind another from the same sender to the same receiver)
     wait          moves the rank's time to that end, if it is not past it
 
-So overlap, bubbles and stragglers come out of what the ranks do. What is not modelled: two groups that share a wire
-take nothing from one another. Measured compute is the time of the rank's own thread, which other processes do not
-disturb; on CUDA it is that of the host between two points at which the device has nothing to do.
+What is not modelled: two groups that share a wire take nothing from one another. Measured compute is the time of the
+rank's own thread; on CUDA it is that of the host between two points at which the device has nothing to do.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class VirtualClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        self._resume()
+        self._since = self._read() if self._measures else 0.0
         try:
             yield
         finally:
@@ -110,7 +109,7 @@ class VirtualClock:
             if self._is_cuda and self._measures:
                 torch.cuda.synchronize(self._device)
             if is_running:
-                self._resume()
+                self._since = self._read() if self._measures else 0.0
 
     def wait_until(self, moment_s: float, what: str) -> None:
         """Moves the time to the end of what the rank waits for, unless it is past that."""
@@ -120,9 +119,6 @@ class VirtualClock:
         self.spans.append(ClockSpan("wait", what, self.now_s, moment_s))
         self.wait_s += moment_s - self.now_s
         self.now_s = self._segment_s = moment_s
-
-    def _resume(self) -> None:
-        self._since = self._read() if self._measures else 0.0
 
     def _add_measured(self) -> None:
         if self._since is not None and self._measures:

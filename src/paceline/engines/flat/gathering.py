@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, Work, control_device
-from paceline.engines.compiled import Compiled
+from paceline.engines.blocks import Compiled
 from paceline.engines.flat.flat import FlatGroup
 from paceline.errors import UsageError
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from paceline.bounded_yaml import load_shipped
 from paceline.comm.base import Communicator
+from paceline.engines.nodes import TensorRegion
 from paceline.engines.tensor.layers import (
     ColumnLinear,
     RowLinear,
@@ -44,7 +45,6 @@ from paceline.engines.tensor.layers import (
     causal_loss,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
-from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
 from paceline.models.lora import A, Adapted, B, matches, mixed

@@ -36,9 +36,8 @@ from torch.autograd.function import once_differentiable
 
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
-from paceline.engines.nodes import moved
+from paceline.engines.nodes import TensorRegion, moved
 from paceline.engines.tensor.layout import Split, split_range
-from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import check_targets
 from paceline.models.lora import A, Adapted

@@ -204,7 +204,6 @@ def sizes_of(workload: Workload) -> dict[str, float]:
 
 
 def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tuple[str, ...]:
-    """Returns why a workload is outside the calibrated domain; nothing where it is inside."""
     generation, framework, kind = cluster.device.generation, workload.run.framework, kind_of(workload)
     where = f"{generation} devices under {framework} frameworks"
     if not is_fitted:

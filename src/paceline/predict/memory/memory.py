@@ -252,7 +252,6 @@ class EngineMemory:
 
     @classmethod
     def of(cls, config: Config, device: str = "cuda") -> EngineMemory | None:
-        """Returns the estimate of a config; None where only the model's own code could tell."""
         facts = describe_model(config, device)
         return None if facts is None else cls(facts=facts, states=StateFacts.of(config, device))
 

@@ -150,7 +150,6 @@ class Program:
     order: tuple[Turn, ...] = ()
 
     def peak_memory(self) -> dict[str, int]:
-        """Returns bytes by category at the moment when they are most together."""
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()

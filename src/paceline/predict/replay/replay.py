@@ -150,8 +150,6 @@ class _Stretch:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """An operation that several ranks take part in, as the first of them issued it."""
-
     event: Issue
     members: list[tuple[_Actor, str]] = field(default_factory=list)  # who has come, and on which lane
     ready: list[float] = field(default_factory=list)
@@ -325,7 +323,6 @@ class _Actors:
         self._open: dict[tuple[object, ...], _Meeting] = {}
 
     def run(self) -> None:
-        """Lets each actor go on until it must wait for another, round and round."""
         while any(actor.place < len(actor.events) for actor in self._actors):
             moved = [self._advance(actor) for actor in self._actors]
             if any(moved):

@@ -71,7 +71,6 @@ class ReplayedStep(Shown):
 
     @property
     def program(self) -> Program:
-        """The first stage's program, which names the run, its strategy and its batch as all stages do."""
         return self.programs[0]
 
     @property

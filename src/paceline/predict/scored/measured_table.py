@@ -138,25 +138,21 @@ def read_table(path: Path) -> Table:
 
 
 def _check_header(path: Path, header: list[str]) -> None:
-    if not any(name.strip() for name in header):
-        raise UsageError(
-            f"{path} is empty\n  the first line of a table of measurements names its columns\n"
-            "  paceline validate without a file scores the selection that comes with paceline"
-        )
-    for sign, name in ((";", ";"), ("\t", "tabs")):
-        if len(header) == 1 and sign in header[0]:
-            what = f"{path}: cells are separated by {name}, not by commas"
-            raise UsageError(f"{what}\n  a CSV file has commas between cells\n  save it with commas")
+    signs = [name for sign, name in ((";", ";"), ("\t", "tabs")) if len(header) == 1 and sign in header[0]]
     doubled = list(dict.fromkeys(name for name in header if header.count(name) > 1))
-    if doubled:
-        raise UsageError(
-            f"{path}: the header has {', '.join(doubled)} more than once\n"
-            "  which of the columns is meant cannot be told\n  rename or remove the others"
-        )
     missing = [name for name in (*INPUTS, "value") if name not in header]
-    if missing:
-        raise UsageError(
-            f"{path}: the header lacks {', '.join(missing)}\n"
-            f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
-            "  add them; a cell may be empty where its value is not known"
-        )
+    if not any(name.strip() for name in header):
+        wrong = " is empty\n  the first line of a table of measurements names its columns\n"
+        wrong += "  paceline validate without a file scores the selection that comes with paceline"
+    elif signs:
+        wrong = f": cells are separated by {signs[0]}, not by commas\n"
+        wrong += "  a CSV file has commas between cells\n  save it with commas"
+    elif doubled:
+        wrong = f": the header has {', '.join(doubled)} more than once\n"
+        wrong += "  which of the columns is meant cannot be told\n  rename or remove the others"
+    elif missing:
+        wrong = f": the header lacks {', '.join(missing)}\n  a table of measurements has the columns "
+        wrong += f"{', '.join((*INPUTS, *RESULTS, 'split'))}\n  add them; a cell may be empty where it is not known"
+    else:
+        return
+    raise UsageError(f"{path}{wrong}")

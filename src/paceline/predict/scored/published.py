@@ -213,7 +213,6 @@ def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]
 
 
 def _chunks(row: Row) -> int | None:
-    """The chunks of a stage; None where the row does not state them."""
     text = row.text["vpp"].lower()
     is_remark = text not in NOT_STATED and (not _is_word(text) or text.startswith("interleave"))
     return None if is_remark else row.whole("vpp", 0) or None

@@ -348,7 +348,6 @@ def _per_device(each: Scored) -> tuple[int, float, float]:
 
 
 def rows_csv(validation: Validation) -> str:
-    """Returns every row as ``id,metric_name,measured,predicted,skipped``."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("id", "metric_name", "measured", "predicted", "skipped"))

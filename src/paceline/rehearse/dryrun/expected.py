@@ -30,6 +30,7 @@ from paceline.untrusted import parse_json
 
 _MODULE = "paceline.rehearse.dryrun.expected"
 _NICENESS = 19
+Start = Callable[[Sequence[str]], list[str]]
 # What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
 _BAND = 0.15
 
@@ -88,7 +89,7 @@ class Background:
         threads: int | None = None,
         cores: Sequence[int] = (),
         entry: Path | None = None,
-        start: Callable[[Sequence[str]], list[str]] = plain_start,
+        start: Start = plain_start,
     ) -> None:
         path = None if entry is None else str(entry.absolute())
         asked = json.dumps({"config": config_yaml, "threads": threads, "cores": list(cores), "entry": path})

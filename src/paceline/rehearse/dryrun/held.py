@@ -75,7 +75,6 @@ class HeldMemory:
         return (self._alive.get(storage._cdata) or self._add(storage)).number
 
     def follow(self, tensor: torch.Tensor, category: str) -> None:
-        """Looks at the size of a storage from now on, which comes and goes."""
         storage = tensor.untyped_storage()
         self.number(tensor)
         self._elastic[storage._cdata] = (storage, category)
@@ -97,12 +96,10 @@ class HeldMemory:
         return {number for number, category in self._categories.items() if category == HOST}
 
     def leave_out(self) -> None:
-        """Says of all that nobody has claimed yet that a device does not have it."""
         for storage in self._alive.values():
             self._categories.setdefault(storage.number, _LEFT_OUT)
 
     def look(self) -> None:
-        """Notes which of the followed storages have other sizes than before."""
         for address, (storage, category) in self._elastic.items():
             known = self._alive[address]
             size = storage.nbytes()

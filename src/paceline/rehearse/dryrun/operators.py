@@ -30,6 +30,7 @@ from paceline.cluster.kernels import Family, Operation
 from paceline.comm.dry.communicator import META
 
 Number = Callable[[torch.Tensor], int]
+Sizes = tuple[int, int, int]
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "_unsafe_view", "detach")
@@ -152,7 +153,7 @@ class Operators:
     def _product(
         self,
         name: str,
-        sizes: tuple[int, int, int],
+        sizes: Sizes,
         inputs: list[torch.Tensor],
         output: torch.Tensor,
         batch: int = 1,

@@ -40,7 +40,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
 from paceline.errors import UntraceableError, UsageError
 from paceline.models.hugging_face import text_settings
-from paceline.models.known_values import KnownValues
+from paceline.models.measured import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.held import HeldMemory
@@ -103,7 +103,15 @@ def build_parts(
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
-    engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
+    talker: Communicator = comm
+    if config.comm.algorithm != "native" and comm.size > 1:
+        topology, path = (
+            from_names([rank // layout.node_ranks for rank in range(comm.size)]),
+            config.comm.algorithm_table,
+        )
+        table = None if path is None else read_table(Path(path), topology.placement)
+        talker = DryAlgorithmCommunicator(comm, config.comm.algorithm, topology, table=table)
+    engine = parallelize(model, talker, layout=layout, compressor=compressor)
 
     def without_values(value: Any) -> Any:
         value = value.to(META) if isinstance(value, torch.Tensor) else value
@@ -131,16 +139,6 @@ def build_parts(
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
     )
-
-
-def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
-    asked = config.comm.algorithm
-    if asked == "native" or comm.size == 1:
-        return comm
-    topology = from_names([rank // layout.node_ranks for rank in range(comm.size)])
-    path = config.comm.algorithm_table
-    table = None if path is None else read_table(Path(path), topology.placement)
-    return DryAlgorithmCommunicator(comm, asked, topology, table=table)
 
 
 def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.optim.Optimizer:

@@ -124,8 +124,6 @@ def record_stages(
 
 
 class _Recording:
-    """Some ranks of a world that run a model in one layout: what one has learnt of operators the others know."""
-
     def __init__(self, config: Config, layout: Layout, calls: KnownCalls | None) -> None:
         self._config, self._layout = config, layout
         self._world = DryWorld(layout.ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
@@ -301,7 +299,6 @@ def _enough_microbatches(pipeline: Pipeline | None, wanted: int) -> int:
 
 
 def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
-    """Returns the actions of a whole step, by those of one with few microbatches."""
     most = max(action.microbatch for action in program.actions)
     arrived: Mapping[Action, Sequence[Action]] = program.released
     found = []

@@ -7,7 +7,7 @@ Some functions of torch behave otherwise on meta tensors than on a device, and a
 kernel there: here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put down as the layer norm, which keeps its
 input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was; compiled for a GPU, one
-(``engines/compiled.py``). Autocast knows no meta device: the same functions cast here.
+(``engines/blocks.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.known_values import KnownValues, indexed
+from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
@@ -102,7 +102,6 @@ class MetaFunctions(TorchFunctionMode):
         return contextlib.nullcontext() if is_on else self
 
     def forget_copies(self) -> None:
-        """Lets go of the parameters' copies, as autocast does when a forward ends."""
         self._copies.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,7 +269,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(Wait(number))
 
     def lap(self, phase: str) -> None:
-        """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
         self.functions.forget_copies()

@@ -181,8 +181,6 @@ _ROWS = {"compute": "phases", "wait": "waits", "communication": "collectives"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRankTimes:
-    """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
-
     rank: int
     compute_s: float
     exposed_s: float

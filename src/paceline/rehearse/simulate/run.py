@@ -42,6 +42,7 @@ from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
+Watch: TypeAlias = Callable[[int, Trainer], None]  # of a rank, when its training is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,6 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Simulation(Shown):
-    """What a simulated run did: records, clocks and the bounds of steps, by rank."""
-
     config: Config
     conditions: Conditions
     records: tuple[tuple[Record, ...], ...]
@@ -152,11 +151,7 @@ def prepare(
 
 
 def simulate(
-    config: Config,
-    conditions: Conditions | None = None,
-    *,
-    view: Sink | None = None,
-    watch: Callable[[int, Trainer], None] | None = None,
+    config: Config, conditions: Conditions | None = None, *, view: Sink | None = None, watch: Watch | None = None
 ) -> Simulation:
     """Trains on virtual ranks, as many as the config (see ``prepare``) says, and tells what each rank's clock saw.
 
@@ -205,11 +200,7 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 
 def _run_rank(
-    comm: VirtualCommunicator,
-    config: Config,
-    where: Conditions,
-    view: Sink | None,
-    watch: Callable[[int, Trainer], None] | None,
+    comm: VirtualCommunicator, config: Config, where: Conditions, view: Sink | None, watch: Watch | None
 ) -> tuple[KeptRecords, list[StepBounds]]:
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None

@@ -39,8 +39,7 @@ from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 class Muon(torch.optim.Optimizer):
     """Updates hidden matrices by their orthogonalised momentum, and everything else as AdamW.
 
-    Give it ``engine.named_parameters()`` and the engine: its ranks share out the matrices, and hand each other slices
-    where parameters are sharded. Without an engine every matrix is orthogonalised here.
+    Give it ``engine.named_parameters()`` and the engine, whose ranks share out the matrices; else all is done here.
     """
 
     gathers_matrices = True  # so it may update slices: see engines/flat/optimizer_state.py
@@ -155,11 +154,9 @@ def _make_groups(
     """Returns the group of the hidden matrices, and those of AdamW: other tensors with decay, vectors without."""
     cut = [name for name, p in named.items() if len(full_shape(p)) != p.ndim]
     if engine is None and cut:
-        raise UsageError(
-            f"Muon was given slices ({cut[0]}), and no engine\n"
-            "  a matrix is orthogonalised whole, and the engine knows which ranks hold its slices\n"
-            "  build it as Muon(engine.named_parameters(), engine, ...)"
-        )
+        rule = "a matrix is orthogonalised whole, and the engine knows which ranks hold its slices"
+        fix = "build it as Muon(engine.named_parameters(), engine, ...)"
+        raise UsageError(f"Muon was given slices ({cut[0]}), and no engine\n  {rule}\n  {fix}")
     shapes = {name: full_shape(parameter) for name, parameter in named.items()}
     others = () if engine is None or engine.pipeline is None else engine.state_names()
     hidden = hidden_matrices(shapes, settings.adamw_for, others)

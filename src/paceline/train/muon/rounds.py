@@ -36,6 +36,7 @@ from paceline.units import MIB
 _ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices; on other devices 64 MiB, whose products fill them
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
+Places: TypeAlias = Mapping[tuple[int, int], int]  # where the slice of each rank and matrix begins
 _WIDE = 1.5
 
 
@@ -65,8 +66,7 @@ def cut_into_rounds(indices: Sequence[int], costs: Sequence[float], rounds: int)
     """Cuts an owner's matrices, in their order, into so many parts of about the same cost; some may be empty."""
     total, done, parts = sum(costs[index] for index in indices), 0.0, [list[int]() for _ in range(rounds)]
     for index in indices:
-        middle = done + costs[index] / 2
-        parts[min(int(middle / total * rounds), rounds - 1) if total else 0].append(index)
+        parts[min(int((done + costs[index] / 2) / total * rounds), rounds - 1) if total else 0].append(index)
         done += costs[index]
     return parts
 
@@ -84,10 +84,8 @@ def make_rounds(
     num_rounds = max(1, min(-(-most // limit), max(map(len, shares))))
     cut = [cut_into_rounds(share, costs, num_rounds) for share in shares]
     kind = _Sharded if comm.size > 1 and any(matrix.spans for matrix in matrices.values()) else _Replicated
-    return [
-        kind(matrices, [[order[index] for index in parts[number]] for parts in cut], comm, dtype)
-        for number in range(num_rounds)
-    ]
+    shared = [[[order[index] for index in parts[number]] for parts in cut] for number in range(num_rounds)]
+    return [kind(matrices, each, comm, dtype) for each in shared]
 
 
 class _Round:
@@ -205,10 +203,7 @@ class _Sharded(_Round):
         del self._held, self._whole
         return dict(zip(self.numbers, parts, strict=True))
 
-    def _copy(
-        self, places: Mapping[tuple[int, int], int], numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool
-    ) -> None:
-        """Copies slices into the rows of a stack, or back."""
+    def _copy(self, places: Places, numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool) -> None:
         inside, outside = [], []
         for row, number in zip(stack.flatten(1), numbers, strict=True):
             for rank, (first, end) in enumerate(self.matrices[number].spans):

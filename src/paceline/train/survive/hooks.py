@@ -166,7 +166,6 @@ class Saver:
         return "end" if config.at_end and result.is_last else reason
 
     def _is_best(self, trainer: Trainer) -> bool:
-        """Says whether this step was evaluated, and is better than all that were saved before."""
         policy, known = self._retention, trainer.best
         value = trainer.metrics.get(policy.metric) if trainer.metrics.get("step") == trainer.step else None
         if value is None or value != value:
@@ -191,11 +190,7 @@ class _PendingSum:
     ready: torch.cuda.Event | None
 
     def read(self) -> list[float]:
-        """Reads on a stream of its own: on the step's stream, to read is to wait for all that is issued.
-
-        That would be the step after the one that is read, and the device would have nothing to do until the host has
-        issued another.
-        """
+        """Reads on a stream of its own: on the step's it would wait for all that is issued, and the device idle."""
         with contextlib.nullcontext() if self.ready is None else torch.cuda.stream(_stream(self.values.device)):
             if self.ready is not None:
                 self.ready.wait()

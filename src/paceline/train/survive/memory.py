@@ -46,6 +46,8 @@ from paceline.train.step import Passes, accumulate
 from paceline.units import format_bytes
 
 PROVING_STEPS = 3  # of a new microbatch: allocators reach their peak in the second
+_SMALLER = "set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
+_STUCK = "the other ranks wait in collectives of this pass, which cannot be left half done"
 _MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
 _OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
 
@@ -95,14 +97,14 @@ class Retry:
     def _explain(self, engine: Engine) -> str:
         half = max(1, self.microbatch // 2)
         if self.microbatch == 1:
-            fix = "set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
+            fix = _SMALLER
         elif self._is_allowed and not can_fail_alone(engine):
             fix = f"set train.microbatch = {half}, or memory.checkpoint_activations = full"
         else:
             fix = f"set train.microbatch = {half} or auto: the global batch stays, in more microbatches"
         why = "what a pass holds grows with the samples of a microbatch"
         if self._is_allowed and self.microbatch > 1:
-            why = "the other ranks wait in collectives of this pass, which cannot be left half done"
+            why = _STUCK
         return f"rank {engine.world.rank} ran out of memory with a microbatch of {self.microbatch}\n  {why}\n  {fix}"
 
 
@@ -180,11 +182,9 @@ def cut_finer(microbatches: Sequence[Any], pieces: int) -> list[Any]:
         leaves, structure = tree_flatten(microbatch)
         rows = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves}
         if len(rows) != 1 or None in rows:
-            raise TrainingError(
-                f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory\n"
-                "  it is cut along the first dim of its tensors, which counts the samples\n"
-                "  set train.microbatch to a number that fits"
-            )
+            what = f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory"
+            rule = "it is cut along the first dim of its tensors, which counts the samples"
+            raise TrainingError(f"{what}\n  {rule}\n  set train.microbatch to a number that fits")
         cuts = zip(*(leaf.tensor_split(pieces) for leaf in leaves), strict=True)
         found += [tree_unflatten(list(parts), structure) if len(parts[0]) else None for parts in cuts]
     return found
@@ -216,10 +216,9 @@ def search_microbatch(
     first: int,
     agree: Callable[[int], int] = lambda value: value,
 ) -> Found:
-    """Finds the largest of ``sizes`` whose peak stays within the limit.
+    """Finds the largest of ``sizes`` whose peak, by ``measure`` (None: out of memory), stays within the limit.
 
-    ``measure`` runs a trial and returns its peak, or None where memory ran out. ``base_bytes`` is held without any
-    pass. ``first`` is where to begin. ``agree`` returns the smallest of what all ranks pass to it: so all go one way.
+    ``base_bytes`` is held without any pass. ``agree`` returns the smallest of what all ranks pass: so all go one way.
     """
     best, ceiling = 0, max(sizes) + 1
     points = [(0, base_bytes)]  # samples, and their peak
@@ -283,11 +282,8 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     def explain() -> TrainingError:
         fits = f"set train.microbatch = {largest}, which fits" if largest else "use more ranks"
-        return TrainingError(
-            f"rank {engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
-            "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
-            f"  {fits}, or memory.checkpoint_activations = full"
-        )
+        what = f"rank {engine.world.rank} ran out of memory while train.microbatch = auto was searched for"
+        return TrainingError(f"{what}\n  {_STUCK}\n  {fits}, or memory.checkpoint_activations = full")
 
     def measure(size: int) -> int | None:
         """Returns the peak of a pass over the first samples, with what is reserved; None where memory ran out."""
@@ -301,20 +297,16 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     # The first pass makes the gradients, beside which the others are measured.
     if agree(int(measure(sizes[0]) is not None)):
-        first = limits.first
-        found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=first, agree=agree)
+        found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=limits.first, agree=agree)
     engine.abandon_accumulation()  # not after an error: the other ranks may be elsewhere
     drop_gradients(engine)
     release_memory(engine.device)
     state.restore()
     if found.samples is None:
         peak = found.trials[-1].peak_bytes if found.trials else None
-        raise TrainingError(
-            f"train.microbatch = auto: not even 1 sample fits: it takes "
-            f"{'more than there is' if peak is None else format_bytes(peak)} of {format_bytes(limit)}\n"
-            f"  that is all but {MARGIN:.0%} of what is free\n"
-            "  set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
-        )
+        taken = "more than there is" if peak is None else format_bytes(peak)
+        what = f"train.microbatch = auto: not even 1 sample fits: it takes {taken} of {format_bytes(limit)}"
+        raise TrainingError(f"{what}\n  that is all but {MARGIN:.0%} of what is free\n  {_SMALLER}")
     return found
 
 

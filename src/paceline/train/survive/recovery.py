@@ -63,11 +63,10 @@ class Spike:
 
 
 def find_spike(policy: RecoveryConfig, losses: Sequence[float], loss: float) -> Spike | None:
-    """Says whether ``loss`` is a spike after ``losses``: those of the window, of which half must be there.
+    """Says whether ``loss`` is a spike after ``losses``, or not finite; half of the window must be there.
 
     ``factor``: it is more than the threshold times their median; for losses below zero, that far above its size.
-    ``deviations``: it lies more than the threshold of robust standard deviations (1.48 x the median distance from the
-    median) above it. A loss that is not finite is one.
+    ``deviations``: it lies more than the threshold of robust standard deviations (1.48 x the median distance) above.
     """
     known = [each for each in losses[-policy.spike_window :] if math.isfinite(each)]
     if len(known) < max(2, policy.spike_window // 2):

@@ -103,13 +103,11 @@ def _processor() -> str:
 
 
 _MISMATCH = 2  # what a step returns; 0: finished, 1: waiting
-_KINDS = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 3, "broadcast": 4}
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)  # by their numbers
 _BYTES = 8
 MOST_RANKS = 1024  # of a group, as in the C++
 _MOST_BUFFERS = 4096
 _PLACE_BITS = 40
-_SMALL_BYTES = 32 * 1024
 
 
 class _CompiledGroup(ctypes.Structure):
@@ -196,7 +194,7 @@ class CompiledCollectives(plain.Collectives):
         length = output.numel() if kind == "reduce_scatter" else tensor.numel()
         num_bytes = length * item
         type_ = _BYTES if kind in ("all_gather", "broadcast") else self._types[tensor.dtype]
-        is_small = kind == "all_reduce" and num_bytes <= min(_SMALL_BYTES, board.slot_bytes)
+        is_small = kind == "all_reduce" and num_bytes <= min(plain.SMALL_BYTES, board.slot_bytes)
         per_round = plain.cell_of(board, item) if kind == "reduce_scatter" else board.slot_bytes // item
         rounds = -(-length // per_round)
         # Whether ranks meet first must not hang on where this rank's tensor lies: all of them count the same rounds.
@@ -205,7 +203,7 @@ class CompiledCollectives(plain.Collectives):
         first = board.take(rounds + meets)
         operation = _CompiledOperation(
             *(tensor.data_ptr(), output.data_ptr()),
-            *(_KINDS[kind], type_, plain.OPS.index(call.op), source, is_small, length),
+            *(plain.KINDS.index(kind), type_, plain.OPS.index(call.op), source, is_small, length),
             *(first if meets else 0, first + meets, rounds, stamp, place),
         )
         group, address = ctypes.addressof(self._group), ctypes.addressof(operation)
