@@ -105,8 +105,7 @@ def __dir__() -> list[str]:
 class _Face(ModuleType):
     """Keeps a function public where a room has the same name: ``paceline.plan`` is the function, always.
 
-    Python sets a package's attribute when a module below it is imported; here the public name wins. Modules are
-    imported as ``from paceline.plan.layout import Layout``, which does not ask the attribute.
+    Python sets a package's attribute when a module below it is imported; here the public name wins.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

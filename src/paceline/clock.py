@@ -78,8 +78,7 @@ class Clock(Protocol):
 class DeviceClock:
     """Takes marks on one device.
 
-    ``take`` is ``mark`` for the innermost loop: on a CPU it is the host's clock itself, a bare number. One more call of
-    a Python function, between two matrix products that have emptied the caches, costs tens of microseconds.
+    ``take`` is ``mark`` for the innermost loop: on a CPU the host's clock itself, a bare number, without one more call.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,8 +24,7 @@ class Mesh:
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
         """Makes a mesh from axis names and sizes, outermost first."""
-        wrong = {name: size for name, size in sizes.items() if size < 1}
-        if wrong:
+        if wrong := {name: size for name, size in sizes.items() if size < 1}:
             raise UsageError(f"mesh axes {wrong}: every axis has at least one rank")
         return cls(tuple(sizes.items()))
 
@@ -44,8 +43,7 @@ class Mesh:
 
     def rank(self, **coordinates: int) -> int:
         """Returns the rank at the given coordinates; an axis left out counts as 0."""
-        unknown = coordinates.keys() - {name for name, _ in self.axes}
-        if unknown:
+        if unknown := coordinates.keys() - {name for name, _ in self.axes}:
             raise UsageError(f"no axis {sorted(unknown)} on {self}")
         result = 0
         for name, size in self.axes:

@@ -276,13 +276,7 @@ def own_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
 
-def load_own_state(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Loads a state into the module's own tensors, also where users may not: see ``torch_helpers.py``."""
+def load_own_state(owner: nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads the state of what this rank holds into its tensors, also where users may not: see ``torch_helpers.py``."""
     with own_states():
-        module.load_state_dict(state)
-
-
-def load_own_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state of what this rank updates."""
-    with own_states():
-        optimizer.load_state_dict(state)
+        owner.load_state_dict(state)

@@ -24,7 +24,7 @@ from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import encode
 from paceline.errors import MisfitError, UsageError
-from paceline.shards import Shard, load_own_optimizer_state, own_optimizer_state, whole_region
+from paceline.shards import Shard, load_own_state, own_optimizer_state, whole_region
 
 _MEMBERS = ("params", "param_names")
 _WHOLE = "step"  # one value for the parameter, also where that has one element itself
@@ -78,7 +78,7 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
         whole = {**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows}
-        load_own_optimizer_state(optimizer, whole)
+        load_own_state(optimizer, whole)
     except (RuntimeError, ValueError, KeyError) as error:
         raise MisfitError(str(error)) from error
 

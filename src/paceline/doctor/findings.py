@@ -53,8 +53,7 @@ MachineCheck: TypeAlias = Callable[[DoctorInputs], Iterable[MachineFinding]]
 
 def missing_packages(names: Iterable[str] = NEEDED) -> list[MachineFinding]:
     """Finds what Paceline itself cannot do without. Needs nothing but Python, so that it can always be reported."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if not missing:
+    if not (missing := [name for name in names if importlib.util.find_spec(name) is None]):
         return []
     meaning = "Paceline needs them, and nothing else could be looked at"
     fix = f"install paceline with pip, which brings them, into this Python: {sys.executable}"

@@ -19,12 +19,15 @@ import psutil
 
 from paceline.cluster.detect import BF16_INSTRUCTIONS, bf16_instructions, host_memory, usable_cores
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
+from paceline.records.host import open_gpus
 from paceline.units import GIB, MIB, format_bytes, format_seconds
 
 _OLDEST_PYTHON = (3, 11)
 _CGROUP = Path("/sys/fs/cgroup")
 _FEW_FILES, _ENOUGH_FILES = 256, 4096
 _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
+_OLDEST_TORCH = (2, 6)
+_DEVICES = Path("/dev")
 
 
 def python(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -189,10 +192,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-_OLDEST_TORCH = (2, 6)
-_DEVICES = Path("/dev")
-
-
 def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks that torch can be imported, is new enough, and can talk."""
     try:
@@ -219,21 +218,14 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     yield finding("backends", shown, "Gloo moves bytes between CPUs, NCCL between GPUs", problem=fix)
 
 
-def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
+def driver(_inputs: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports the GPUs' driver, where there is one: it limits which CUDA torch may be built for."""
-    try:
-        import pynvml
-    except ImportError:
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    opened, _ = open_gpus()
+    if opened is None:
         return  # no driver: the check of the GPUs says what that means
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-    finally:
-        pynvml.nvmlShutdown()
+    with contextlib.closing(opened):
+        version = opened.library.nvmlSystemGetDriverVersion()
+        number = int(opened.library.nvmlSystemGetCudaDriverVersion_v2())
     found = f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}"
     yield finding("driver", found, "a torch that is built for a newer CUDA does not start on it")
 

@@ -35,6 +35,7 @@ from paceline.units import format_seconds
 _PATIENCE_S = 5.0
 _SLOW_S = 1.0
 _TORCHRUN_PORT = 29500
+_SYSTEM_FILE = Path("/etc/nccl.conf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +233,6 @@ def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:
     return {**exported_settings(surroundings.environment), **given}
 
 
-_SYSTEM_FILE = Path("/etc/nccl.conf")
-
-
 def variables(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports all variables of NCCL and Gloo in effect, and what contradicts among them."""
     settings = settings_of(surroundings)
@@ -257,9 +255,8 @@ def nccl_files(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     given = surroundings.environment.get("NCCL_CONF_FILE")
     user = Path(given) if given else Path(surroundings.environment.get("HOME", "/")) / ".nccl.conf"
     if given and not user.is_file():
-        fix = "correct the path, without ~, or unset NCCL_CONF_FILE"
-        meaning = "NCCL reads its variables from that file"
-        yield finding("nccl files", f"NCCL_CONF_FILE={given} is no file", meaning, problem=fix)
+        found, fix = f"NCCL_CONF_FILE={given} is no file", "correct the path, without ~, or unset NCCL_CONF_FILE"
+        yield finding("nccl files", found, "NCCL reads its variables from that file", problem=fix)
     for path in (_SYSTEM_FILE, user):
         text = path.read_text(errors="replace") if path.is_file() else ""
         pairs = (line.strip().partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
@@ -295,8 +292,8 @@ def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     else:
         yield finding("run", shown, "this machine has what the config asks for")
     if config.comm.backend == "nccl" and not gpus:
-        meaning = "nccl moves bytes between GPUs only"
-        yield finding("run", "comm.backend = nccl without a GPU", meaning, problem="set comm.backend = auto")
+        found, fix = "comm.backend = nccl without a GPU", "set comm.backend = auto"
+        yield finding("run", found, "nccl moves bytes between GPUs only", problem=fix)
     names = [each.name for each in find_interfaces()]
     uses_nccl = on_gpus and config.comm.backend in ("auto", "nccl")
     for problem in check_interfaces(settings_of(surroundings), names, uses_nccl=uses_nccl):

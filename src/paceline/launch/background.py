@@ -72,16 +72,14 @@ def start(job: LaunchJob, command: list[str]) -> str:
 
 
 def state(job: LaunchJob) -> JobState:
-    process = _process(job)
-    if process is not None:
+    if (process := _process(job)) is not None:
         return JobState(kind="running", words=f"running as process {process.pid} of this machine")
     code = job.exit_code()
     return JobState(kind="ended", words="ended" if code is not None else "gone, without an exit code", code=code)
 
 
 def cancel(job: LaunchJob) -> None:
-    process = _process(job)
-    if process is None:
+    if (process := _process(job)) is None:
         raise LaunchError(f"{job.name} does not run any more\n  paceline launch status {job.name}")
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGTERM)

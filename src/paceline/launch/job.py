@@ -30,20 +30,21 @@ from paceline.untrusted import parse_json_object, plain_name, read_regular
 LAUNCHED = "PACELINE_LAUNCH"  # in the environment of a launched run: its launch's name
 _MOST_REQUEUES = 10
 _FOLDER = ".launches"
+# Where runs can be started, with the module of this room for each.
+TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
+_LOOK_S = 0.2
+_ASK_S = 1.0  # the target: Slurm's controller is shared by all users
+_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without.
-
-    ``config`` and ``workdir`` are absolute paths that the machines of the target see, too. ``tasks`` are the numbers of
-    an array of runs, as Slurm writes them.
-    """
+    """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without."""
 
     target: str
     name: str = ""
     run: str = ""
-    config: str = ""
+    config: str = ""  # an absolute path that the machines of the target see, too, as is workdir
     overrides: tuple[str, ...] = ()
     workdir: str = ""
     folder: str = ""
@@ -55,7 +56,7 @@ class LaunchJob:
     time: str | None = None
     queue: str | None = None
     hosts: tuple[str, ...] = ()
-    tasks: str | None = None
+    tasks: str | None = None  # the numbers of an array of runs, as Slurm writes them
     max_requeues: int | None = None
     port: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)  # options of the target's own
@@ -190,13 +191,6 @@ def read_time(text: str) -> int:
     if total <= 0:
         raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
     return total
-
-
-# Their modules in this room.
-TARGETS = {"local": "background", "slurm": "slurm", "ssh": "ssh", "ray": "ray_cluster", "kubernetes": "kubectl"}
-_LOOK_S = 0.2
-_ASK_S = 1.0  # the target: Slurm's controller is shared by all users
-_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,7 @@ class Kubectl:
     """The user's kubectl, with the user's own cluster and credentials. ``program``: its path."""
 
     def __init__(self, options: KubernetesOptions, program: str = "kubectl") -> None:
-        found = shutil.which(program)
-        if found is None:
+        if (found := shutil.which(program)) is None:
             raise LaunchError(
                 f"{program} is not installed here\n  it applies the manifests and follows the run\n"
                 "  install it, or print the manifests with --dry-run and apply them elsewhere"

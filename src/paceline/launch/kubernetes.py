@@ -52,12 +52,11 @@ class _ManifestDumper(yaml.SafeDumper):
     def ignore_aliases(self, _: object) -> bool:
         return True
 
+    def write_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_ManifestDumper.add_representer(str, _write_text)  # a file inside a manifest keeps its lines
+_ManifestDumper.add_representer(str, _ManifestDumper.write_text)  # a file inside a manifest keeps its lines
 
 
 def to_text(manifests: Sequence[Manifest]) -> str:

@@ -21,7 +21,6 @@ Gang = Literal["none", "kueue", "volcano"]
 AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
 
 _MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
-_NAME_PARTS = re.compile(r"[^a-z0-9]+")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
@@ -274,7 +273,7 @@ def read_options(job: LaunchJob) -> KubernetesOptions:
 
 def object_name(name: str) -> str:
     """Returns the name of a run as Kubernetes takes it; one that is too long ends with a number made of all of it."""
-    found = _NAME_PARTS.sub("-", name.lower()).strip("-")
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     found = found if found[:1].isalpha() else f"run-{found}".strip("-")
     if len(found) <= _MOST_NAME:
         return found

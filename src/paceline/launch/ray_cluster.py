@@ -42,6 +42,13 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
 }
 _NOT_HERE = {"--hosts": "Ray chooses the machines", "--time": "Ray has no time limits", "--queue": "Ray has no queues"}
 _STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
+_CALLS = 4  # of an actor at once: one waits for output while others signal
+_ANSWER_S = 120.0
+_ACCELERATOR = "accelerator_type:"
+_NEWS_S = 1.0  # that a call waits for output
+_MOST_LINES = 1000
+_END_S = 10.0
+PLACES = "places"  # in the launch's folder: which host is where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +99,6 @@ def read_options(job: LaunchJob) -> RayOptions:
         waits_for_nodes=job.settings.get("autoscale") == "yes",
         pythonpath=job.settings.get("pythonpath", ""),
     )
-
-
-_CALLS = 4  # of an actor at once: one waits for output while others signal
-_ANSWER_S = 120.0
-_ACCELERATOR = "accelerator_type:"
-_NEWS_S = 1.0  # that a call waits for output
-_MOST_LINES = 1000
-_END_S = 10.0
 
 
 class LostWorkerError(Exception):
@@ -294,9 +293,6 @@ class RemoteWorker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line.decode("utf-8", "replace").rstrip())
-
-
-PLACES = "places"  # in the launch's folder: which host is where
 
 
 def machines(job: LaunchJob) -> TargetMachines:

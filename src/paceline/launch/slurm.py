@@ -113,13 +113,13 @@ def _read_state(found: str, code: int | None) -> JobState:
     if kind is None:
         return JobState(kind="ended", words="ended; Slurm does not know it any more", code=code)
     name, why = kind[1], "" if reason is None or reason[1] == "None" else f" ({reason[1]})"
-    nodes = re.search(r"\bNodeList=(\S+)", found)
     if _ENDED.fullmatch(name):
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
             left = int(own[1]) if own else FAILED
             code = _CANCELLED if name == "CANCELLED" else left if left or name == "COMPLETED" else FAILED
         return JobState(kind="ended", words=f"{name.lower()}{why}", code=code)
+    nodes = re.search(r"\bNodeList=(\S+)", found)
     where = f" on {nodes[1]}" if nodes and nodes[1] != "(null)" else ""
     restarts = re.search(r"\bRestarts=([1-9]\d*)", found)
     again = f", started again {restarts[1]} times" if restarts else ""
@@ -178,8 +178,7 @@ def _gpu_memory(gres: str) -> float | None:
 
 def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
     """Runs one of Slurm's commands and returns what it prints. Raises LaunchError with its own words."""
-    path = shutil.which(program)
-    if path is None:
+    if (path := shutil.which(program)) is None:
         raise LaunchError(
             f"{program} is not installed here\n  --on slurm submits with Slurm's own commands\n"
             "  run it on a login node of the cluster, or print the script with --dry-run"
@@ -201,6 +200,5 @@ def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
 
 
 def _check_time(job: LaunchJob) -> None:
-    """Raises UsageError for a time limit that sbatch would not take."""
     if job.time is not None and job.time.upper() not in _NO_LIMIT:
         read_time(job.time)

@@ -47,6 +47,9 @@ _NOT_HERE = {
 _LOOK_S = 90.0
 _HOST, _SHOWN = r"[^- ][^ ]{0,319}|", 40  # a user, and a name of the network; no option of ssh
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
+_AGAIN_S = 5.0
+_LATE_S = 60.0  # for the other hosts, when the first has ended
+_LOST = 255  # ssh's own
 
 
 def ssh_command(job: LaunchJob, host: str) -> list[str]:
@@ -71,8 +74,7 @@ def machines(job: LaunchJob) -> TargetMachines:
             "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
         )
     address, found = ask_hosts(job)
-    problems = list(compare(job, found, Path(job.config).read_text(encoding="utf-8")))
-    if problems:
+    if problems := list(compare(job, found, Path(job.config).read_text(encoding="utf-8"))):
         raise ConfigError(problems, source="the hosts")
     answers = [each for each in found.values() if isinstance(each, dict)]
     silent = [f"{host} {why}: it joins when it answers" for host, why in found.items() if isinstance(why, str)]
@@ -170,11 +172,6 @@ def submit(job: LaunchJob) -> str:
     return hold(job, "paceline.launch.ssh")
 
 
-_AGAIN_S = 5.0
-_LATE_S = 60.0  # for the other hosts, when the first has ended
-_LOST = 255  # ssh's own
-
-
 @dataclass(slots=True, kw_only=True)
 class _Supervisor:
     job: LaunchJob
@@ -184,7 +181,6 @@ class _Supervisor:
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> int:
-        """Runs all hosts; returns the code of the first."""
         threads = [threading.Thread(target=self._keep, args=(host,), daemon=True) for host in self.job.hosts[1:]]
         first = self._start(self.job.hosts[0])
         for thread in threads:

@@ -121,11 +121,6 @@ class FigureChange:
     after: float
     mark: str
 
-    @property
-    def ratio(self) -> float | None:
-        """How many times as much the later run has; None where the first has nothing."""
-        return self.after / self.before if self.before else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -191,7 +186,7 @@ def draw_comparison(found: Comparison) -> RenderableType:
     """Draws what changed, with a mark at each figure that did: better or worse."""
     figures = new_table(f"{found.before} -> {found.after}", "figure", found.before, found.after, "change", "")
     for each in found.figures:
-        change = "" if each.ratio is None or each.mark == "same" else f"{100 * (each.ratio - 1):+.1f} %"
+        change = f"{100 * (each.after / each.before - 1):+.1f} %" if each.before and each.mark != "same" else ""
         style = {"better": "green", "worse": "red"}.get(each.mark, "dim")
         shown = (_shown(each.name, each.before), _shown(each.name, each.after))
         figures.add_row(each.name.replace("_", " "), *shown, change, Text(each.mark, style=style))

@@ -23,6 +23,17 @@ from typing import Any
 from paceline.records.records import EventRecord
 from paceline.units import format_bytes, format_count, format_seconds
 
+_UNITS: dict[str, Callable[[Any], str]] = {
+    "B": format_bytes,
+    "N": format_count,
+    "S": format_seconds,
+    "U": lambda seconds: f"{1e6 * seconds:,.2f} us",
+    "Y": lambda value: "yes" if value else "no",
+}
+MOST_CHARACTERS = 400
+Detail = Mapping[str, Any]
+_NAMES = {"roll_back": "roll-back", "attempt": "new attempt", "skipped": "skipped update", "spike": "loss spike"}
+
 
 class _UnitFormatter(Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -39,15 +50,6 @@ class _UnitFormatter(Formatter):
         return text.replace("%", " %") if spec.endswith("%") else text
 
 
-_UNITS: dict[str, Callable[[Any], str]] = {
-    "B": format_bytes,
-    "N": format_count,
-    "S": format_seconds,
-    "U": lambda seconds: f"{1e6 * seconds:,.2f} us",
-    "Y": lambda value: "yes" if value else "no",
-}
-
-
 def fill(template: str, values: Mapping[str, Any]) -> str:
     """Fills a template as the top of this file says. Raises KeyError for a value that is not there."""
     told = ""
@@ -60,11 +62,6 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
                 if place % 2 == 0:
                     raise
     return told
-
-
-MOST_CHARACTERS = 400
-
-Detail = Mapping[str, Any]
 
 
 def event_text(event: EventRecord) -> str:
@@ -132,5 +129,3 @@ _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
     "first_step": _first_step,
     "settings": lambda detail: ", ".join(f"{name}={value}" for name, value in detail.items()),
 }
-
-_NAMES = {"roll_back": "roll-back", "attempt": "new attempt", "skipped": "skipped update", "spike": "loss spike"}

@@ -36,7 +36,7 @@ class Gpus:
     """The GPUs of this host. ``library`` is ``pynvml``. Raises its NVMLError where there is no driver."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library
+        self.library = library
         library.nvmlInit()
         self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
 
@@ -48,11 +48,11 @@ class Gpus:
         return {f"{name}/{index}": x for index, handle in enumerate(self._handles) for name, x in self._values(handle)}
 
     def close(self) -> None:
-        with contextlib.suppress(self._library.NVMLError):
-            self._library.nvmlShutdown()
+        with contextlib.suppress(self.library.NVMLError):
+            self.library.nvmlShutdown()
 
     def _values(self, handle: Any) -> Iterator[tuple[str, float]]:
-        library, ask = self._library, self._ask
+        library, ask = self.library, self._ask
         if (used := ask(library.nvmlDeviceGetUtilizationRates, handle)) is not None:
             yield "hw.gpu.utilization", used.gpu / 100
         if (memory := ask(library.nvmlDeviceGetMemoryInfo, handle)) is not None:
@@ -69,10 +69,9 @@ class Gpus:
         yield from ((f"hw.gpu.throttle.{name}", 1.0) for name, bits in _THROTTLED.items() if reasons & bits)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the answer; None where this GPU or driver has none."""
         try:
             return question(*arguments)
-        except self._library.NVMLError:
+        except self.library.NVMLError:
             return None
 
 

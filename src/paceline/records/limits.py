@@ -45,6 +45,18 @@ _LONGEST = 50.0  # a bound beyond says nothing
 _COMPILE = "compile the model (model.compile = auto)"
 # Returns how many times as fast a run would be with these overrides of its config; None where that is not known.
 Predict = Callable[[Sequence[str]], float | None]
+Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
+FEWEST_STEPS = 5  # after the warm-up: a run is judged by so many at least
+_DATA, _COMMUNICATION, _HOST, _RESTARTS = 0.05, 0.15, 0.5, 0.1
+_NEARLY_FULL = 0.92  # of a device's memory: the allocator needs the rest
+_SLOW_LINK = 4.0  # times what the traffic should take
+_WAITS = {
+    "data": "of the step waits for the next batch",
+    "communication": "of the step waits for other ranks",
+    "link": "of the step waits for a slow link",
+    "host": "of the step waits for the host to launch kernels",
+    "restarts": "of the time went to restarts: steps made again, and waiting for ranks to start",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,20 +221,6 @@ def gains_of(folder: Path, run: RunRecord, cluster: str) -> Gains:
         return changed / now if changed and now else None
 
     return Gains(run, settings, predict)
-
-
-Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
-FEWEST_STEPS = 5  # after the warm-up: a run is judged by so many at least
-_DATA, _COMMUNICATION, _HOST, _RESTARTS = 0.05, 0.15, 0.5, 0.1
-_NEARLY_FULL = 0.92  # of a device's memory: the allocator needs the rest
-_SLOW_LINK = 4.0  # times what the traffic should take
-_WAITS = {
-    "data": "of the step waits for the next batch",
-    "communication": "of the step waits for other ranks",
-    "link": "of the step waits for a slow link",
-    "host": "of the step waits for the host to launch kernels",
-    "restarts": "of the time went to restarts: steps made again, and waiting for ranks to start",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,14 +43,13 @@ _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", 
 # Parts of the event ``first_step``, as a reader calls them.
 STARTING = {
     "processes": "starting and loading",
-    "joining": "joining",
-    "data": "data",
-    "model": "model",
-    "checkpoint": "checkpoint",
+    **{name: name for name in ("joining", "data", "model", "checkpoint")},
     "step": "the step",
     "compiling": "of it compiling",
 }
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
+COMMUNICATION = "communication of a rank"
+_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -192,10 +191,6 @@ def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
         return compare(expected, None, None)
     made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
-
-
-COMMUNICATION = "communication of a rank"
-_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

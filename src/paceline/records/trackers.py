@@ -69,8 +69,7 @@ class _Tracker:
     def write(self, *records: Record) -> None:
         for record in records:
             self._step = getattr(record, "step", self._step)
-            values = {name: float(value) for name, value in scalars(record)}
-            if values:
+            if values := {name: float(value) for name, value in scalars(record)}:
                 self._log(values, self._step, record.time)
             if isinstance(record, EndRecord):
                 self._status = record.status
@@ -208,7 +207,6 @@ def _has_login(settings: Any) -> bool:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns the values of nested mappings by dotted names."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -46,6 +46,10 @@ KEYS = ("step", "time", *FIELDS)
 HEAT = ("step_s", "late_s", *PHASES, "host_s", "loss", "samples", "memory_bytes", "mfu")
 _INDEX = {name: place for place, name in enumerate(FIELDS)}
 _MOST_STEP = 2**53  # floats hold every whole number up to here
+_CHUNK_BYTES = 2**20
+_STEP = b'{"type":"step"'
+_VALUES = itemgetter("schema", *KEYS)
+_NAME = re.compile(r"(?:rank-([0-9]{1,9})|host-.{1,200})\.jsonl")
 
 
 class Columns:
@@ -213,12 +217,6 @@ _CURVES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "host_s": _mean_of("host_s"),
     **{name: _mean_of(name) for name in PHASES},
 }
-
-
-_CHUNK_BYTES = 2**20
-_STEP = b'{"type":"step"'
-_VALUES = itemgetter("schema", *KEYS)
-_NAME = re.compile(r"(?:rank-([0-9]{1,9})|host-.{1,200})\.jsonl")
 
 
 @dataclass(slots=True, kw_only=True)

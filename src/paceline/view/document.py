@@ -168,7 +168,6 @@ def _operations(path: Path, _changed: int) -> list[tuple[float, float, str, int]
 
 
 def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:
-    """Says whether rows of several hosts lie on one clock."""
     if len({run.starts[rank].host for rank in ranks if rank in run.starts}) < 2 and not run.clocks:
         return ""
     if not all(rank in run.clocks for rank in ranks):

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
 _INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
 _POINTS, _HEAT_POINTS, _HEAT_VALUES = 1500, 600, 40_000  # of a report
+_COLUMNS = (
+    *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
+    *("flops_per_s", "mfu"),
+)
+_COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
+_PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
+_MOST_ROWS = 256  # of a table
 
 
 def live_page() -> tuple[str, str]:
@@ -110,14 +117,6 @@ def security_policy(style: str, script: str, connect: str) -> str:
     allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
     policy = f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
     return policy + f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
-
-
-_COLUMNS = (
-    *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
-    *("flops_per_s", "mfu"),
-)
-_COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
-_PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
 
 
 def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
@@ -200,9 +199,6 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError as error:
         why = f"cannot write {path}: {error.strerror or error}"
         raise RunFolderError(f"{why}\n  give a file in a folder that can be written") from error
-
-
-_MOST_ROWS = 256  # of a table
 
 
 def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any]:

@@ -218,8 +218,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         if is_run(path):
             runs.setdefault(path.resolve(), path)
             continue
-        inner = list(_runs_in(path))
-        if not inner:
+        if not (inner := list(_runs_in(path))):
             what = "has no run in it" if path.is_dir() else "is a file" if path.exists() else "does not exist"
             fix = near_folders(path) or "a run's folder has records/rank-<r>.jsonl"
             problems.append(f"{path} {what}; {fix}")

@@ -47,6 +47,14 @@ _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
 _FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
 _SILENT_S = 30.0  # a run that nobody has chosen, and that wrote nothing for so long, does not run
+_COOKIE = "paceline_token"
+_MOST_POINTS = 4000
+HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 
 class Follower:
@@ -186,10 +194,7 @@ class Follower:
 
 
 def glance(run: ShownRun) -> dict[str, Any]:
-    """Returns the state of a run that has not been read: the status at the end of its lowest rank's file.
-
-    Without an end it runs as long as its files grow: those of hosts do every second.
-    """
+    """Returns the state of a run that has not been read: by the end of rank 0's file, and whether files grow."""
     folder = run.folder / "records"
     try:
         with open_regular(file_inside(folder, "rank-0.jsonl")) as file:
@@ -219,16 +224,6 @@ def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, A
         return parse_json_object(out)
     except ValueError:
         return {"problem": "the summary of the run could not be made: " + err.decode("utf-8", "replace")[-400:]}
-
-
-_COOKIE = "paceline_token"
-_MOST_POINTS = 4000
-HEADERS = {
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
 
 
 def is_loopback(host: str) -> bool:

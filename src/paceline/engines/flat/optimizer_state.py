@@ -31,7 +31,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.errors import UsageError
-from paceline.shards import load_own_optimizer_state, own_optimizer_state
+from paceline.shards import load_own_state, own_optimizer_state
 
 _States = Mapping[int, Mapping[str, Any]]  # by the parameter's number in the optimizer, then by the state's name
 _WHOLE_BY_NAME = "step"  # torch's own loading keeps this one apart too
@@ -100,7 +100,7 @@ def load_optimizer_state(optimizer: Optimizer, groups: Sequence[FlatGroup], stat
             index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
             for index, values in state["state"].items()
         }
-    load_own_optimizer_state(optimizer, mine)
+    load_own_state(optimizer, mine)
 
 
 def numbered_parameters(optimizer: Optimizer, packed: Mapping[str, Any]) -> dict[int, nn.Parameter]:
