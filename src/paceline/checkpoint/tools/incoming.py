@@ -242,7 +242,9 @@ def _reason(path: Path, error: Exception) -> str:
 
 def _open_torch(path: Path) -> Incoming:
     if _head(path)[8:] == b"{":  # torch.load would go by the name, and read it as what it is
-        raise CheckpointError(f"{path} is a safetensors file\n  --format torch reads others\n  leave --format out")
+        raise CheckpointError(
+            f"{path} is a safetensors file\n  --format torch reads what torch.save wrote\n  leave --format out"
+        )
     try:
         with open_regular(path) as file:
             by_name = path.suffix != ".safetensors"
