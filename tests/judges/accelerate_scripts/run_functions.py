@@ -1,4 +1,4 @@
-"""Runs functions of one of accelerate's test scripts with ours in the place of torch's; started by torchrun.
+"""Runs functions of accelerate's test scripts with ours in the place of torch's; started by torchrun.
 
 Each rank writes a line for each function to a file of its own: the name, and the error or nothing.
 """
@@ -29,10 +29,9 @@ def main() -> None:
     in_place_of_torch.replace_data_parallel()
     dist.init_process_group("gloo")
     Accelerator()
-    functions = importlib.import_module(f"accelerate.test_utils.scripts.{sys.argv[1]}")
-    output = Path(sys.argv[2]).with_suffix(f".{os.environ['RANK']}")
-    for name, *given in json.loads(sys.argv[3]):
-        work: Callable[..., Any] = getattr(functions, name)
+    output = Path(sys.argv[1]).with_suffix(f".{os.environ['RANK']}")
+    for script, name, *given in json.loads(sys.argv[2]):
+        work: Callable[..., Any] = getattr(importlib.import_module(f"accelerate.test_utils.scripts.{script}"), name)
         asked = [
             {"Accelerator": Accelerator, "PartialState": PartialState}.get(str(each), lambda e=each: e)()
             for each in given
@@ -43,7 +42,7 @@ def main() -> None:
         except Exception:
             error = traceback.format_exc()
         with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([[name, *given], error]) + "\n")
+            file.write(json.dumps([[script, name, *given], error]) + "\n")
         if error:
             os._exit(1)  # the ranks are no longer at the same place
 

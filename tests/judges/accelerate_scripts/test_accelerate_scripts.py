@@ -66,24 +66,24 @@ NOT_OURS = {
     "multiple_fwd": "it sets private flags of torch's reducer",
     "join": "it is for torch's Joinable; an engine of ours lets a rank without a batch join by itself",
 }
-CASES = [(script, call) for script, calls in SCRIPTS.items() for call in calls]
+CASES = [(script, *call) for script, calls in SCRIPTS.items() for call in calls]
 
 
-def own_reason(call: tuple[Any, ...]) -> str:
-    return next((why for part, why in NOT_OURS.items() if part in call[0]), "")
+def own_reason(case: tuple[Any, ...]) -> str:
+    return next((why for part, why in NOT_OURS.items() if part in case[1]), "")
 
 
-def run_calls(script: str, calls: list[tuple[Any, ...]], output: Path) -> None:
-    """Runs some functions of a script by torchrun; behind one that fails it starts anew."""
+def run_calls(calls: list[tuple[Any, ...]], output: Path) -> None:
+    """Runs some functions of the scripts by torchrun; behind one that fails it starts anew."""
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     rows: list[Any] = []
     while len(rows) < len(calls):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", *launcher, "localhost:0", str(RUNNER), script, f"{folder}/out"]
+            command = [sys.executable, "-m", *launcher, "localhost:0", str(RUNNER), f"{folder}/out"]
             left = json.dumps(calls[len(rows) :])
             done = subprocess.run(
-                [*command, left], env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False
+                [*command, left], env=environment, cwd=folder, capture_output=True, text=True, timeout=550, check=False
             )
             files = [Path(folder) / f"out.{rank}" for rank in range(2)]
             found = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
@@ -95,13 +95,12 @@ def run_calls(script: str, calls: list[tuple[Any, ...]], output: Path) -> None:
     output.write_text("\n".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, (script, *call))) for script, call in CASES])
+@pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, case)) for case in CASES])
 def test_accelerates_own_function_passes(
-    case: tuple[str, tuple[Any, ...]], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    case: tuple[Any, ...], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    script, call = case
-    if why := own_reason(call):
+    if why := own_reason(case):
         pytest.skip(why)
-    calls = [call for name, call in chosen(request, "case") if name == script and not own_reason(call)]
-    rows = run_once(tmp_path_factory.getbasetemp(), script, lambda output: run_calls(script, calls, output))
-    end_as(*next((outcome, why) for found, outcome, why in rows if found == list(call)))
+    calls = [each for each in chosen(request, "case") if not own_reason(each)]
+    rows = run_once(tmp_path_factory.getbasetemp(), "accelerate_scripts", lambda output: run_calls(calls, output))
+    end_as(*next((outcome, why) for found, outcome, why in rows if found == list(case)))

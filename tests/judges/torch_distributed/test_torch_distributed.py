@@ -29,23 +29,26 @@ NOT_OURS = {
 }
 
 
-def names() -> list[str]:
-    """The tests' names, read without running the file, which takes seconds to import."""
+def needs_of_tests() -> dict[str, str]:
+    """The tests' names, with the decorators that ask for GPUs; read from the file, which takes seconds to import."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
     path = Path(found.origin).parent / "testing/_internal/distributed/distributed_test.py"
     if not path.is_file():
-        return []
+        return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     (base,) = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "_DistTestBase")
-    return [each.name for each in base.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+    tests = (each for each in base.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_"))
+    return {each.name: " ".join(t for t in map(ast.unparse, each.decorator_list) if "_gpu" in t) for each in tests}
 
 
-NAMES = names()
+NEEDS = needs_of_tests()
 
 
 def own_reason(name: str) -> str:
+    if NEEDS[name]:
+        return f"torch's own words: {NEEDS[name]}"
     return next((why for part, why in NOT_OURS.items() if part in name), "")
 
 
@@ -63,7 +66,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return {name: (outcome, why) for name, outcome, why in rows}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NEEDS)
 def test_torchs_own_test_passes(name: str, outcomes: dict[str, tuple[str, str]]) -> None:
     if why := own_reason(name):
         pytest.skip(why)

@@ -34,6 +34,7 @@ Choose = Callable[[Sequence[Any]], Sequence[Any]]
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
 
 
+@functools.cache
 def cases_of(name: str, *, training: bool) -> list[Any]:
     """The ways in which the catalogue builds and calls a module, of those that leave it with parameters."""
     info = CATALOGUE[name]
