@@ -97,19 +97,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 FROZEN_MODULES = pytest.StashKey[int]()
+TESTS_SINCE = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Spares the collector what was there before the test, which is a million objects: a look at all takes a second.
 
-    Done again when a test has loaded another large library.
+    Done again when a test has loaded another large library, and after some tests, whose reports stay.
     """
-    frozen = item.config.stash.get(FROZEN_MODULES, 0)
-    if len(sys.modules) > frozen + 200:
+    stash = item.config.stash
+    stash[TESTS_SINCE] = stash.get(TESTS_SINCE, 0) + 1
+    if len(sys.modules) > stash.get(FROZEN_MODULES, 0) + 100 or stash[TESTS_SINCE] > 150:
         gc.collect()
         gc.freeze()
-        item.config.stash[FROZEN_MODULES] = len(sys.modules)
+        stash[FROZEN_MODULES], stash[TESTS_SINCE] = len(sys.modules), 0
 
 
 class _Kept(logging.Handler):

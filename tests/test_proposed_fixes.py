@@ -9,6 +9,7 @@ in a test is read in the same way (``pool/command_runs.py``).
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,13 @@ class Message(NamedTuple):
     text: str
 
 
-def messages() -> Iterator[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
+    """All texts of the source; read when the first test asks."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Message]:
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         no_message = {id(part) for node in ast.walk(tree) for part in parts_that_are_none(node)}
@@ -70,20 +77,17 @@ def text_of(node: ast.Constant | ast.JoinedStr) -> str:
     return node.value if isinstance(node.value, str) else ""
 
 
-MESSAGES = list(messages())
-
-
 def test_there_are_messages_to_look_at() -> None:
-    assert len(MESSAGES) > 3_000
-    assert sum("paceline " in message.text for message in MESSAGES) > 100
+    assert len(messages()) > 3_000
+    assert sum("paceline " in message.text for message in messages()) > 100
 
 
 def test_every_command_that_a_message_names_is_read_by_paceline() -> None:
-    assert [(place, command) for place, text in MESSAGES for command in unreadable_commands(text)] == []
+    assert [(place, command) for place, text in messages() for command in unreadable_commands(text)] == []
 
 
 def test_every_key_that_a_message_names_is_in_the_schema_and_takes_the_value() -> None:
-    assert [(place, setting) for place, text in MESSAGES for setting in unreadable_settings(text)] == []
+    assert [(place, setting) for place, text in messages() for setting in unreadable_settings(text)] == []
 
 
 def test_every_option_that_a_message_names_is_an_option_of_some_command() -> None:
@@ -93,7 +97,7 @@ def test_every_option_that_a_message_names_is_an_option_of_some_command() -> Non
     }
     wrong = [
         f"{place}: {option}"
-        for place, text in MESSAGES
+        for place, text in messages()
         if not place.startswith(WRITE_FOR_OTHERS)
         for option in OPTION.findall(text)
         if option not in {*known, *OTHERS, "--help"}
@@ -104,7 +108,7 @@ def test_every_option_that_a_message_names_is_an_option_of_some_command() -> Non
 def test_every_public_name_that_a_message_proposes_is_there() -> None:
     wrong = [
         f"{place}: paceline.{name}"
-        for place, text in MESSAGES
+        for place, text in messages()
         for name in NAME.findall(text)
         if not hasattr(paceline, name) and not (SOURCE / name).is_dir() and not (SOURCE / f"{name}.py").is_file()
     ]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.cli.config import app
+from paceline.cli.app import app
 from paceline.cli.options import load_and_tell
 from paceline.config import load_config
 from paceline.config.schema import json_schema
@@ -19,7 +19,7 @@ DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
 
 
 def invoke(*args: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = CliRunner().invoke(app, ["config", *args], env={"COLUMNS": "200", "NO_COLOR": "1"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == exit_code, result.output
