@@ -79,6 +79,10 @@ def test_what_cannot_be_is_counted_by_reason() -> None:
     assert left_out["data ranks do not divide the batch"] == 1
 
 
+def test_a_winner_is_its_own_prediction_for_older_scripts(found: Search) -> None:
+    assert found.ranked[0].prediction.seconds == found.ranked[0].seconds
+
+
 def test_all_that_is_ranked_fits_and_the_fastest_is_first(found: Search) -> None:
     seconds = [each.seconds for each in found.ranked]
     assert seconds == sorted(seconds)

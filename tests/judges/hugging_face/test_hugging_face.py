@@ -33,7 +33,13 @@ pytestmark = [
 ]
 RANKS = 2
 STRATEGIES = ("ddp", "zero2", "fsdp")
-FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3")  # they cast to it themselves, whatever dtype they have
+FLOAT32_INSIDE = (
+    "gemma",
+    "gemma2",
+    "mamba",
+    "mamba2",
+    "deepseek_v3",
+)  # they cast to it themselves, whatever dtype they have
 ALL = tuple(range(RANKS))
 State = dict[str, torch.Tensor]
 

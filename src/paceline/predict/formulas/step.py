@@ -124,6 +124,11 @@ class Prediction:
         return self.workload.layout
 
     @property
+    def prediction(self) -> Prediction:
+        """Itself, for scripts: a plan's winner had its prediction under this name."""
+        return self
+
+    @property
     def fitted(self) -> bool:
         """Whether it lies inside that domain, with constants fitted for this generation and framework."""
         return not self.outside
