@@ -1,4 +1,4 @@
-"""torch's own ``distributed_test.py``: its tests of collectives and of data parallelism that need no GPU, three ranks.
+"""torch's own distributed tests: those of collectives and of data parallelism that need no GPU, on three ranks.
 
 Our communicator through shared memory is the backend of its process groups, and an engine of ours stands in the place
 of ``DistributedDataParallel`` (``in_place_of_torch.py``). The tests are torch's, unchanged.
