@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, check_hosts, load_config, with_precision
+from paceline.config.shipped import find_config
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch.job import LaunchJob, Target, TargetMachines, find_target, launches_folder
 from paceline.plan.plan import RunMachine
@@ -47,6 +48,7 @@ def prepare(
     array = [word for word in overrides if "{task}" in word]
     if array and asked.tasks is None:
         raise UsageError(f"{array[0]} without --array\n  {{task}} is the number of an array's task\n  add --array 0-3")
+    path = find_config(path)
     config = load_config(path, [word.replace("{task}", "0") for word in overrides])
     check_folder(run_folder(config), resume=True)
     run = _free_run(config, resumes=resumes)
