@@ -4,8 +4,8 @@
     python scripts/mutants.py try --number 200 --seed 7 --jobs 14
 
 A mistake is an operator turned (``+`` to ``-``, ``<`` to ``<=``, ``and`` to ``or``) or a call left out. Each is tried
-first with the tests of its own room (src/paceline/ROOM, tests/ROOM) that enter the changed function, then with all
-others that do: a test that never enters it cannot notice. Tests that fail without a mistake are left out; one that
+first with the tests of its own room (src/paceline/ROOM, tests/ROOM) that enter the changed function or stand in a file
+that the map does not know, then with all others that enter it: a test that never enters it cannot notice. Tests that fail without a mistake are left out; one that
 fails with it must fail twice. What was tried already is read from the record, and not tried again.
 """
 
@@ -175,6 +175,9 @@ def tests_for(mistake: dict[str, Any], touched: dict[str, Any]) -> tuple[list[st
     entered = (entered & set(times)) - set(touched["failed"])
     ordered = sorted(entered, key=lambda test: times[test])
     own = [test for test in ordered if test.startswith(f"tests/{mistake['room']}/")]
+    mapped = {test.partition("::")[0] for test in times}
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / mistake["room"]).rglob("test_*.py"))
+    own += [file for file in files if file not in mapped]  # written since the map was made
     return own, [test for test in ordered if not test.startswith(f"tests/{mistake['room']}/")]
 
 

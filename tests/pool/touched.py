@@ -2,7 +2,9 @@
 
 ``install`` has every function write one line when a test first enters it: the test, a tab, file and line of the
 function. What a test starts inherits the test's name in ``PYTEST_CURRENT_TEST``; workers of the pool are told it with
-each task. It needs ``sys.monitoring``, that is, Python 3.12: a function that has been seen costs nothing more. (For pytest: PYTEST_DONT_REWRITE.)
+each task. It needs ``sys.monitoring``, that is, Python 3.12: a function that has been seen costs nothing more.
+
+For pytest: PYTEST_DONT_REWRITE, since the module is loaded before it.
 """
 
 from __future__ import annotations
