@@ -5,8 +5,9 @@
 
 A mistake is an operator turned (``+`` to ``-``, ``<`` to ``<=``, ``and`` to ``or``) or a call left out. Each is tried
 first with the tests of its own room (src/paceline/ROOM, tests/ROOM) that enter the changed function or stand in a file
-that the map does not know, then with all others that enter it: a test that never enters it cannot notice. Tests that fail without a mistake are left out; one that
-fails with it must fail twice. What was tried already is read from the record, and not tried again.
+that the map does not know, then with all others that enter it: a test that never enters it cannot notice. Tests that
+fail without a mistake are left out; one that fails with it must fail twice. What was tried already is read from the
+record, and not tried again.
 """
 
 from __future__ import annotations
