@@ -21,6 +21,7 @@ from nccl_pool import NcclPool
 from paceline.comm.virtual.communicator import run_virtual
 
 PAIRS = 3
+LOADS_S = 150.0  # that a rank may take to load a library
 TwoRanks = Callable[..., list[Any]]
 
 
@@ -60,4 +61,5 @@ def two_ranks(request: pytest.FixtureRequest, device: str) -> TwoRanks:
     if request.param == "nccl":
         pool: GlooPool = request.getfixturevalue("pair")
         return lambda work, *args: outcome_of(lambda: on_pool(pool, work, *args))
-    return lambda work, *args: outcome_of(lambda: run_virtual(lambda comm: work(comm, *args), 2, device=device))
+    told = {"device": device, "timeout_s": LOADS_S}
+    return lambda work, *args: outcome_of(lambda: run_virtual(lambda comm: work(comm, *args), 2, **told))
