@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
-from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
-from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.manifest import HasShards, State, likely_line
+from paceline.checkpoint.optimizer import held_by, load_optimizer
 from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
@@ -365,9 +365,7 @@ def save(
     """
     _enter(engine)
     writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
-    held = list(engine.shards())
-    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
-    shards = [*prefixed(MODEL, held), *tensors]
+    shards, found = held_by(engine, optimizer)
     return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
 
 
