@@ -27,11 +27,11 @@ MORE_ARGUMENTS = {"classic/trainer.py: fit": 9, "train/step.py: train_step": 9}
 # Lines of each room, and of the files beside them. Who needs more raises it in the same commit, and says why.
 LINES = {
     "bench": 1_650,
-    "beside the rooms": 1_450,
+    "beside the rooms": 1_500,  # charts.py came from schedule, search, bench and classic
     "calibrate": 1_300,
     "chaos": 1_100,
-    "checkpoint": 4_400,
-    "classic": 1_850,
+    "checkpoint": 4_410,
+    "classic": 1_800,
     "cli": 3_200,
     "cluster": 1_750,
     "comm": 6_850,
@@ -49,7 +49,7 @@ LINES = {
     "records": 3_450,
     "rehearse": 2_750,
     "run": 6_150,
-    "schedule": 1_100,
+    "schedule": 1_050,
     "search": 2_300,
     "train": 4_700,
     "verify": 1_150,

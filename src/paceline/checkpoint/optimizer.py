@@ -68,8 +68,8 @@ def restore(checkpoint: Checkpoint, engine: HasShards, optimizer: torch.optim.Op
         if optimizer is not None:
             load_optimizer(checkpoint, optimizer, list(engine.shards()))
     except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-        what = f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}"
-        raise CheckpointError(f"{what}\n  {fix}") from error
+        what = f"{checkpoint.path}: the checkpoint of step {checkpoint.step} does not fit this model or optimizer"
+        raise CheckpointError(f"{what}\n  {error}\n  {fix}") from error
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:

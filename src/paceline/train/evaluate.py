@@ -170,10 +170,7 @@ def evaluate(
 
 
 def apply_to_each(
-    engine: Engine,
-    batches: Iterable[tuple[Any, int]],
-    function: Callable[[Callable[..., Any], Any], Any],
-    dtype: torch.dtype | None,
+    engine: Engine, batches: Iterable[tuple[Any, int]], function: Metric, dtype: torch.dtype | None
 ) -> Iterator[tuple[Any, int]]:
     """Yields what a function of model and batch gives, with the batch's samples, in evaluation mode.
 
