@@ -1,21 +1,18 @@
 """Whole reports of made-up runs, compared with those that are kept beside this file: every number and every word.
 
-Where a change is meant, ``PACELINE_KEEP=1 pytest tests/records/test_kept_reports.py`` writes them anew; read the
-difference before you commit it.
+See ``tests/pool/kept_texts.py`` for how to keep other ones.
 """
 
 from __future__ import annotations
 
-import difflib
 import io
-import json
-import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_texts import check_kept, shown
 from made_records import END, RUN, STEP, write_records
 from rich.console import Console
 
@@ -129,42 +126,19 @@ def drawn(summary: Any, width: int) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def check_kept(name: str, text: str) -> None:
-    path = KEPT / name
-    if os.environ.get("PACELINE_KEEP"):
-        path.write_text(text + "\n", encoding="utf-8")
-    kept = path.read_text(encoding="utf-8").rstrip("\n")
-    moved = list(difflib.unified_diff(kept.splitlines(), text.splitlines(), lineterm="", n=0))
-    assert not moved, f"{path} is another text now. If that is meant: see the top of this test.\n" + "\n".join(moved)
-
-
-def plain(value: Any) -> Any:
-    """Returns a value as JSON can write it, numbers with ten digits."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset | range):
-        return [plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.10g}")
-    return value if isinstance(value, int | str | None) else str(value)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_report_says_what_it_said(name: str, tmp_path: Path) -> None:
     summary = summarize(RUNS[name](tmp_path / name))
-    check_kept(f"report-{name}.txt", f"{drawn(summary, 80)}\n\n{drawn(summary, 140)}")
-    shown = json.dumps(plain(asdict(summary)), indent=1).replace(str(tmp_path), "")
-    check_kept(f"summary-{name}.json", shown)
+    check_kept(KEPT / f"report-{name}.txt", f"{drawn(summary, 80)}\n\n{drawn(summary, 140)}")
+    check_kept(KEPT / f"summary-{name}.json", shown(asdict(summary)).replace(str(tmp_path), ""))
 
 
 def test_a_comparison_says_what_it_said(tmp_path: Path) -> None:
     runs = {name: summarize(make(tmp_path / name)) for name, make in RUNS.items()}
-    found = {
-        f"{first} {second}": plain(asdict(compare_runs(runs[first], runs[second]))) for first in runs for second in runs
-    }
-    check_kept("comparisons.json", json.dumps(found, indent=1).replace(str(tmp_path), ""))
+    found = {f"{first} {second}": asdict(compare_runs(runs[first], runs[second])) for first in runs for second in runs}
+    check_kept(KEPT / "comparisons.json", shown(found).replace(str(tmp_path), ""))
 
 
 def test_events_say_what_they_said() -> None:
     events = [EventRecord(name=name, step=3, detail=detail, time=START) for name, detail in EVENTS]
-    check_kept("events.txt", "\n".join(f"{event_name(each.name)}: {event_text(each)}" for each in events))
+    check_kept(KEPT / "events.txt", "\n".join(f"{event_name(each.name)}: {event_text(each)}" for each in events))
