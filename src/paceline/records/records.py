@@ -21,7 +21,7 @@ import time as clock
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import IO, Any, ClassVar, Literal, get_args
 
 from pydantic_core import from_json, to_json
 
@@ -332,7 +332,7 @@ class GrowingFile:
             return thinned_mark(file)
 
 
-def thinned_mark(file: io.BufferedReader) -> bytes:
+def thinned_mark(file: IO[bytes]) -> bytes:
     """Returns the second line of a file of records if it says that older ones were added up, else nothing."""
     file.seek(0)
     file.readline(_MOST_BYTES)

@@ -263,7 +263,7 @@ class StepTable:
 
     @property
     def took_s(self) -> float:
-        return sum(map(mul, self.lengths, self.weights))
+        return float(sum(map(mul, self.lengths, self.weights)))
 
     @property
     def step_s(self) -> float | None:

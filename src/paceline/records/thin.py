@@ -140,22 +140,21 @@ def _sum_of(records: list[Any]) -> bytes:
 
 def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
     """Adds up steps of a rank that follow one another."""
-    last, number = records[-1], sum(each.steps for each in records)
-    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in records) for name in _SUMS}
-    losses = [value for each in records for value in _extremes(each) if value is not None]
+    last = records[-1]
+    values: dict[str, Any] = {name: sum(getattr(each, name) for each in records) for name in _SUMS}
+    values |= {name: getattr(last, name) for name in _LAST}
+    for name in _GREATEST:
+        values[name] = max((size for each in records if (size := getattr(each, name)) is not None), default=None)
+    for name in _MEANS:
+        values[name] = _mean(((getattr(each, name), each.steps) for each in records), _NO_MEAN[name])
+    losses = [loss for each in records for loss in _extremes(each) if loss is not None]
     lengths: Counter[str] = Counter()
     for each in records:
         lengths.update(lengths_of(each))
     return SpanRecord(
-        **sums,
-        **{name: getattr(last, name) for name in _LAST},
-        **{
-            name: max((v for each in records if (v := getattr(each, name)) is not None), default=None)
-            for name in _GREATEST
-        },
-        **{name: _mean(((getattr(each, name), each.steps) for each in records), _NO_MEAN[name]) for name in _MEANS},
-        loss=sums["loss_sum"] / sums["count"] if sums["count"] else None,
-        steps=number,
+        **values,
+        loss=values["loss_sum"] / values["count"] if values["count"] else None,
+        steps=sum(each.steps for each in records),
         skipped=sum(each.num_skipped for each in records),
         slowest_s=max(each.slowest_s if isinstance(each, SpanRecord) else each.step_s for each in records),
         least_loss=min(losses, default=None),
