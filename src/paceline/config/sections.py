@@ -212,6 +212,7 @@ class MonitorConfig(Section):
 
     folder: str = Field(default="runs", min_length=1)
     log_every: Count = 10
+    keep_steps: Annotated[int, Field(ge=64)] | Literal["auto", "all"] = "auto"
     tensorboard: bool = True
     trackers: Annotated[tuple[str, ...], Strict(False)] = ()
     console: bool = True
