@@ -40,7 +40,7 @@ LINES = {
     "doctor": 900,
     "engines": 9_600,
     "health": 1_450,
-    "launch": 2_700,
+    "launch": 2_810,
     "learn": 1_650,
     "models": 2_200,
     "plan": 1_500,
