@@ -40,7 +40,7 @@ LINES = {
     "doctor": 900,
     "engines": 9_600,
     "health": 1_500,
-    "launch": 2_700,
+    "launch": 2_850,
     "learn": 1_650,
     "models": 2_150,
     "plan": 1_500,
