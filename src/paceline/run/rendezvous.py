@@ -9,7 +9,8 @@ over. How it ended is told here, and the first account counts for all (``agree_o
 the server says so, ends its ranks, and tries to come back for ``_RETURN_S``.
 
 Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
-differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
+differs refuses to take part, and names itself and the first; where the run needs it, the others learn why. In each
+round they find out whether they reach one another (``links.py``); a host that others do not reach is left out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import CUT_S, SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.config import Config
 from paceline.errors import CommunicationError, LaunchError, UsageError
+from paceline.health.exit_codes import FAILED, REFUSED
+from paceline.run.links import check_links, data_addresses, explain, left_out
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
 from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
@@ -80,6 +83,7 @@ def rendezvous(
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
+        made.addresses = data_addresses(nodes.own_address())
         if facts is not None:
             made.agree(facts, may_go_without=nodes.least < nodes.count)
         yield made
@@ -101,11 +105,16 @@ class HostsChangedError(Exception):
 class LeftOutError(LaunchError):
     """This host cannot take part any more; the others go on without it where they are enough."""
 
+    def __init__(self, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.code = code
+
 
 class Rendezvous(elastic.RendezvousHandler):
     """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
 
     def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
+        self._secret = secret
         self._client = ControlClient(address, secret)
         self._beats = ControlClient(address, secret)  # whose one connection ends with this launcher
         self._run_id = run_id
@@ -122,10 +131,14 @@ class Rendezvous(elastic.RendezvousHandler):
         self.on_join: Callable[[int, int], None] = lambda _place, _size: None  # before ranks are started
         self.on_look: Callable[[], None] = lambda: None  # while an agent's ranks run
         self.hosts = Hosts()  # those of the server, where this launcher has it
+        self.addresses: list[str] = []  # at which ranks will listen; none: the links are not checked
 
     def __enter__(self) -> Rendezvous:
         with self._told_if_long("for the launcher there"):
-            _explained(self._client.wait_for_server, _SERVER_S)
+            try:
+                self._client.wait_for_server(_SERVER_S)
+            except CommunicationError as error:
+                raise elastic.RendezvousConnectionError(f"{error}{self._hint()}") from error
         if self._thread is not None:
             start_thread(self._thread)
         return self
@@ -156,10 +169,38 @@ class Rendezvous(elastic.RendezvousHandler):
             raise elastic.RendezvousClosedError("the run has ended on another host")
         self._round, rank, self.size = found
         self.has_joined = True
+        if self.addresses and self.size > 1:
+            self._check_links(rank)
         self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
         return elastic.RendezvousInfo(store, rank, self.size, place)
+
+    def _check_links(self, place: int) -> None:
+        """Raises UsageError where hosts that are needed do not reach one another, HostsChangedError to try without.
+
+        LeftOutError ends the launcher that the others go on without. Later than in the first round, LaunchError ends
+        the run: its folder stays.
+        """
+        store = ControlStore(self._client, prefix=f"links/{self._round}/")
+        self._stores.append(store)
+        try:
+            blocked = check_links(store, self._secret, self.addresses, place=place, size=self.size, seed=self._round)
+        except (CommunicationError, TimeoutError) as error:
+            raise HostsChangedError(f"{CHANGED}{error}") from error
+        if not blocked:
+            return
+        deadline = time.monotonic() + self.hosts.silence_s + 2 * _BEAT_S
+        while time.monotonic() < deadline and self._problem is None:  # it may be gone, and not missed yet
+            if self._news().gone:
+                raise HostsChangedError(self._change())
+            self._is_over.wait(_BEAT_S / 10)
+        told, without = explain(blocked), left_out(blocked, self.size, self.hosts.least)
+        if without is None:
+            raise UsageError(told) if self._round == 1 else LaunchError(told)
+        if place in without:
+            raise LeftOutError(f"host {host_name()} is left out of the run\n{told}\n  then start it again", REFUSED)
+        raise HostsChangedError(f"{CHANGED}without {', '.join(without.values())}, as {told}\n ")
 
     def agree_on_end(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
@@ -198,7 +239,7 @@ class Rendezvous(elastic.RendezvousHandler):
             self._client.wait_for_server(_RETURN_S)
         except (CommunicationError, TimeoutError):
             raise LeftOutError(
-                f"host {host_name()} has left the run: {problem}, nor was it for {_RETURN_S:g} s more\n"
+                f"host {host_name()} has left the run: {problem}; it tried for {_RETURN_S:g} s to come back\n"
                 "  all hosts meet at that launcher; the others go on if they reach it and are enough\n"
                 "  mend the network between the hosts, or start that launcher again, and then this one"
             ) from problem
@@ -225,7 +266,7 @@ class Rendezvous(elastic.RendezvousHandler):
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
         """Says what this launcher waits for, unless it comes within seconds."""
-        timer = threading.Timer(_QUIET_S, say, [f"waiting at {self._client.address} {what}"])
+        timer = threading.Timer(_QUIET_S, lambda: say(f"waiting at {self._client.address} {what}{self._hint()}"))
         timer.daemon = True
         if self._thread is not None:  # one among several
             start_thread(timer)
@@ -233,6 +274,17 @@ class Rendezvous(elastic.RendezvousHandler):
             yield
         finally:
             timer.cancel()
+
+    def _hint(self) -> str:
+        """Says what it means that the server cannot be reached, and what to do; nothing where it can be."""
+        if not self._client.why_unreached:
+            return ""
+        port = self._client.address.port
+        return (
+            f"\n  host {host_name()} does not reach it: {self._client.why_unreached.lower()}\n"
+            "  refused: that launcher is not started yet; no answer: that host is down, or a firewall drops what comes "
+            f"from here\n  start it there; let its firewall pass: iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
+        )
 
     def end(self, refusal: str = "") -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""

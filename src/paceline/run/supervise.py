@@ -76,18 +76,19 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
     command = rank_command(launcher, first)
     while True:
         ended: FailedAttempt | None = None
+        words = ""
         halved: tuple[str, str] | None = None
         try:
             launcher.start(command)
             return
-        except HostsChangedError:
-            pass
+        except HostsChangedError as error:
+            words = str(error)
         except RunFailedError as error:
             is_asked = error.diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
             halved = halved_config(folder) if is_asked else None
             can_halve = not is_asked or halved is not None
             ended = FailedAttempt.of(error.diagnosis, notes.read_progress(folder), can_halve=can_halve)
-        failed, change, is_ours = launcher.agree_on_end(ended)
+        failed, change, is_ours = launcher.agree_on_end(ended, words)
         decision = None if change else after_failure(policy, failed)
         if not folder.is_dir():
             if not failed:
@@ -195,7 +196,7 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
     made = Launcher(folder, asked)
     try:  # a signal may come as soon as there are handlers for it, and as long
         with (
-            launcher_signals(made.processes, _stop) as made.signals,
+            launcher_signals(made.living, _stop) as made.signals,
             _environment(_settings(asked)),
             scratch_folder() as scratch,
             rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as made.met,
@@ -236,6 +237,7 @@ class Launcher:
     signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
     ranks: range = range(0)
     _started: float = field(default_factory=time.time)  # of the attempt
+    _noted: float = 0.0  # the same by the clock of the folder
     _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _pids: dict[int, int] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks that were gone before the agent ended any
@@ -247,6 +249,9 @@ class Launcher:
     def processes(self) -> list[int]:
         return list(notes.noted_processes(self.folder, os.getpid()).values())
 
+    def living(self) -> list[int]:
+        return [pid for pid in self.processes() if psutil.pid_exists(pid)]
+
     def start(self, command: Sequence[str]) -> None:
         """Runs ``python -m <command>`` on all processes until they are done: one attempt.
 
@@ -255,20 +260,20 @@ class Launcher:
         """
         asked = self.asked
         arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
-        self._started = time.time()
+        self._started, self._noted = time.time(), notes.folder_time(self.folder)
         self.met.on_join, self.met.on_look = self._begin, self._look
         with scratch_folder() as scratch:
             self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
 
-    def agree_on_end(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], str, bool]:
-        """Agrees with other hosts on how the attempt ended; None: hosts came or went.
+    def agree_on_end(self, ended: FailedAttempt | None, words: str = "") -> tuple[list[FailedAttempt], str, bool]:
+        """Agrees with other hosts on how the attempt ended; None: hosts came or went, as ``words`` say.
 
         Returns all attempts that have failed, which hosts came or went, if any, and whether the account is this
         launcher's.
         """
         if self.signals:  # and not all ranks have saved: whoever asked for room gets it
             _stop(self.signals[0])
-        own = f"{CHANGED}others have come or gone" if ended is None else ended.to_text()
+        own = words or f"{CHANGED}others have come or gone" if ended is None else ended.to_text()
         is_sure = not self.has_others or (ended is not None and ended.is_sure)
         try:
             told = self.met.agree_on_end(own, is_sure=is_sure or ended is None)
@@ -281,8 +286,8 @@ class Launcher:
 
     def end_by(self, number: signal.Signals) -> LaunchError:
         """Ends the records of ranks that a signal has ended, and returns what is said of it."""
-        is_saved = notes.was_preempted(self.folder, since=self._started)
-        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._started)):
+        is_saved = notes.was_preempted(self.folder, since=self._noted)
+        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._noted)):
             self._end_records("stopped", "preempted")
             return RunPreemptedError(is_saved=is_saved)
         self._end_records("stopped", f"ended by {number.name}")
@@ -321,7 +326,7 @@ class Launcher:
                 elastic_launch(agent, sys.executable)(*arguments)
         except RendezvousError:
             # The launcher where hosts meet may have left first.
-            if notes.was_preempted(self.folder, since=self._started):
+            if notes.was_preempted(self.folder, since=self._noted):
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None

@@ -34,13 +34,23 @@ _Seals = tuple[wire.Seal, wire.Seal]
 
 
 class ControlServer:
-    def __init__(self, listener: socket.socket, secret: wire.Secret, hosts: Hosts | None = None, own: str = "") -> None:
-        """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: wire.Secret,
+        hosts: Hosts | None = None,
+        own: str = "",
+        more: Sequence[socket.socket] = (),
+    ) -> None:
+        """``own`` is the host that this server is on: it waits for the others a little when it is closed.
+
+        It serves at its ``listener`` and at ``more`` of the same kind, and closes them.
+        """
         self.secret = secret
         self.hosts = hosts or Hosts()
         self._num_strangers = 0
         self._links: set[asyncio.StreamWriter] = set()
-        self._listener = listener
+        self._listeners = [listener, *more]
         self._own = own
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done = asyncio.Event()
@@ -50,8 +60,7 @@ class ControlServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
         values = Values().operations()
         self._has: Callable[[list[str]], bool] = values["check"]
-        own: dict[str, Callable[..., Any]] = {"join": self._join, "attend": self._attend, "close": self._close}
-        self._operations = {**values, **own}
+        self._operations = {**values, "join": self._join, "attend": self._attend, "close": self._close}
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -69,18 +78,21 @@ class ControlServer:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_serving.set()
-        start: Any = asyncio.start_unix_server if self._listener.family == socket.AF_UNIX else asyncio.start_server
-        server = await start(self._attend_to, sock=self._listener, limit=wire.LONGEST_MESSAGE)
+        is_path = self._listeners[0].family == socket.AF_UNIX
+        start: Any = asyncio.start_unix_server if is_path else asyncio.start_server
+        servers = [await start(self._attend_to, sock=each, limit=wire.LONGEST_MESSAGE) for each in self._listeners]
         looks = asyncio.create_task(self._look_often()) if self.hosts.most > 1 else None
         await self._done.wait()
         if looks is not None:
             looks.cancel()
-        server.close()
+        for server in servers:
+            server.close()
         for writer in list(self._links):
             writer.transport.abort()  # at once, also in the middle of a request
 
