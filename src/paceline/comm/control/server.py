@@ -60,6 +60,7 @@ class ControlServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
         values = Values().operations()
         self._has: Callable[[list[str]], bool] = values["check"]
+        self._operations: dict[str, Callable[..., Any]]
         self._operations = {**values, "join": self._join, "attend": self._attend, "close": self._close}
 
     def __enter__(self) -> Self:
