@@ -197,6 +197,7 @@ class RecoveryConfig(Section):
     """What is done when something goes wrong."""
 
     max_restarts: NotNegativeCount = 3
+    restart_window: Count | None = 100
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
     on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
