@@ -2,7 +2,8 @@
 
 Each rank has inputs of its own. The oracle is plain autograd in one process: the gradient is the mean over the ranks'
 inputs, and the parameters are those after a step of SGD with it. Batch norm sees the batch of all ranks, where it goes
-by the batch. Evaluation gives the outputs of the plain module.
+by the batch. Evaluation gives the outputs of the plain module. A lazy module is refused, with the way out; taken, which
+is one call, it is trained as all others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
+from paceline.errors import UsageError
 
 common_modules = pytest.importorskip(
     "torch.testing._internal.common_modules", reason="torch's catalogue needs expecttest"
@@ -31,6 +33,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
 DTYPE = torch.float64
 CATALOGUE: dict[str, Any] = {info.name: info for info in common_modules.module_db}
 Choose = Callable[[Sequence[Any]], Sequence[Any]]
+REFUSAL = r"(?s)have no shape yet\n  a lazy module .* before that\n  run the model once when it is built"
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
 
 
@@ -46,7 +49,7 @@ def cases_of(name: str, *, training: bool) -> list[Any]:
     return found
 
 
-def build(name: str, case: Any) -> nn.Module:
+def build_as_it_is(name: str, case: Any) -> nn.Module:
     torch.manual_seed(11)
     kind = CATALOGUE[name].module_cls
     takes = {"device": "cpu", "dtype": DTYPE}
@@ -54,6 +57,28 @@ def build(name: str, case: Any) -> nn.Module:
     chosen = {key: value for key, value in takes.items() if key in known} | case.constructor_input.kwargs
     made: nn.Module = kind(*case.constructor_input.args, **chosen)
     return made.to(DTYPE)
+
+
+def build(name: str, case: Any) -> nn.Module:
+    """A module whose parameters have shapes: one that learns them from a batch gets one."""
+    made = build_as_it_is(name, case)
+    if is_lazy(made):
+        with torch.no_grad():
+            call(made, case, 0)
+    return made
+
+
+def is_lazy(module: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(each) for each in module.parameters())
+
+
+def spread(module: nn.Module, comm: Communicator, name: str, case: Any, strategy: str) -> Any:
+    """The engine of a module; as it comes, a lazy one must be refused with the rule and the fix."""
+    options = {"shard_ranks": comm.size} if strategy == "hybrid" else {}
+    if is_lazy(lazy := build_as_it_is(name, case)):
+        with pytest.raises(UsageError, match=REFUSAL):
+            parallelize(lazy, comm, strategy, **options)
+    return parallelize(module, comm, strategy, **options)
 
 
 def of_rank(value: Any, rank: int) -> Any:
@@ -99,7 +124,7 @@ def evaluated_alone(name: str, case: Any, rank: int) -> list[torch.Tensor]:
 
 
 def trained_on_a_rank(comm: Communicator, name: str, case: Any, strategy: str) -> dict[str, torch.Tensor]:
-    engine = parallelize(build(name, case).train(), comm, strategy, **sharding(comm, strategy))
+    engine = spread(build(name, case).train(), comm, name, case, strategy)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
     loss_of(call(engine, case, comm.rank)).backward()
     optimizer.step()
@@ -107,13 +132,9 @@ def trained_on_a_rank(comm: Communicator, name: str, case: Any, strategy: str) -
 
 
 def evaluated_on_a_rank(comm: Communicator, name: str, case: Any, strategy: str) -> list[torch.Tensor]:
-    engine = parallelize(build(name, case).eval(), comm, strategy, **sharding(comm, strategy))
+    engine = spread(build(name, case).eval(), comm, name, case, strategy)
     with torch.no_grad():
         return call(engine, case, comm.rank)
-
-
-def sharding(comm: Communicator, strategy: str) -> dict[str, int]:
-    return {"shard_ranks": comm.size} if strategy == "hybrid" else {}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
