@@ -150,7 +150,7 @@ def test_ctrl_c_while_ranks_load_or_train_ends_the_run(
     run = live()
     run.wait_until(lambda: (project / "runs" / "tiny").is_dir())
     run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    assert run.wait() == 130, run.error()
     assert run.error().startswith(LINE)
     assert run.error().count("\n") == 1
     all_gone()

@@ -67,6 +67,7 @@ class Task:
     group_timeout_s: float
     timeout_s: float
     backend: str
+    test: str  # that has the task done, as pytest names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +203,7 @@ class GlooPool:
                 group_timeout_s=group_timeout_s,
                 timeout_s=timeout_s,
                 backend=self.backend,
+                test=os.environ.get("PYTEST_CURRENT_TEST", ""),
             )
             worker.send(task)
         return self._collect(ranks, timeout_s)
@@ -248,6 +250,7 @@ def serve(file_descriptor: int) -> None:
             task: Task = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
+        os.environ["PYTEST_CURRENT_TEST"] = task.test
         # Compilers and drivers warn in ways that differ by version.
         warnings.simplefilter("error" if task.backend == "gloo" else "default")
         faulthandler.dump_traceback_later(task.timeout_s, exit=True)

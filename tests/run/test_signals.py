@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.run.signals import PREEMPTING, launcher_signals, leave_early, start_thread
+from paceline.run.signals import PREEMPTING, launcher_signals, leave_early, polling, start_thread
 
 
 class EndedError(Exception):
@@ -44,6 +44,15 @@ def test_a_signal_inside_of_the_start_of_a_thread_is_handled_after_it(monkeypatc
     assert ran.wait(10)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_signal_before_the_start_of_a_thread_is_what_ends_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise EndedError(signal.SIGINT)
+
+    monkeypatch.setattr("paceline.run.signals.start_thread", interrupted)
+    with pytest.raises(EndedError), polling(lambda: True, every_s=1.0, name="nothing"):
+        pass
 
 
 @pytest.mark.parametrize("number", PREEMPTING)

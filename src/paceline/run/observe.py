@@ -38,7 +38,7 @@ from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink,
 from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
-from paceline.run.signals import polling, start_thread
+from paceline.run.signals import beside, polling
 
 _PATIENCE_S = 2.0
 _LOOK_S = 0.5
@@ -88,13 +88,10 @@ def live_progress(folder: Path, *, is_shown: bool) -> Iterator[None]:
             if not is_failure and not (isinstance(record, RunRecord) and record.total_steps == 0):
                 view.write(record)
 
-    thread = threading.Thread(target=follow, name="progress", daemon=True)
     try:
-        start_thread(thread)
-        yield
+        with beside(threading.Thread(target=follow, name="progress", daemon=True), is_over, 5.0):
+            yield
     finally:
-        is_over.set()
-        thread.join(timeout=5.0)
         view.flush()
         view.close()
 

@@ -142,13 +142,20 @@ def polling(look: Callable[[], bool], *, every_s: float, name: str, patience_s: 
             if look():
                 return
 
-    thread = threading.Thread(target=follow, name=name, daemon=True)
+    with beside(threading.Thread(target=follow, name=name, daemon=True), is_left, patience_s):
+        yield
+
+
+@contextlib.contextmanager
+def beside(thread: threading.Thread, is_over: threading.Event, patience_s: float | None) -> Iterator[None]:
+    """Runs a thread beside the block, then sets ``is_over`` and waits for the thread's end, ``patience_s`` at most."""
     try:
         start_thread(thread)
         yield
     finally:
-        is_left.set()
-        thread.join(timeout=patience_s)
+        is_over.set()
+        if thread.ident is not None:  # None: a signal came before it was started
+            thread.join(timeout=patience_s)
 
 
 @contextlib.contextmanager
