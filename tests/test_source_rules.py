@@ -38,7 +38,7 @@ LINES = {
     "config": 3_350,
     "data": 3_900,
     "doctor": 900,
-    "engines": 9_600,
+    "engines": 9_800,
     "health": 1_450,
     "launch": 2_700,
     "learn": 1_650,

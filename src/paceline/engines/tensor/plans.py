@@ -174,8 +174,8 @@ def library_plan(model: nn.Module) -> TensorPlan | None:
             )
     if not any(rule.role in ("column", "experts") for rule in rules):
         return None
-    plan = {"splits_sequence": False, "notes": tuple(notes)}
-    return TensorPlan(name=f"{type(model).__name__} of its library", rules=tuple(rules), **plan)
+    name = f"{type(model).__name__} of its library"
+    return TensorPlan(name=name, rules=tuple(rules), splits_sequence=False, notes=tuple(notes))
 
 
 class _NotSplitError(Exception):
