@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
 from paceline.engines.apply import parallelize
+from paceline.errors import UsageError
 
 common_modules = pytest.importorskip(
     "torch.testing._internal.common_modules", reason="torch's catalogue needs expecttest"
 )
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
 CATALOGUE: dict[str, Any] = {info.name: info for info in common_modules.module_db}
+REFUSAL = r"(?s)have no shape yet\n  a lazy module .* before that\n  run the model once when it is built"
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
 
 
@@ -40,6 +42,19 @@ def cases_of(name: str, numbers: Numbers, *, training: bool) -> list[Any]:
 
 
 def build(name: str, case: Any, numbers: Numbers) -> nn.Module:
+    """Builds a module whose parameters have shapes: one that learns them from a batch gets one."""
+    made = build_as_it_is(name, case, numbers)
+    if is_lazy(made):
+        with torch.no_grad():
+            call(made, case, 0)
+    return made
+
+
+def is_lazy(module: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(each) for each in module.parameters())
+
+
+def build_as_it_is(name: str, case: Any, numbers: Numbers) -> nn.Module:
     torch.manual_seed(11)
     kind = CATALOGUE[name].module_cls
     takes = {"device": numbers.device, "dtype": numbers.dtype}
@@ -100,6 +115,7 @@ def trained_on_a_rank(
     found = []
     for number in chosen:
         case = cases_of(name, numbers, training=True)[number]
+        check_refused(comm, build_as_it_is(name, case, numbers), strategy)
         engine = engine_of(comm, build(name, case, numbers).train(), strategy, numbers)
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         loss_of(call(engine, case, comm.rank), numbers).backward()  # type: ignore[no-untyped-call]
@@ -115,6 +131,7 @@ def evaluated_on_a_rank(
     found = []
     for number in chosen:
         case = cases_of(name, numbers, training=False)[number]
+        check_refused(comm, build_as_it_is(name, case, numbers), strategy)
         engine = engine_of(comm, build(name, case, numbers).eval(), strategy, numbers)
         with torch.no_grad():
             found.append(call(engine, case, comm.rank))
@@ -124,3 +141,10 @@ def evaluated_on_a_rank(
 def engine_of(comm: Communicator, module: nn.Module, strategy: str, numbers: Numbers) -> Any:
     sharding = {"shard_ranks": comm.size} if strategy == "hybrid" else {}
     return parallelize(module, comm, strategy, **sharding, **numbers.options)
+
+
+def check_refused(comm: Communicator, module: nn.Module, strategy: str) -> None:
+    """A lazy module, as it comes, must be refused with the rule and the fix."""
+    if is_lazy(module):
+        with pytest.raises(UsageError, match=REFUSAL):
+            engine_of(comm, module, strategy, Numbers())

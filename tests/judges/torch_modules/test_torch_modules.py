@@ -1,6 +1,7 @@
 """torch's own catalogue of modules: each entry that has parameters, trained a step on virtual ranks, and evaluated.
 
-In float64; ``module_cases.py`` says how, and what the oracle is.
+In float64; ``module_cases.py`` says how, and what the oracle is. A lazy module is refused, with the way out; taken,
+which is one call, it is trained as all others.
 """
 
 from __future__ import annotations
