@@ -7,9 +7,12 @@ by the batch. A rank takes the numbers of cases, not cases: these cannot be sent
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,19 +25,34 @@ from paceline.comm.base import Communicator
 from paceline.engines.apply import parallelize
 from paceline.errors import UsageError
 
-common_modules = pytest.importorskip(
-    "torch.testing._internal.common_modules", reason="torch's catalogue needs expecttest"
-)
+MODULE = "torch.testing._internal.common_modules"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
-CATALOGUE: dict[str, Any] = {info.name: info for info in common_modules.module_db}
 REFUSAL = r"(?s)have no shape yet\n  a lazy module .* before that\n  run the model once when it is built"
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
+
+
+def catalogued_names() -> list[str]:
+    """The names of the catalogue's entries, from its source: to load it takes seconds, which only its cases need."""
+    spec = importlib.util.find_spec(MODULE)
+    assert spec is not None
+    assert spec.origin is not None
+    nodes = ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    entries = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ModuleInfo"]
+    return sorted({ast.unparse(entry.args[0]).removeprefix("torch.") for entry in entries})
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    modules = pytest.importorskip(MODULE, reason="torch's catalogue needs expecttest")
+    found = {info.name: info for info in modules.module_db}
+    assert sorted(found) == catalogued_names()
+    return found
 
 
 @functools.cache
 def cases_of(name: str, numbers: Numbers, *, training: bool) -> list[Any]:
     """The ways in which the catalogue builds and calls a module, of those that leave it with parameters."""
-    info = CATALOGUE[name]
+    info = catalogue()[name]
     torch.manual_seed(5)
     given = {"device": numbers.device, "dtype": numbers.dtype, "requires_grad": False, "training": training}
     cases = info.module_inputs_func(info, **given)
@@ -56,7 +74,7 @@ def is_lazy(module: nn.Module) -> bool:
 
 def build_as_it_is(name: str, case: Any, numbers: Numbers) -> nn.Module:
     torch.manual_seed(11)
-    kind = CATALOGUE[name].module_cls
+    kind = catalogue()[name].module_cls
     takes = {"device": numbers.device, "dtype": numbers.dtype}
     known = inspect.signature(kind.__init__).parameters
     chosen = {key: value for key, value in takes.items() if key in known} | case.constructor_input.kwargs
