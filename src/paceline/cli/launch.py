@@ -15,7 +15,7 @@ from paceline.terminal import echo
 if TYPE_CHECKING:
     from paceline.launch.job import LaunchJob, Target
 
-_MOST_BYTES = 2**19  # of a file of hosts
+_MOST_BYTES = 2**19  # of a file of hosts, or a patch
 _RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
 
 
@@ -49,6 +49,7 @@ def start(
     hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines; A:4,B:4 with 4 ranks on each."),
     hostfile: Path = typer.Option(None, help="ssh: a machine on each line, with slots=4 for 4 ranks."),
     kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
+    patch: Path = typer.Option(None, metavar="FILE", help="kubernetes: a part of the pods' template, merged into it."),
     port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
     array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
     max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10."),
@@ -68,8 +69,12 @@ def start(
 
     if wrong := [word for word in settings or [] if "=" not in word]:
         raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    if kind is not None and on != "kubernetes":
-        raise typer.BadParameter(f"--kind {kind} with --on {on}: only Kubernetes has kinds")
+    words = dict(word.split("=", 1) for word in settings or [])
+    for option, value in {"--kind": kind, "--patch": patch}.items():
+        if value is not None and on != "kubernetes":
+            raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
+    words |= {} if kind is None else {"kind": kind}
+    words |= {} if patch is None else {"patch": _text(patch, "--patch")}
     named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
@@ -87,7 +92,7 @@ def start(
         max_requeues=max_requeues,
         python=python,
         port=port,
-        settings=dict(word.split("=", 1) for word in settings or []) | ({} if kind is None else {"kind": kind}),
+        settings=words,
         setup=tuple(setup or ()),
     )
     checks = not no_memory_check

@@ -44,7 +44,9 @@ def train(
     *,
     resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
     force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
-    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits."),
+    auto_batch_size: bool = typer.Option(
+        False, "--auto-batch-size", help="The largest microbatch that fits: the same as train.microbatch=auto."
+    ),
     find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),

@@ -186,7 +186,10 @@ _loading: list[threading.Thread] = []  # one at most
 
 
 def load_compiler() -> None:
-    """Starts to load torch's compiler, which takes seconds, in a thread; what is compiled next waits for it."""
+    """Starts to load torch's compiler, which takes seconds, in a thread; what is compiled next waits for it.
+
+    Nothing that imports modules of torch should run until then.
+    """
 
     def load() -> None:
         with contextlib.suppress(Exception):  # whoever compiles says what is missing

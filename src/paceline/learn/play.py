@@ -7,7 +7,7 @@ An answer comes from the functions behind ``paceline plan``, as it judges a conf
 and takes about ten milliseconds. The page gets the command that gives the same config, on top of ``gpt_7b``, which
 ships. The page is one file, served on the loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it shows.
 The content security policy allows its style and script by their hashes and nothing else, and requests must name a
-loopback host ([Note: who gets in] of ``view/server.py``). Inputs are words of fixed lists and numbers within bounds.
+loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.request import PRECISIONS, request_for, why_not_written, workload_as_written
 from paceline.search.search import budget_of, rank_one
 from paceline.units import format_bytes, format_count, format_seconds
+from paceline.view.gate import HEADERS, Gate
 from paceline.view.html import as_json, security_policy
-from paceline.view.server import HEADERS, Gate, as_response
+from paceline.view.server import as_response
 
 CONFIG_FILE = "gpt_7b"  # it ships
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
