@@ -56,7 +56,9 @@ def make_environment(arm: str, folder: Path, bounds: dict[str, str]) -> Path:
     if (folder / "ready").exists():
         return python
     if (base := shutil.which(PYTHONS[arm])) is None:
-        sys.exit(f"{PYTHONS[arm]} is not on the PATH\n  the arm {arm} runs on it\n  install it, or name the other --arm")
+        sys.exit(
+            f"{PYTHONS[arm]} is not on the PATH\n  the arm {arm} runs on it\n  install it, or name the other --arm"
+        )
     subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
     held = folder / "pins.txt"
     held.write_text("\n".join(pins(bounds) if arm == "lowest" else []) + "\n", encoding="utf-8")
