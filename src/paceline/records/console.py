@@ -52,7 +52,8 @@ class ProgressView:
         self._console = console if console is not None else new_console()
         self._has_cell, self._cell = console is None and is_notebook(), None  # which is made when it is first drawn
         self._lines: deque[str] = deque(maxlen=_CELL_LINES)
-        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and not self._has_cell
+        is_seen = self._console.is_terminal if console is not None else self._console.file.isatty()  # not FORCE_COLOR
+        self._is_live = is_seen and not self._console.is_dumb_terminal and not self._has_cell
         self._every_s = _DRAW_EVERY_S if self._is_live or self._has_cell else plain_every_s
         self._clock, self._lock = clock, RLock()
         self._progress = _RunProgress()
