@@ -50,6 +50,15 @@ class Numbers:
         return torch.float64 if self.is_exact else torch.float32
 
     @property
+    def eps(self) -> float:
+        """That of AdamW. With a small one a number steps as far as any other if its gradient is not nearly zero.
+
+        Where rounding decides which way, compiled kernels, which round elsewhere, go another one. So there it is large:
+        an update is a share of its gradient, and no further off.
+        """
+        return 1.0 if self.is_compiled else 1e-3
+
+    @property
     def options(self) -> dict[str, Any]:
         """What ``parallelize`` is told."""
         compiled = {"compile": True} if self.is_compiled else {}

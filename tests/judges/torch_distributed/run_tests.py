@@ -54,6 +54,12 @@ def share_the_gpu() -> None:
     torch.cuda.set_device(0)
     torch.cuda.device_count = lambda: RANKS
     torch.cuda.set_device = lambda _: None
+    move = torch.Tensor.to
+
+    def move_to_the_first(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return move(tensor, *((0, *args[1:]) if args and isinstance(args[0], int) else args), **options)
+
+    torch.Tensor.to = move_to_the_first  # type: ignore[assignment, method-assign]
     distributed_test.init_multigpu_helper = lambda ranks, _: {rank: [0] for rank in range(ranks)}
 
 
