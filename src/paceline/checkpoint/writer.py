@@ -385,6 +385,8 @@ def load(
         checkpoint = open_checkpoint(chosen)
         fill_model(checkpoint, engine)
         if optimizer is not None:
+            if hasattr(engine, "check_optimizer"):
+                engine.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
             load_optimizer(checkpoint, optimizer, list(engine.shards()))
         return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
 
