@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 TURNS = 10
 MOST_INPUTS = 8  # of a case in the default run: one of torch's losses has 857
+NO_GPU = "needs a CUDA device"
 HERE = Path(__file__).parent
 
 
@@ -62,19 +63,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for report in terminalreporter.stats.get(kind, []):
             judge = judge_of(report.nodeid)
             reason = report.longrepr[2] if kind == "skipped" and isinstance(report.longrepr, tuple) else ""
+            if judge.startswith("on_gpu") and reason == f"Skipped: {NO_GPU}":
+                continue  # it says nothing about us
             is_refusal = reason.startswith("Skipped: refused: ")
             outcome = "refused" if is_refusal else kind
             outcomes.setdefault(judge, Counter())[outcome] += 1
             if kind != "passed":
                 text = reason.removeprefix("Skipped: ").removeprefix("refused: ") or report.nodeid
                 reasons.setdefault(judge, Counter())[f"{outcome}: {text.partition(chr(10))[0]}"] += 1
-    found = {
+    found: dict[str, Any] = {
         judge: {"outcomes": counts, "reasons": reasons.get(judge, {})} for judge, counts in sorted(outcomes.items())
     }
+    if any(judge.startswith("on_gpu") for judge in found):
+        found = {"machine": machine(config), **found}
     Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def machine(config: pytest.Config) -> dict[str, str]:
+    """What the judges for a GPU ran on."""
+    import torch
+
+    is_gpu = config.getoption("--judges-device") == "cuda"
+    return {"device": torch.cuda.get_device_name() if is_gpu else "cpu", "torch": torch.__version__}
+
+
 def judge_of(nodeid: str) -> str:
-    """The folder below ``judges`` that a case stands in."""
-    parts = Path(nodeid.partition("::")[0]).parts
-    return parts[parts.index("judges") + 1]
+    """The folder below ``judges`` that a case stands in; those for a GPU are several, each a file of one folder."""
+    path = Path(nodeid.partition("::")[0])
+    judge = path.parts[path.parts.index("judges") + 1]
+    return f"{judge}/{path.stem.removeprefix('test_')}" if judge == "on_gpu" else judge

@@ -30,7 +30,8 @@ class OurDataParallel(nn.Module):
     def __init__(self, module: nn.Module, *_: Any, process_group: Any = None, **__: Any) -> None:
         super().__init__()
         self.module = module
-        engine = parallelize(module, communicator_of(process_group, CPU), "ddp")
+        device = next((each.device for each in module.parameters()), CPU)
+        engine = parallelize(module, communicator_of(process_group, device), "ddp")
         object.__setattr__(self, "engine", engine)  # not as a part: the module is one already
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -109,6 +110,10 @@ class OurGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any = None) -> OurWork:
         (tensor,), (pieces,) = inputs, outputs
+        if any(piece.numel() != tensor.numel() for piece in pieces):
+            pieces[self.comm.rank].copy_(tensor)
+            works = [self.comm.broadcast(piece, source) for source, piece in enumerate(pieces)]
+            return OurWork(works, result=outputs)
         whole = tensor.new_empty((self.comm.size, tensor.numel()))
         work = self.comm.all_gather(whole.view(-1), tensor.contiguous().view(-1))
 
@@ -128,6 +133,10 @@ class OurGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> OurWork:
         (output,), (pieces,) = outputs, inputs
+        if any(piece.numel() != output.numel() for piece in pieces):
+            copies = [piece.clone() for piece in pieces]
+            works = [self.comm.all_reduce(piece, _op(options)) for piece in copies]
+            return OurWork(works, lambda: output.copy_(copies[self.comm.rank]), result=outputs)
         whole = torch.cat([piece.reshape(-1) for piece in pieces])
         return OurWork([self.comm.reduce_scatter(output.view(-1), whole, _op(options))], result=outputs)
 
@@ -195,8 +204,8 @@ def _op(options: Any) -> Any:
     raise RuntimeError(f"paceline has no {asked}")
 
 
-def replace_process_groups() -> None:
-    """Lets groups that torch makes from now on for CPUs be of our communicators, through shared memory."""
+def replace_process_groups(device: torch.device = CPU) -> None:
+    """Lets groups that torch makes from now on be of our communicators, for CPUs through shared memory."""
     c10d: Any = dist.distributed_c10d
     start, add = dist.init_process_group, dist.new_group
 
@@ -204,7 +213,8 @@ def replace_process_groups() -> None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             return group
         world = c10d._world
-        ours = OurGroup(share_memory(communicator_of(group, CPU)), world.pg_names[group])
+        comm = communicator_of(group, device)
+        ours = OurGroup(share_memory(comm) if device == CPU else comm, world.pg_names[group])
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             table[ours] = table[group]
         world.pg_to_tag[ours] = world.pg_to_tag[group]

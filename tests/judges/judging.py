@@ -1,16 +1,20 @@
-"""What judges share: whether a case was refused in our words, and cases that one process runs for all workers."""
+"""What judges share: how a case ended, ranks that are sent cases, and cases that one process runs for all workers."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from gloo_pool import GlooPool
+from oracle import to_host
 
+from paceline.comm.base import Communicator
 from paceline.errors import RankFailedError, UsageError
 
 T = TypeVar("T")
@@ -25,6 +29,24 @@ def outcome_of(work: Callable[[], T]) -> T:
         if not isinstance(cause, UsageError):
             raise
         pytest.skip(f"refused: {cause}")
+
+
+def told_by_a_rank(comm: Communicator, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns what some work returns, on the host; a refusal too, which a pool would take for a rank that failed."""
+    warnings.simplefilter("ignore")
+    try:
+        return to_host(work(comm, *args))
+    except UsageError as error:
+        return error
+
+
+def on_pool(pool: GlooPool, work: Callable[..., T], *args: Any, ranks: int = 2) -> list[T]:
+    """Runs some work on ranks of a pool. The first case of a kind loads a library, and compilers take their time."""
+    found = pool.run(told_by_a_rank, work, args, ranks=ranks, group_timeout_s=120.0, timeout_s=150.0)
+    for each in found:
+        if isinstance(each, UsageError):
+            raise each
+    return found
 
 
 def end_as(outcome: str, why: str) -> None:

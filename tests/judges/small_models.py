@@ -1,13 +1,29 @@
-"""Small random models of Hugging Face's architectures: how each is built, and a batch for it."""
+"""Small random models of Hugging Face's architectures, as cases: built, a batch for each, a step alone and on ranks."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Alone, Numbers, State
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline import checkpoint
+from paceline.comm.base import Communicator
+from paceline.engines.apply import parallelize
 
 VOCABULARY, LENGTH, CLASSES, WIDTH = 40, 8, 4, 16
+RANKS = 2
+ALL = tuple(range(RANKS))
+FLOAT64 = Numbers()
+# They cast to it themselves, whatever dtype they have; Mixtral's router does, whose gradients tensor ranks add up.
+FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3", "mixtral, split")
+LOSS_SHARE = 0.005  # by which a loss in bf16 may be off: its logits are, by 2^-8
 
 # Every name that a config of the library may have for a size; each config takes those that it knows.
 SIZES: dict[str, Any] = {
@@ -44,6 +60,10 @@ SIZES: dict[str, Any] = {
     "hidden_sizes": [8, WIDTH],
     "depths": [1, 1],
 }
+WIDTHS = [
+    *("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "embedding_dim", "word_embed_proj_dim"),
+    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "head_dim", "d_kv", "rotary_dim"),
+]
 SOUND = {
     "conv_dim": [8, 8],
     "conv_kernel": [5, 3],
@@ -105,13 +125,13 @@ CLASSES_OF = {
 ARCHITECTURES = tuple(CLASSES_OF)
 
 
-def config_of(name: str) -> Any:
-    """The architecture's config with small sizes and nothing that is dropped by chance."""
+def config_of(name: str, times: int = 1) -> Any:
+    """The architecture's config with small sizes, widths so many times as large, and nothing dropped by chance."""
     from transformers import CONFIG_MAPPING  # here: to load it takes seconds, which every worker would pay
 
     kind = CONFIG_MAPPING[name]
     known = kind().to_dict()
-    sizes = {key: value for key, value in SIZES.items() if key in known}
+    sizes = {key: times * value if key in WIDTHS else value for key, value in SIZES.items() if key in known}
     config = kind(**{**sizes, **ALSO.get(name, {})}, num_labels=CLASSES)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -123,13 +143,15 @@ def config_of(name: str) -> Any:
     return config
 
 
-def build(name: str) -> Any:
-    """A model in float64, the same at every call."""
+def build(name: str, numbers: Numbers = FLOAT64, times: int = 1) -> Any:
+    """A model on its device, the same at every call."""
     import transformers
 
     torch.manual_seed(3)
+    kind = getattr(transformers, CLASSES_OF[name])
     # Experts in a loop: the library's grouped products are not made for float64.
-    return getattr(transformers, CLASSES_OF[name]).from_config(config_of(name), experts_implementation="eager").double()
+    model = kind.from_config(config_of(name, times), experts_implementation="eager")
+    return model.to(numbers.device, numbers.dtype)
 
 
 def batch_of(name: str, ranks: tuple[int, ...], samples: int = 2) -> dict[str, torch.Tensor]:
@@ -165,6 +187,61 @@ def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The cross-entropy in float64; the library's own loss casts to float32."""
+    """The cross-entropy, of float64 in float64; the library's own loss casts to float32."""
     logits = logits_of(model, batch)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+
+
+def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, whose eps is large enough that a gradient of nothing but rounding moves nothing."""
+    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=0.01, eps=1e-3)
+
+
+def train_step(model: Any, name: str, ranks: tuple[int, ...], numbers: Numbers = FLOAT64) -> float:
+    optimizer = adamw(model.parameters())
+    loss = loss_of(model, numbers.put(batch_of(name, ranks)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.item()
+
+
+@functools.cache
+def trained_alone(name: str, numbers: Numbers = FLOAT64) -> tuple[float, Alone]:
+    """The loss of the batch of all ranks, and the model after a step.
+
+    In float64, and where batch norm goes by it, the batch is one; else the ranks' parts go one after another: products
+    of other sizes are other kernels, which round in other places.
+    """
+    alone = Alone(build(name, numbers).train(), numbers)
+    optimizer, losses = adamw(alone.parameters()), []
+    is_one = numbers.is_exact or any(isinstance(each, _BatchNorm) for each in alone.module.modules())
+    for ranks in [ALL] if is_one else [(rank,) for rank in ALL]:
+        loss = loss_of(alone, numbers.put(batch_of(name, ranks))) * (len(ranks) / RANKS)
+        alone.backward(loss)
+        losses.append(loss.item())
+    alone.update(optimizer)
+    return sum(losses), alone
+
+
+def on_a_rank(
+    comm: Communicator, name: str, strategy: str, numbers: Numbers = FLOAT64, folder: Path | None = None
+) -> tuple[float, State]:
+    engine = parallelize(build(name, numbers).train(), comm, strategy, **numbers.options)
+    loss = train_step(engine, name, (comm.rank,), numbers)
+    if folder is not None:
+        checkpoint.save(folder, engine, step=1)
+    return loss, dict(engine.full_state_dict())
+
+
+def tolerance_of(name: str) -> dict[str, float]:
+    """The tolerance in float64."""
+    return {"rtol": 1e-5, "atol": 1e-6} if name in FLOAT32_INSIDE else {"rtol": 1e-9, "atol": 1e-11}
+
+
+def assert_trained(name: str, found: list[tuple[float, State]], loss: float, alone: Alone) -> None:
+    mean = sum(each for each, _ in found) / RANKS
+    numbers = alone.numbers
+    assert mean == pytest.approx(loss, rel=tolerance_of(name)["rtol"] if numbers.is_exact else LOSS_SHARE)
+    for _, state in found:
+        numbers.assert_trained(state, alone, **tolerance_of(name))

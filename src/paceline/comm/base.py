@@ -147,6 +147,7 @@ def _dense(call: Call) -> Call:
 
 
 def check_peer(kind: str, peer: int, size: int) -> None:
+    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
     if not 0 <= peer < size:
         raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
 

@@ -1,6 +1,9 @@
-"""Runs tests of torch's ``distributed_test.py`` with ours in the place of torch's; started by the judge's test.
+"""Runs tests of torch's ``distributed_test.py`` with ours in the place of torch's; started by the judges' tests.
 
-Writes a line for each to the file that it is given: the name, the outcome, and why.
+    python run_tests.py NAMES FOLDER OUTPUT gloo|nccl
+
+Writes a line for each to the file that it is given: the name, the outcome, and why. Ranks of NCCL share the first GPU:
+a test that asks for its rank's GPU gets that one.
 """
 
 from __future__ import annotations
@@ -13,14 +16,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-os.environ.update(BACKEND="gloo", WORLD_SIZE="3", TEMP_DIR=sys.argv[2])
-sys.path.insert(0, str(Path(__file__).parents[1]))
+BACKEND = sys.argv[4]
+RANKS = {"gloo": 3, "nccl": 2}[BACKEND]
+os.environ.update(BACKEND=BACKEND, WORLD_SIZE=str(RANKS), TEMP_DIR=sys.argv[2])
+# CUDA does not survive a fork: a look at NVML does not begin it. A test that hangs must not use up the others' time.
+os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="60" if RANKS == 2 else "300")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "pool")]
 warnings.simplefilter("ignore")
 
 import in_place_of_torch  # noqa: E402
 import torch  # noqa: E402
+from nccl_pool import own_host  # noqa: E402
 
-in_place_of_torch.replace_process_groups()
+in_place_of_torch.replace_process_groups(torch.device("cuda", 0) if BACKEND == "nccl" else torch.device("cpu"))
 in_place_of_torch.replace_data_parallel()
 
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
@@ -30,12 +38,24 @@ for _backends in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED
     setattr(distributed_test, _backends, [])
 
 
+def share_the_gpu() -> None:
+    """Lets torch's tests take the first GPU for that of every rank."""
+    torch.cuda.device_count = lambda: RANKS
+    torch.cuda.set_device = lambda _: None
+    distributed_test.init_multigpu_helper = lambda ranks, _: {rank: [0] for rank in range(ranks)}
+
+
 class OurTests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
     """The tests as torch runs them, with processes that are forked."""
 
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    @classmethod
+    def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+        os.environ.update(own_host(rank) if BACKEND == "nccl" else {})
+        super()._run(rank, *args, **kwargs)
 
 
 def outcome_of(name: str) -> tuple[str, str]:
@@ -48,6 +68,8 @@ def outcome_of(name: str) -> tuple[str, str]:
 
 
 def main() -> None:
+    if BACKEND == "nccl":
+        share_the_gpu()
     names, output = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[3])
     for name in names:
         outcome = outcome_of(name)

@@ -39,48 +39,46 @@ class _Edges:
     """A flat group, what of this rank's last own parameter lies on others, and who owns what its slice begins with."""
 
     def __init__(self, group: FlatGroup) -> None:
-        self.group, layout, size = group, group.layout, group.comm.size
+        self.group, layout, comm = group, group.layout, group.comm
         owners = [slot.offset // layout.shard_length for slot in layout.slots]
         held = [place for place, (begin, end) in enumerate(layout.spans) if begin < end]
-        rank = group.comm.rank
-        self.owned = [place for place in held if owners[place] == rank]
-        self.before = next((place for place in held if owners[place] < rank), None)
-        lengths = [0] * size if self.before is None else [int(r == owners[self.before]) for r in range(size)]
-        self.given = [each * group.pieces[self.before or 0].numel() for each in lengths]
-        self.taken = [0] * size
+        self.owned = [place for place in held if owners[place] == comm.rank]
+        self.before = next((place for place in held if owners[place] < comm.rank), None)
+        self.given, self.taken = [0] * comm.size, [0] * comm.size  # elements of other ranks' parameters, and of ours
+        if self.before is not None:
+            self.given[owners[self.before]] = group.pieces[self.before].numel()
         for slot in (layout.slots[place] for place in self.owned[-1:]):
-            for other in range(rank + 1, size):
-                begin, end = layout.shard_range(other, size)
+            for other in range(comm.rank + 1, comm.size):
+                begin, end = layout.shard_range(other, comm.size)
                 self.taken[other] = max(0, min(end, slot.offset + slot.numel) - begin)
 
     def gather(self, pieces: Sequence[Tensor]) -> dict[int, Tensor]:
         """Returns what is whole here of every rank's pieces, flat and by place: pieces themselves where they can be."""
-        given, more = self._exchange_buffers(pieces)
-        whole = {place: pieces[place] for place in self.owned}
+        given, taken = self._buffers(pieces)
         if self.group.comm.size > 1:
-            self.group.comm.all_to_all(more, given, self.taken, self.given).wait()
-        if more.numel():
-            last = self.owned[-1]
-            whole[last] = torch.cat([pieces[last], more.to(pieces[last].device)])
+            self.group.comm.all_to_all(taken, given, self.taken, self.given).wait()
+        whole = {place: pieces[place] for place in self.owned}
+        if taken.numel():
+            whole[self.owned[-1]] = torch.cat([pieces[self.owned[-1]], taken.to(pieces[0].device)])
         return whole
 
     def scatter(self, pieces: Sequence[Tensor], whole: dict[int, Tensor]) -> None:
         """Puts updated values where ``gather`` had them from."""
-        back, more = self._exchange_buffers(pieces)
-        if more.numel():
-            last = self.owned[-1]
-            kept = pieces[last].numel()
-            pieces[last].copy_(whole[last][:kept])
-            more.copy_(whole[last][kept:])
+        given, taken = self._buffers(pieces)
+        if taken.numel():
+            piece, values = pieces[self.owned[-1]], whole[self.owned[-1]]
+            piece.copy_(values[: piece.numel()])
+            taken.copy_(values[piece.numel() :])
         if self.group.comm.size > 1:
-            self.group.comm.all_to_all(back, more, self.given, self.taken).wait()
+            self.group.comm.all_to_all(given, taken, self.given, self.taken).wait()
         if self.before is not None:
-            pieces[self.before].copy_(back)
+            pieces[self.before].copy_(given)
 
-    def _exchange_buffers(self, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        first, device = pieces[self.before or 0], self.group.comm.device
-        given = first.new_empty(0, device=device) if self.before is None else first.to(device, copy=True)
-        return given, first.new_empty(sum(self.taken), device=device)
+    def _buffers(self, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns what this rank gives to the owner of its first elements, and memory for what it takes."""
+        device = self.group.comm.device
+        taken = pieces[0].new_empty(sum(self.taken), device=device)
+        return taken[:0] if self.before is None else pieces[self.before].to(device, copy=True), taken
 
 
 class _WholeStep:
