@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup, piece_places
-from paceline.engines.flat.whole_updates import update_whole, updates_whole
+from paceline.engines.flat.whole_updates import update_whole
 from paceline.errors import UsageError
 from paceline.shards import load_own_state, own_optimizer_state
 
@@ -98,7 +98,7 @@ def load_optimizer_state(optimizer: Optimizer, groups: Sequence[FlatGroup], stat
             for key, value in state["state"].get(index, {}).items():
                 if not isinstance(value, Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
                     scalars.add(key)
-        if updates_whole(optimizer):
+        if getattr(optimizer, "updates_whole", False):
             others = {i for i, (group, place) in sharded.items() if not group.layout.region(place).has_first}
             mine["state"] = {i: tree_map(_copied, values) for i, values in state["state"].items() if i not in others}
         else:
@@ -422,10 +422,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], beside: int = 0) -> Tensor:
-    """Returns what an optimizer of the same class makes of ``values``, for each of the parameter groups' settings.
-
-    So many others are ``beside`` it in each group, with larger values and gradients.
-    """
+    """Returns what an optimizer of the same class makes of ``values``, alone or ``beside`` others, for each setting."""
     settings = _distinct_settings(optimizer)
     tensors = [nn.Parameter(values.clone()) for _ in settings]
     others = [[nn.Parameter(values * (2 + number)) for number in range(beside)] for _ in settings]

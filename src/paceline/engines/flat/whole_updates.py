@@ -23,16 +23,11 @@ from paceline.engines.flat.flat import FlatGroup
 
 def update_whole(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
     """Lets an optimizer of pieces update whole parameters from now on, each on its owner. All ranks step together."""
-    if not updates_whole(optimizer):
+    if not getattr(optimizer, "updates_whole", False):
         around = _WholeStep([_Edges(group) for group in groups])
         optimizer.register_step_pre_hook(around.begin)
         optimizer.register_step_post_hook(around.end)
-        optimizer.updates_whole = True  # type: ignore[attr-defined]
-
-
-def updates_whole(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's state of a parameter is whole, and on its owner alone."""
-    return getattr(optimizer, "updates_whole", False)
+        optimizer.updates_whole = True  # type: ignore[attr-defined]  # its states too are whole, on owners alone
 
 
 class _Edges:
