@@ -38,7 +38,7 @@ LINES = {
     "config": 3_400,
     "data": 3_900,
     "doctor": 900,
-    "engines": 9_850,
+    "engines": 10_000,
     "health": 1_500,
     "launch": 3_000,
     "learn": 1_650,
