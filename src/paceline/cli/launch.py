@@ -46,8 +46,8 @@ def start(
     gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
     time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
     queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
-    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
-    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
+    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines; A:4,B:4 with 4 ranks on each."),
+    hostfile: Path = typer.Option(None, help="ssh: a machine on each line, with slots=4 for 4 ranks."),
     kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
     patch: Path = typer.Option(None, metavar="FILE", help="kubernetes: a part of the pods' template, merged into it."),
     port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
@@ -62,6 +62,7 @@ def start(
     no_memory_check: NoMemoryCheck = False,
 ) -> None:
     """Start a run, and follow it; leaves with its exit code."""
+    from paceline.launch.hostfile import read_hosts
     from paceline.launch.job import LaunchJob
     from paceline.launch.start import prepare
     from paceline.launch.start import start as submit
@@ -74,7 +75,7 @@ def start(
             raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
     words |= {} if kind is None else {"kind": kind}
     words |= {} if patch is None else {"patch": _text(patch, "--patch")}
-    named = _hosts(hosts, hostfile)
+    named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
         raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
@@ -86,6 +87,7 @@ def start(
         time=time,
         queue=queue,
         hosts=named,
+        slots=slots,
         tasks=array,
         max_requeues=max_requeues,
         python=python,
@@ -163,14 +165,6 @@ def _counts(text: str) -> tuple[int, int]:
     if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
         raise typer.BadParameter(f"--nodes {text}: it is a number of machines, or the fewest and the most: 2:4")
     return int(least), int(most or least)
-
-
-def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
-    words = (named or "").split(",")
-    if file is not None:
-        lines = _text(file, "--hostfile").splitlines()
-        words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
-    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
 
 
 def _text(file: Path, option: str) -> str:

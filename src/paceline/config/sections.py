@@ -197,6 +197,7 @@ class RecoveryConfig(Section):
     """What is done when something goes wrong."""
 
     max_restarts: NotNegativeCount = 3
+    restart_window: Count | None = 100
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
     on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
@@ -217,6 +218,7 @@ class MonitorConfig(Section):
 
     folder: str = Field(default="runs", min_length=1)
     log_every: Count = 10
+    keep_steps: Annotated[int, Field(ge=64)] | Literal["auto", "all"] = "auto"
     tensorboard: bool = True
     trackers: Annotated[tuple[str, ...], Strict(False)] = ()
     console: bool = True
