@@ -198,7 +198,10 @@ def _of_searches() -> Iterator[tuple[str, object]]:
     found = search(large, load_cluster("1x g4dn.12xlarge"))
     yield (
         "nothing fits",
-        [[each.keys for each in what_would_fit(found)], found.nearest and [str(found.nearest[0]), found.nearest[1]]],
+        [
+            [each.keys for each in what_would_fit(found)],
+            found.nearest and [found.nearest.label, found.nearest.memory_bytes],
+        ],
     )
     where = load_cluster("2x dgx-a100")
     yield (
