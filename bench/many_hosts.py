@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from paceline.bench.timing import BenchRecord
+from paceline.comm.control import server
 from paceline.comm.control.store import ControlStore
 from paceline.run import links
 from paceline.run.rendezvous import HostFacts, Rendezvous, rendezvous
@@ -54,8 +55,9 @@ class Agent(threading.Thread):
         """Goes through all phases."""
         try:
             self._run()
-        except Exception as error:  # it is told with the others'
+        except Exception as error:  # it is told with the others', which wait for it in vain
             self.error = f"{type(error).__name__}: {error}"
+            print(f"{self.name}: {self.error}", file=sys.stderr, flush=True)
         self.is_through.set()
 
     def _run(self) -> None:
@@ -95,7 +97,7 @@ class Agent(threading.Thread):
 
 def run_agents(numbers: Sequence[int], nodes: Surroundings, folder: Path, results: Any, is_over: Any) -> None:
     """Runs some agents in this process; tells when all are through, and leaves when all of all processes are."""
-    links.ANSWER_S, links._MEET_S = 300.0, 300.0
+    links.ANSWER_S = links._MEET_S = server._HANDSHAKE_S = 300.0
     if 0 in numbers and os.geteuid() == 0:
         os.nice(-10)
     agents = [Agent(number, nodes, folder, is_over) for number in numbers]
@@ -127,13 +129,13 @@ def measure(num_hosts: int) -> dict[str, Any]:
         for process in processes:
             process.start()
         found = [results.get(timeout=PATIENCE.total_seconds()) for _ in groups]
-        server = psutil.Process(processes[0].pid)
-        connections = [each for each in server.net_connections("tcp") if each.laddr.port == port and each.raddr]
+        first = psutil.Process(processes[0].pid)
+        connections = [each for each in first.net_connections("tcp") if each.laddr.port == port and each.raddr]
         row: dict[str, Any] = {
             "hosts": num_hosts,
             "all_s": round(time.monotonic() - start, 2),
             "server_connections": len(connections),
-            "server_memory_mb": round(server.memory_info().rss / 1e6),
+            "server_memory_mb": round(first.memory_info().rss / 1e6),
             "link_checks_of_a_host": len(links.partners_of(0, num_hosts, 1)),
             "errors": [error for _, errors in found for error in errors][:5],
         }
