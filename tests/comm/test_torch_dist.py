@@ -330,7 +330,8 @@ def come_alone(comm: Communicator) -> dict[str, str]:
         store.wait(["rank 0 gave up"], datetime.timedelta(seconds=100))
         return messages
     # The timeout becomes short only now, so that a busy machine has time to start.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), world)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
+    set_timeout(datetime.timedelta(seconds=0.5), world)
     impatient = TorchCommunicator(world, comm.device, timeout_s=0.5)
     attempts = {
         "split([0, 1])": lambda: impatient.split([0, 1]),

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps, after_failure
 from paceline.launch import ray_cluster
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker, read_options
+from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker, cause_of, read_options
 from paceline.launch.ray_hosts import HostEnd, _names, code_of, ended_by, rank_variables
 
 JOB = LaunchJob(
@@ -154,3 +154,26 @@ def test_a_worker_hands_over_orders_output_and_the_exit_code(tmp_path: Path) -> 
     dumb = RemoteWorker(["bash", "-c", "echo no such module; exit 1"], str(tmp_path))
     assert dumb.ask({"do": "look"}) == "does not start Paceline: no such module"
     dumb._process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [  # as Ray 2.60 says it
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: RemoteWorker\n\tip: 10.0.0.2\n"
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: ...",
+            "its process on the Ray node is gone",
+        ),
+        ("The actor died.\nThe actor is dead because its node has died. Node Id: 4bae36bedb1e", "its Ray node is gone"),
+        (
+            "The actor 4a365dd2 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: ...",
+            "its Ray node does not answer",
+        ),
+        ("something new\n\n  in one line  \n", "in one line"),
+        ("x" * 400, "x" * 117 + "..."),
+        ("", ""),
+    ],
+)
+def test_rays_words_about_a_lost_actor_are_shortened_to_the_cause(words: str, cause: str) -> None:
+    assert cause_of(words) == cause

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +74,18 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest
     found = samples(metrics_text([tmp_path / "run"]))
     assert found["paceline_step", labels(run="run", rank="0")] == 49
     assert found["paceline_steps_planned", labels(run="run", rank="0")] == RUN.total_steps
+
+
+def test_the_series_of_a_run_leave_when_it_is_over(tmp_path: Path) -> None:
+    ended = write_records(tmp_path / "ended", 0, RUN, STEP, END)
+    killed = write_records(tmp_path / "killed", 0, RUN, STEP)
+
+    def shown(age_s: float) -> set[str]:
+        for path in (ended, killed):
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
+        return {dict(named)["run"] for _, named in samples(metrics_text([tmp_path / "ended", tmp_path / "killed"]))}
+
+    assert [shown(60), shown(3600), shown(100_000)] == [{"ended", "killed"}, {"killed"}, set()]
 
 
 def test_runs_of_one_name_stay_apart(tmp_path: Path) -> None:

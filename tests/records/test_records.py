@@ -117,7 +117,7 @@ def test_fields_of_the_future_are_ignored(eval_record: EvalRecord) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"type": "weather"}, "unknown record type 'weather'.*known types are run, step, eval, event, end"),
+        ({"type": "weather"}, "unknown record type 'weather'.*known types are run, step, span, eval, event, end"),
         ({"type": None}, "unknown record type None"),
         ({"schema": SCHEMA_VERSION + 1}, "schema 2.*reads up to 1"),
         ({"step": "seven"}, "step = 'seven'"),

@@ -219,3 +219,4 @@ def test_the_explanation_has_values_place_and_advice() -> None:
 def test_solo_works_too() -> None:
     engine = parallelize(Model(), SoloCommunicator(CPU))
     assert find_overflow(Passes(engine, [make_batch()], CrossEntropy(1.0))) is None
+    assert not any(module._forward_hooks for module in engine.module.modules())  # the search leaves none behind

@@ -11,7 +11,7 @@ from paceline.view.columns import KEYS, Columns, Rows, bucket_starts, extremes, 
 
 
 def row(step: object, **values: object) -> tuple[object, ...]:
-    return tuple({"step": step, "time": 100.0, **values}.get(key) for key in KEYS)
+    return tuple({"step": step, "time": 100.0, "steps": 1, **values}.get(key) for key in KEYS)
 
 
 def rows(*steps: int, **values: object) -> Rows:

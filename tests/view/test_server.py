@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 from view_runs import write_run
 
+from paceline.cli.runs import PAGE_TOKEN, given_token
 from paceline.errors import UsageError
-from paceline.view.server import is_loopback, listen
+from paceline.view.gate import Gate, is_loopback
+from paceline.view.server import Follower, listen, make_app
 
 Serve = Callable[..., str]
 
@@ -44,7 +51,8 @@ def test_what_is_answered_of_runs(serve: Serve, tmp_path: Path) -> None:
     listed = ask(url, "/api/runs")["list"]
     assert [(run["name"], run["status"], run["step"]) for run in listed] == [("one", "done", 30)]  # at a glance
     run = listed[0]["id"]
-    found = ask(url, f"/api/runs?ids={run},unknown&points=10&first=11")["runs"]
+    while (found := ask(url, f"/api/runs?ids={run},unknown&points=10&first=11")["runs"])[0]["read"] < 1:
+        pass  # a busy machine reads a part at first
     assert [len(each["x"]["step"]) for each in found] == [10]
     assert found[0]["state"]["sentence"] == "done after 30 steps in 5.0 s"
     assert ask(url, f"/api/heat?id={run}&name=step_s")["ranks"] == [0, 1]
@@ -112,6 +120,73 @@ def test_a_token_is_needed_and_given_once(serve: Serve, tmp_path: Path) -> None:
     assert get(url, "/", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(("127.0.0.1", 200), ("LocalHost:6070", 200), ("[::1]:6070", 200), ("localhost:", 200)),
+        *(("attacker.example", 403), ("127.0.0.1.attacker.example:80", 403), ("", 403)),
+        *(("localhost:1@attacker.example", 400), ("user@localhost", 400), ("localhost/:1", 400), ("a b", 400)),
+    ],
+)
+def test_a_host_header_is_a_name_or_an_address_with_a_port(host: str, status: int) -> None:
+    async def seen(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("in")(scope, receive, send)
+
+    answers: list[Any] = []
+
+    async def keep(message: Any) -> None:
+        answers.append(message)
+
+    scope = {"type": "http", "path": "/", "query_string": b"", "headers": [(b"host", host.encode())]}
+    asyncio.run(Gate(seen, token="")(scope, keep, keep))  # type: ignore[arg-type]
+    assert answers[0]["status"] == status
+
+
+def test_probes_need_no_token_and_tell_nothing(serve: Serve, tmp_path: Path) -> None:
+    url = serve(write_run(tmp_path / "one", steps=3), token="right")
+    while (ready := get(url, "/readyz"))[0] == 503:  # the server answers before its thread runs
+        pass
+    assert [ready[0], ready[2]] == [200, b"ok\n"]
+    assert get(url, "/healthz", Host="10.1.2.3:6070")[2] == b"ok\n"  # as a kubelet asks
+    app = make_app(Follower([tmp_path]))
+    (probe,) = [route.endpoint for route in app.routes if route.path == "/readyz"]  # type: ignore[attr-defined]
+    asked = Request({"type": "http", "path": "/readyz", "headers": [], "query_string": b"", "server": ("x", 1)})
+    assert asyncio.run(probe(asked)).status_code == 503  # nobody follows the runs
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /api/runs HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"])
+def test_half_a_request_is_closed(serve: Serve, tmp_path: Path, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.view.gate._REQUEST_S", 0.2)
+    url = urlsplit(serve(write_run(tmp_path / "one", steps=3)))
+    with socket.create_connection((url.hostname, url.port or 0), timeout=60) as half:
+        half.sendall(sent)
+        assert half.recv(1) == b""
+    with socket.create_connection((url.hostname, url.port or 0), timeout=60) as drips:  # each byte is no new chance
+        try:
+            for byte in b"GET / HTTP/1.1\r\n" + 10_000 * b"a: b\r\n":
+                drips.sendall(bytes([byte]))
+                time.sleep(0.01)
+        except OSError:
+            return
+    pytest.fail("the connection stayed open")
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    (tmp_path / "short").write_text("secret\n")
+    monkeypatch.delenv(PAGE_TOKEN, raising=False)
+    assert given_token(None) == ""
+    monkeypatch.setenv(PAGE_TOKEN, "of-the-environment")
+    assert [given_token(None), given_token(tmp_path / "token")] == ["of-the-environment", "0123456789abcdef"]
+    with pytest.raises(UsageError, match=r"short has 6 characters\n  it takes 16 at least(.|\n)*openssl"):
+        given_token(tmp_path / "short")
+    with pytest.raises(UsageError, match=r"cannot be read: .*none: No such file"):
+        given_token(tmp_path / "none")
+    monkeypatch.setenv(PAGE_TOKEN, "one of many words")
+    with pytest.raises(UsageError, match="letters, digits"):
+        given_token(None)
+
+
 def test_a_port_in_use_is_told_or_the_next_is_taken() -> None:
     with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
         port = first.getsockname()[1]
@@ -141,5 +216,17 @@ def test_the_command_serves_a_page_and_prints_its_token(tmp_path: Path) -> None:
         url = f"http://{socket.gethostbyname('localhost')}:{port}"
         assert [get(url, "/")[0], get(url, "/api/runs", Authorization=f"Bearer {token}")[0]] == [401, 200]
         assert urlsplit(address).hostname == socket.gethostname().lower()  # which another machine can open
+        served.send_signal(signal.SIGINT)
+        assert served.wait(30) == 130
+    (tmp_path / "token").write_text("0123456789abcdef")
+    command += ["--token-file", "token"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        address, told = served.stdout.readline(), served.stdout.readline()
+        assert "token" not in address  # it is the reader's own, and not for a log
+        assert "the token of token" in told
+        url = f"http://127.0.0.1:{urlsplit(address.split()[-1]).port}"
+        assert get(url, "/metrics", Authorization="Bearer 0123456789abcdef")[0] in (200, 501)
+        assert [get(url, "/metrics")[0], get(url, "/healthz")[0]] == [401, 200]
         served.send_signal(signal.SIGINT)
         assert served.wait(30) == 130

@@ -20,10 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from paceline.checkpoint.formats import GROUP, REST
-from paceline.checkpoint.manifest import OPTIMIZER
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, HasShards, prefixed
+from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.checkpoint.tensors import encode
-from paceline.errors import MisfitError, UsageError
+from paceline.errors import CheckpointError, MisfitError, UsageError
 from paceline.shards import Shard, load_own_state, own_optimizer_state, whole_region
 
 _MEMBERS = ("params", "param_names")
@@ -52,6 +52,24 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
     state = {key: value for key, value in packed["state"].items() if key not in numbers}
     beside = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return tensors, found | ({REST: {"state": state, "beside": beside}} if state or beside else {})
+
+
+def held_by(engine: HasShards, optimizer: torch.optim.Optimizer | None) -> tuple[list[Shard], dict[str, Any]]:
+    """Returns this rank's shards of a model and its optimizer, as a checkpoint names them, and what else there is."""
+    held = list(engine.shards())
+    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
+    return [*prefixed(MODEL, held), *tensors], found
+
+
+def restore(checkpoint: Checkpoint, engine: HasShards, optimizer: torch.optim.Optimizer | None, fix: str) -> None:
+    """Fills a model and its optimizer. Raises CheckpointError, with ``fix``, where the checkpoint is of others."""
+    try:
+        fill_model(checkpoint, engine)
+        if optimizer is not None:
+            load_optimizer(checkpoint, optimizer, list(engine.shards()))
+    except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+        what = f"{checkpoint.path}: the checkpoint of step {checkpoint.step} does not fit this model or optimizer"
+        raise CheckpointError(f"{what}\n  {error}\n  {fix}") from error
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:

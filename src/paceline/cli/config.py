@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -98,6 +99,33 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
         print_json({"source": str(config), "ok": True, "problems": [], "notes": notes})
     else:
         echo(f"{config}: no problems")
+
+
+@app.command("ls")
+def list_configs() -> None:
+    """List the configs that come with Paceline, by name."""
+    from paceline.config.shipped import shipped_configs
+
+    for name, path in shipped_configs().items():
+        with path.open(encoding="utf-8") as file:
+            about = file.readline()
+        words = re.split(r"[.:]\s", about.removeprefix("# "))[0] if about.startswith("# ") else "a model, for --hf"
+        echo(f"{name:<20} {words.strip()}")
+
+
+@app.command("copy")
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A config that ships; paceline config ls lists them.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="Where to; else NAME.yaml in this folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write a config that comes with Paceline into a file, to change it."""
+    from paceline.config.shipped import copy_config
+
+    file = copy_config(name, target, may_replace=force)
+    echo(f"{file}: a copy of {name}" + ("" if file.suffix == ".json" else f"; to run it: paceline train {file}"))
 
 
 @app.command("import")

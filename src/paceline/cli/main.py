@@ -52,6 +52,8 @@ def main(*, holds_interrupts: bool = False) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     except KeyboardInterrupt:
         _leave()
+    if "OMPI_COMM_WORLD_RANK" in os.environ:  # Open MPI gives ranks a terminal, also where their output goes to a file
+        os.environ["TERM"] = "dumb"
     if sys.argv[1:2] == ["train"]:
         from paceline.run.signals import leave_early
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 from dataclasses import asdict
@@ -14,6 +15,10 @@ import typer
 from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
+from paceline.untrusted import read_regular
+
+PAGE_TOKEN = "PACELINE_PAGE_TOKEN"  # nosec B105  # the name of a variable
+_FEWEST_CHARACTERS = 16
 
 
 def report(
@@ -69,13 +74,18 @@ def watch(
     host: str = typer.Option("127.0.0.1", help="Address to serve at; any but the loopback needs the token it prints."),
     port: Port = None,
     is_opened: IsOpened = True,
+    token_file: Path | None = typer.Option(
+        None, help="A file with the token to ask for, the same after each start; else PACELINE_PAGE_TOKEN has it."
+    ),
     parent: int | None = typer.Option(None, hidden=True, help="End when this process has ended."),
 ) -> None:
     """Show runs on a page that follows them."""
     require_server()
-    from paceline.view.server import Follower, is_loopback, listen, make_app, make_server
+    from paceline.view.gate import is_loopback
+    from paceline.view.server import Follower, listen, make_app, make_server
 
-    folders, token = runs or [Path("runs")], "" if is_loopback(host) else secrets.token_urlsafe(24)
+    folders, given = runs or [Path("runs")], given_token(token_file)
+    token = given or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     # With a parent, the folder of its first run may not be there yet.
     follower = Follower(folders, notice=lambda text: echo(f"paceline: {text}", err=True) if parent is None else None)
     if runs and parent is None and not follower.runs:
@@ -85,8 +95,10 @@ def watch(
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host  # nosec B104  # what was asked for is compared
     address = f"[{shown}]" if ":" in shown else shown
     url = f"http://{address}:{found.getsockname()[1]}/"
-    echo(f"the page is at {url}{f'?token={token}' if token else ''}")
-    if token:
+    echo(f"the page is at {url}{f'?token={token}' if token and not given else ''}")
+    if given:
+        echo(f"  it asks for the token of {token_file or PAGE_TOKEN}: add ?token=... once; nothing is encrypted")
+    elif token:
         echo("  the token is printed once: whoever has it sees the runs; nothing is encrypted")
     if parent is None:
         echo("  Ctrl-C ends it")
@@ -95,6 +107,26 @@ def watch(
     if parent is not None:
         _end_with(parent)
     make_server(make_app(follower, token=token)).run(sockets=[found])
+
+
+def given_token(path: Path | None) -> str:
+    """Returns the token of a file, else of the environment; empty without either. Raises UsageError for a weak one."""
+    if path is None and PAGE_TOKEN not in os.environ:
+        return ""
+    source = str(path or PAGE_TOKEN)
+    try:
+        token = os.environ[PAGE_TOKEN] if path is None else read_regular(path, 4096).decode("ascii", "replace")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the token of the page cannot be read: {path}: {why}\n  --token-file names a file") from error
+    token = token.strip()
+    if len(token) < _FEWEST_CHARACTERS or not re.fullmatch(r"[\w.~+/=-]+", token, re.ASCII):
+        raise UsageError(
+            f"the token of the page in {source} has {len(token)} characters\n"
+            f"  it takes {_FEWEST_CHARACTERS} at least, letters, digits and any of -._~+/= alone\n"
+            "  make one with: openssl rand -hex 32"
+        )
+    return token
 
 
 def require_server() -> None:

@@ -34,7 +34,7 @@ from paceline.shards import FlatLayout
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger, TrainedParameters
 
-ReduceOp = Literal["sum", "avg", "min", "max"]
+ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 Splits = Sequence[int] | None  # rows of dim 0 for each rank; None: as many for each
 
 
@@ -147,6 +147,7 @@ def _dense(call: Call) -> Call:
 
 
 def check_peer(kind: str, peer: int, size: int) -> None:
+    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
     if not 0 <= peer < size:
         raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
 
@@ -290,11 +291,11 @@ NARROW = (torch.float16, torch.bfloat16)  # added up in float32, so that a sum i
 
 
 def reduce_pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch.Tensor) -> None:
-    """Puts the sum (also of a mean, which is divided at the end), the smaller or the larger of two into ``out``."""
-    if op in ("sum", "avg"):
-        torch.add(one, other, out=out)
-    else:
-        (torch.minimum if op == "min" else torch.maximum)(one, other, out=out)
+    """Puts the sum of two (also for a mean, which is divided at the end), or what else the op says, into ``out``."""
+    _PAIRS.get(op, torch.add)(one, other, out=out)
+
+
+_PAIRS: dict[str, Callable[..., Any]] = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
 def reduce_in_order(

@@ -121,6 +121,7 @@ class GlooExchanges:
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS["product"] = dist.ReduceOp.PRODUCT
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -15,6 +15,7 @@ from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import Check, run_checks
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
+from paceline.config.shipped import find_config, suggest_shipped
 from paceline.config.suggest import find_field, near_files, section_paths
 from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
@@ -42,7 +43,10 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
-    """Reads a config from a YAML file, if any, and overrides. Raises ConfigError with all problems at once."""
+    """Reads a config from a YAML file or by the name of one that ships, if any, and overrides.
+
+    Raises ConfigError with all problems at once.
+    """
     return load_config_with_sources(path, overrides).config
 
 
@@ -50,8 +54,9 @@ def load_config_with_sources(
     path: str | Path | None, overrides: str | Sequence[str] = (), *, check: Check = lambda _: ()
 ) -> LoadedConfig:
     """Reads a config as ``load_config`` does, and keeps where each key came from; ``check`` may find more problems."""
-    source = str(path) if path is not None else "config"
-    document = parse_document(_read(Path(path)), source) if path is not None else Document(values={})
+    file = None if path is None else find_config(path)
+    source = "config" if file is None else str(file)
+    document = Document(values={}) if file is None else parse_document(_read(file), source)
     asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines, of_file=document.values)
     for text in [overrides] if isinstance(overrides, str) else overrides:
         asked.override(text)
@@ -70,7 +75,7 @@ def config_from_dict(values: Mapping[str, Any], source: str = "config", override
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """Reads the plain values of a YAML file, whatever they mean. Raises ConfigError if it cannot be read."""
-    return parse_document(_read(Path(path)), str(path)).values
+    return parse_document(_read(find_config(path)), str(path)).values
 
 
 def dump_yaml(config: Config) -> str:
@@ -225,10 +230,12 @@ def _read(path: Path) -> str:
 
 
 def _suggest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
     if near := near_files(path):
         return f"did you mean {' or '.join(near)}?"
+    if near_name := suggest_shipped(path):
+        return f"{near_name} It comes with Paceline: paceline config copy writes it out"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
     for folder in (path.parent, path.parent / "configs"):
         if configs := sorted(each.name for each in folder.glob("*") if each.suffix in (".yaml", ".yml")):
             return f"the configs in {folder} are {', '.join(configs[:8])}"

@@ -186,6 +186,11 @@ class CheckpointConfig(Section):
     folder: str | None = Field(default=None, min_length=1)
     verify: Literal["full", "fast", "none"] = "full"
 
+    @property
+    def may_use_background(self) -> bool:
+        """Whether saves before the end may be copied to host memory, and written from there while the run trains."""
+        return self.asynchronous is not False and any((self.every_steps, self.every_epochs, self.every_minutes))
+
 
 # A run is started again only while it gets further, and never for an error that came twice at the same step.
 class RecoveryConfig(Section):
@@ -213,6 +218,7 @@ class MonitorConfig(Section):
 
     folder: str = Field(default="runs", min_length=1)
     log_every: Count = 10
+    keep_steps: Annotated[int, Field(ge=64)] | Literal["auto", "all"] = "auto"
     tensorboard: bool = True
     trackers: Annotated[tuple[str, ...], Strict(False)] = ()
     console: bool = True

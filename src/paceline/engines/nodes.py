@@ -211,6 +211,7 @@ class TensorRegion:
         self.comm = comm
         self.is_sequence = is_sequence
         self.late: dict[StreamReader, Product] = {}  # of layers that the stream has come to and not yet passed
+        self._entered: tuple[Tensor, Tensor] | None = None  # the stream before and behind where it entered last
         # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
         for name in ("enter", "leave", "take", "join", "share"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
@@ -236,11 +237,16 @@ class TensorRegion:
         return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
 
     def enter_before(self, layers: Sequence[StreamReader], x: Tensor) -> Tensor:
-        """Enters before these layers. Compiled code orders backward by itself."""
-        return self.enter(x) if torch.compiler.is_compiling() else self.enter(x, layers)
+        """Enters before these layers, once for all that read the same. Compiled code orders backward by itself."""
+        if torch.compiler.is_compiling():
+            return self.enter(x)
+        if self._entered is None or self._entered[0] is not x:
+            self._entered = x, self.enter(x, layers)
+        return self._entered[1]
 
     def leave(self, x: Tensor) -> Tensor:
         """Sums what the ranks computed at the end of a split part, and returns the stream: whole, or this rank's."""
+        self._entered = None
         return moved(x, self._scatter_sum, self._gather) if self.is_sequence else moved(x, self._sum, same)
 
     def take(self, x: Tensor) -> Tensor:

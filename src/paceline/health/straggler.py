@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from paceline.health.ledger_view import OPTIMIZER, STEP_PHASES, GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.units import format_seconds
@@ -41,6 +41,12 @@ class TimedStep(Protocol):
     forward_s: float
     backward_s: float
     optimizer_s: float
+
+    @property
+    def steps(self) -> int: ...  # that it is the mean of
+
+
+_Row = TypeVar("_Row", bound=Mapping[int, TimedStep])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +87,17 @@ class Straggler:
 def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPolicy | None = None) -> Straggler | None:
     """Finds the rank that the others wait for in most steps: ``steps`` has the records of each, by rank."""
     rule = policy or StragglerPolicy()
-    warm = [ranks for ranks in steps[max(1, len(steps) // 10) :] if len(ranks) > 1]
+    warm = [ranks for ranks in without_warm_up(steps) if len(ranks) > 1]
     if len(warm) < rule.min_steps:
         return None
     lost: dict[int, list[float]] = defaultdict(list)
+    num_last: Counter[int] = Counter()
     for ranks in warm:
         own = {rank: sum(_phases(record).values()) for rank, record in ranks.items()}
         last = max(own, key=lambda rank: (own[rank], -rank))
         lost[last].append(own[last] - median(seconds for rank, seconds in own.items() if rank != last))
-    rank = max(lost, key=lambda each: (len(lost[each]), -each))
+        num_last[last] += steps_of(ranks)
+    rank = max(num_last, key=lambda each: (num_last[each], -each))
     step_s = median(max(record.step_s for record in ranks.values()) for ranks in warm)
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in (each for each in warm if rank in each):
@@ -97,7 +105,22 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
         for phase, seconds in _phases(ranks[rank]).items():
             excess[phase].append(seconds - median(each[phase] for each in others))
     by_phase = {phase: median(each) for phase, each in excess.items()}
-    return _judged(rule, rank, (len(lost[rank]), len(warm)), (median(lost[rank]), step_s), by_phase)
+    return _judged(rule, rank, (num_last[rank], num_last.total()), (median(lost[rank]), step_s), by_phase)
+
+
+def steps_of(row: Mapping[int, TimedStep]) -> int:
+    """Returns how many steps a row of records stands for."""
+    return max((record.steps for record in row.values()), default=1)
+
+
+def without_warm_up(rows: Sequence[_Row]) -> Sequence[_Row]:
+    """Leaves out the first tenth of the steps, and at least one."""
+    left = sum(map(steps_of, rows)) // 10
+    for number, row in enumerate(rows):
+        left -= steps_of(row)
+        if left <= 0 or number == len(rows) - 1:
+            return rows[number + 1 :]
+    return rows
 
 
 def _judged(

@@ -48,6 +48,14 @@ _ACCELERATOR = "accelerator_type:"
 _NEWS_S = 1.0  # that a call waits for output
 _MOST_LINES = 1000
 _END_S = 10.0
+_MOST_WORDS = 120  # of Ray's own, in a sentence of ours
+_CAUSES = {  # by a phrase of Ray's
+    "low on memory": "Ray ended it, since its node was short of memory",
+    "node has died": "its Ray node is gone",
+    "worker process has died": "its process on the Ray node is gone",
+    "killed by `ray.kill`": "it was ended through Ray",
+    "is unavailable": "its Ray node does not answer",
+}
 PLACES = "places"  # in the launch's folder: which host is where
 
 
@@ -211,8 +219,7 @@ class RayCluster:
         except errors.GetTimeoutError as error:
             raise LostWorkerError(f"did not answer within {within_s:g} s") from error
         except errors.RayError as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise LostWorkerError(lines[-1] if lines else type(error).__name__) from error
+            raise LostWorkerError(cause_of(str(error)) or type(error).__name__) from error
 
     def release(self, workers: Sequence[PlacedWorker]) -> None:
         """Ends actors, and gives their bundles back."""
@@ -226,6 +233,13 @@ class RayCluster:
             deadline = time.monotonic() + _ANSWER_S
             while util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
                 time.sleep(0.1)
+
+
+def cause_of(words: str) -> str:
+    """Returns what Ray's words about an actor come to, which are several hundred characters; else their last line."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()] or [""]
+    short = lines[-1] if len(lines[-1]) <= _MOST_WORDS else lines[-1][: _MOST_WORDS - 3] + "..."
+    return next((cause for phrase, cause in _CAUSES.items() if phrase in words), short)
 
 
 class RemoteWorker:

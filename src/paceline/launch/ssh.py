@@ -53,6 +53,7 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "Se
 _AGAIN_S = 5.0
 _LATE_S = 60.0  # for the other hosts, when the first has ended
 _LOST = 255  # ssh's own
+_CANNOT_START = "answers, and Paceline does not start there:"
 _BY_SIGNAL = 128
 _ALIVE_S, _LEASE_S = 2.0, 12.0  # shorter than ssh takes to give up a connection
 
@@ -82,13 +83,15 @@ def machines(job: LaunchJob) -> TargetMachines:
     if problems := list(compare(job, found, Path(job.config).read_text(encoding="utf-8"))):
         raise ConfigError(problems, source="the hosts")
     answers = [each for each in found.values() if isinstance(each, dict)]
-    silent = [f"{host} {why}: it joins when it answers" for host, why in found.items() if isinstance(why, str)]
+    silent = [f"{host} {why}: it is tried again, and may join" for host, why in found.items() if isinstance(why, str)]
+    idle = [f"the hosts have GPUs, which stay idle: --gpus-per-node {n} uses them" for n in (answers[0]["gpus"],) if n]
     gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
     return TargetMachines(
         where="the smallest host",
         device_bytes=min(gpus, default=None),
         host_bytes=min(float(each["memory_bytes"]) for each in answers),
-        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
+        port=int(answers[0]["port"]),
+        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent, *([] if job.gpus else idle)),
     )
 
 
@@ -110,7 +113,7 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
     if first in silent or job.nodes - len(silent) < job.least:
         for host in silent:
             rule = "the first host of the list has the server" if host == first else f"{job.least} hosts are needed"
-            yield Problem(what=f"host {host} {found[host]}", rule=rule, fix=f"try: ssh {host} true")
+            yield Problem(what=f"host {host} {found[host]}", rule=rule, fix=_how_to_reach(job, host, str(found[host])))
     for host, each in found.items():
         if isinstance(each, str):
             continue
@@ -152,8 +155,18 @@ def _ask(job: LaunchJob, host: str, order: dict[str, Any]) -> dict[str, Any] | s
     try:
         return parse_json_object(answer[0])
     except (IndexError, ValueError):
-        said = done.stderr.strip().splitlines()
-        return f"does not answer: {said[-1] if said else f'exit code {done.returncode}'}"
+        words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"does not answer: {words}" if done.returncode == _LOST else f"{_CANNOT_START} {words}"
+
+
+def _how_to_reach(job: LaunchJob, host: str, why: str) -> str:
+    """Returns what to do about a host that gave no answer, or that answered and could not start Paceline."""
+    if not why.startswith(_CANNOT_START):
+        return f"try: ssh {host} true"
+    if "cd: " in why or "can't cd" in why:
+        return f"make or mount {job.workdir} there: the run starts in this folder on all hosts"
+    install = f"ssh {host} {shlex.quote(job.python)} -m pip install paceline=={__version__}"
+    return f"install it there ({install}), or name the Python of the hosts that has it: --python PATH"
 
 
 def _address(job: LaunchJob, host: str) -> str:

@@ -45,7 +45,8 @@ class ProgressView:
         self._console = console if console is not None else new_console()
         self._cell = cell_display() if console is None else None
         self._lines: deque[str] = deque(maxlen=_CELL_LINES)
-        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and self._cell is None
+        is_seen = self._console.is_terminal if console is not None else self._console.file.isatty()  # not FORCE_COLOR
+        self._is_live = is_seen and not self._console.is_dumb_terminal and self._cell is None
         self._every_s = _DRAW_EVERY_S if self._is_live or self._cell is not None else plain_every_s
         self._clock, self._lock = clock, RLock()
         self._progress = _RunProgress()

@@ -70,7 +70,7 @@ def find_goodput(attempts: Sequence[RankAttempt]) -> Goodput:
     """Adds up the attempts of one rank, in their order."""
     made = [record for attempt in attempts for record in attempt.steps]
     kept = final_steps(attempts)
-    useful_s = sum(record.step_s for record in kept.values())
+    useful_s = sum(record.step_s * record.steps for record in kept.values())
     wall_s, down_s, restarts = sum(max(0.0, each.last_time - each.run.time) for each in attempts), 0.0, 0
     for before, after in pairwise(attempts):
         if before.end is None or before.end.status == "failed":
@@ -82,13 +82,13 @@ def find_goodput(attempts: Sequence[RankAttempt]) -> Goodput:
     return Goodput(
         wall_s=wall_s,
         useful_s=useful_s,
-        repeated_s=max(0.0, sum(record.step_s for record in made) - useful_s),
+        repeated_s=max(0.0, sum(record.step_s * record.steps for record in made) - useful_s),
         down_s=down_s,
         evaluation_s=sum(record.seconds for attempt in attempts for record in attempt.evaluations),
         restarts=restarts,
         roll_backs=sum(event.name == "roll_back" for attempt in attempts for event in attempt.events),
-        repeated_steps=len(made) - len(kept),
-        skipped_steps=sum(record.is_skipped for record in kept.values()),
+        repeated_steps=sum(record.steps for record in made) - sum(record.steps for record in kept.values()),
+        skipped_steps=sum(record.num_skipped for record in kept.values()),
     )
 
 
@@ -194,7 +194,7 @@ def _priced(records: RunRecords, traffic: Sequence[CommRecord], cluster: str) ->
     if place is None and run.backend == "nccl":
         return None
     node_ranks = sum(own[-1].run.host == run.host for own in records.ranks.values())
-    steps = sum(len(attempt.steps) for attempt in records.lead)
+    steps = sum(record.steps for attempt in records.lead for record in attempt.steps)
     with contextlib.suppress(UsageError, ValueError, KeyError, ArithmeticError):  # an operation that has no price
         return _priced_step_s(run, traffic, steps, wire_cost(place, run.world_size, node_ranks))
     return None

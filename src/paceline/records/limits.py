@@ -37,7 +37,7 @@ from paceline.config.load import leaf_values
 from paceline.errors import PacelineError
 from paceline.records.facts import RunFacts
 from paceline.records.records import RunRecord, strict_json
-from paceline.records.summary import StepTable, add_up
+from paceline.records.summary import StepTable, add_up, middle
 from paceline.units import format_bytes, format_flops, format_seconds
 
 _FEWEST = 1.005  # a speed-up below is none
@@ -303,11 +303,12 @@ def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]
         waited = min(own.comm_s / max(own.total_s, 1e-12) for own in ranks)
     if waited >= _COMMUNICATION:
         found.append(_communication(facts, steps, waited, per_step))
-    waits = [each.host_s for each in chain.from_iterable(row.values() for row in steps.rows) if each.host_s is not None]
-    host = sum(waits) / steps.totals().total_s
+    each_step = chain.from_iterable(row.values() for row in steps.rows)
+    waits = [(each.host_s, each.steps) for each in each_step if each.host_s is not None]
+    host = sum(wait * number for wait, number in waits) / steps.totals().total_s
     if host >= _HOST:
-        idle = sum(wait > 0 for wait in waits)
-        told = f"in {idle:,} of {len(waits):,} steps the device had nothing left to do when the host had issued them"
+        idle, known = sum(number for wait, number in waits if wait > 0), sum(number for _, number in waits)
+        told = f"in {idle:,} of {known:,} steps the device had nothing left to do when the host had issued them"
         found.append(_limit("host", host, (told,)))
     return found
 
@@ -321,8 +322,8 @@ def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: fl
         return _limit("communication", share, (told,))
     links = f"what a step sends should take {format_seconds(priced)} on these links, with nothing hidden"
     # A processor or a network that others use too makes some steps wait; a slow link makes all of them.
-    waits = sorted(min(record.comm_s for record in row.values()) for row in steps.rows)
-    always = waits[len(waits) // 10]  # what every rank waits for at least, in nine of ten steps
+    waits = [min(record.comm_s for record in row.values()) for row in steps.rows]
+    always = middle(waits, steps.weights, 0.1)  # what every rank waits for at least, in nine of ten steps
     if always > _SLOW_LINK * priced:
         times = f"{always / priced:.0f} times as long"
         slow = f"in nine of ten steps every rank waits {format_seconds(always)} or more, {times}"

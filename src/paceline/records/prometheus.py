@@ -1,13 +1,15 @@
 """The newest numbers of runs as Prometheus reads them: ``metrics_text(runs)`` is the text of ``/metrics``.
 
 Every series has the label ``run``; those of a rank ``rank``, those of a host ``host``, and ``device`` where there are
-several. Only the ends of files are read, so that a page that is asked every few seconds stays cheap.
+several. Only the ends of files are read, so that a page that is asked every few seconds stays cheap. The series of a
+run leave ten minutes after it has ended, and a day after it went silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from paceline.bounded_yaml import load_yaml
 from paceline.records.records import (
+    STEPS,
     CommRecord,
     EndRecord,
     EvalRecord,
@@ -33,7 +36,7 @@ from paceline.records.summary import PHASES
 from paceline.untrusted import open_regular
 
 _TAIL_BYTES = 2**18
-
+_STAYS_S, _STAYS_SILENT_S = 600.0, 86_400.0
 
 Sample = tuple[str, dict[str, str], float]
 
@@ -71,12 +74,24 @@ class _Runs(Collector):
 
 
 def _of_run(label: str, folder: Path) -> Iterator[Sample]:
-    for path in sorted((folder / "records").glob("*.jsonl")):
+    paths = sorted((folder / "records").glob("*.jsonl"))
+    if _is_over(paths):
+        return
+    for path in paths:
         with contextlib.suppress(OSError):
             if rank := re.fullmatch(r"rank-(\d+)", path.stem):
                 yield from _of_rank({"run": label, "rank": rank[1]}, _newest(path))
             elif path.stem.startswith("host-"):
                 yield from _of_host(label, _newest(path))
+
+
+def _is_over(paths: Sequence[Path]) -> bool:
+    """Says whether a run has ended, and for so long that everybody has asked for its end."""
+    ranks = [path for path in paths if path.stem.startswith("rank-")]
+    with contextlib.suppress(OSError):
+        quiet_s = time.time() - max((path.stat().st_mtime for path in ranks), default=0.0)
+        return quiet_s > _STAYS_SILENT_S or (quiet_s > _STAYS_S and EndRecord in _newest(ranks[0]))
+    return True
 
 
 def _newest(path: Path) -> dict[object, Record]:
@@ -91,12 +106,15 @@ def _newest(path: Path) -> dict[object, Record]:
     if size > _TAIL_BYTES:
         lines = [head.split(b"\n")[0], *lines[1:]]  # the first of the run, and no half line
     found: dict[object, Record] = {}
-    for line in lines:
+    for line in reversed(lines):
+        if StepRecord in found and line.startswith(STEPS):
+            continue  # it is older
         with contextlib.suppress(ValueError):
             record = parse_line(line)
+            kind = StepRecord if isinstance(record, StepRecord) else type(record)
+            found.setdefault((record.kind, record.group) if isinstance(record, CommRecord) else kind, record)
             if isinstance(record, RunRecord):
-                found.clear()  # a new attempt
-            found[(record.kind, record.group) if isinstance(record, CommRecord) else type(record)] = record
+                break  # an attempt begins
     return found
 
 

@@ -21,14 +21,16 @@ import time as clock
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, ClassVar, Literal, get_args
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from paceline.untrusted import open_regular, parse_json
 
 SCHEMA_VERSION = 1
 _MOST_BYTES = 2**20  # of a line
+STEPS = (b'{"type":"step"', b'{"type":"span"')
+THINNED = b'"name":"thinned"'
 
 EndStatus = Literal["done", "failed", "stopped"]
 
@@ -83,6 +85,8 @@ class StepRecord:
     kept of the device, free blocks among it; None where nobody asked.
     """
 
+    steps: ClassVar[int] = 1  # that the record stands for
+
     step: int
     epoch: float
     position: int
@@ -113,6 +117,30 @@ class StepRecord:
     def is_skipped(self) -> bool:
         """Whether the update was left out, on all ranks, because a gradient was not finite."""
         return self.grad_norm is not None and not math.isfinite(self.grad_norm)
+
+    @property
+    def num_skipped(self) -> int:
+        return int(self.is_skipped)
+
+
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+class SpanRecord(StepRecord):
+    """So many ``steps`` in a row, up to ``step``, added up by ``thin.py``: what it says of one step holds for them.
+
+    ``loss_sum``, ``count`` and ``samples`` are sums, ``position``, ``epoch`` and ``time`` those of the last step,
+    memory the most; anything else is the mean. ``lengths`` counts steps by their ``step_s``, in classes 5 % wide.
+    """
+
+    steps: int  # type: ignore[misc]
+    skipped: int
+    slowest_s: float
+    least_loss: float | None
+    most_loss: float | None
+    lengths: dict[str, float] = field(hash=False)
+
+    @property
+    def num_skipped(self) -> int:
+        return self.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +181,14 @@ class EndRecord:
 class HostRecord:
     """What the sampler of a host (``host.py``) read at one time. Names are those of OpenTelemetry where it has one.
 
-    ``/`` and the index of the device follow where there are several: ``hw.gpu.utilization/0``, a share of 1.
+    ``/`` and the index of the device follow where there are several: ``hw.gpu.utilization/0``, a share of 1. An old
+    record is the mean of several ``samples``.
     """
 
     host: str
     values: dict[str, float]
     time: float
+    samples: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +223,7 @@ class CommRecord:
         return self.bandwidth * (1.0 if times is None else times * (self.ranks - 1) / self.ranks)
 
 
-Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord
+Record = RunRecord | StepRecord | SpanRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord
 
 
 def to_line(record: Record) -> str:
@@ -213,7 +243,8 @@ def to_line(record: Record) -> str:
 
 def parse_line(line: str | bytes) -> Record:
     """Reads one line back. Raises ValueError for another JSON value, type or schema, and where a field is missing."""
-    payload = parse_json(line, _MOST_BYTES)
+    is_plain = isinstance(line, bytes) and line.startswith(STEPS) and len(line) < _MOST_BYTES
+    payload = from_json(line) if is_plain else parse_json(line, _MOST_BYTES)  # steps are many, and have numbers alone
     if not isinstance(payload, dict):
         raise ValueError(f"a record is a JSON object, not {_excerpt(line)}")
     kind = payload.get("type")
@@ -232,7 +263,7 @@ def parse_line(line: str | bytes) -> Record:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yields the complete records of a file. Raises ValueError, with file and line, if one cannot be read."""
-    for number, (line, _) in enumerate(complete_lines(path, 0), start=1):
+    for number, line in enumerate(GrowingFile(path).lines(), start=1):
         try:
             yield parse_line(line)
         except ValueError as error:
@@ -241,14 +272,11 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def follow_records(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Record]:
     """Waits for a file and yields its records, and those to come, until ``stop()`` is true: all written before that."""
-    offset = 0
+    file = GrowingFile(path)
     while True:
         is_last_look = stop()  # asked before reading, so that nothing slips in between
         if path.exists():
-            # Opened anew for each look: on network file systems, opening is what fetches another host's writes.
-            for line, end in complete_lines(path, offset):
-                offset = end
-                yield parse_line(line)
+            yield from map(parse_line, file.lines())
         if is_last_look:
             return
         clock.sleep(poll_s)
@@ -270,17 +298,56 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """Yields each line that ends in a newline, with the offset behind it."""
-    with open_regular(path) as raw, io.BufferedReader(raw) as file:
-        file.seek(offset)
-        while line := file.readline(_MOST_BYTES + 1):
-            if not line.endswith(b"\n"):
-                if len(line) > _MOST_BYTES:
-                    raise ValueError(f"{path} has a line of more than {_MOST_BYTES:,} bytes, and a record has less")
-                return
-            offset += len(line)
-            yield line, offset
+class GrowingFile:
+    """A file of records that is read as it grows, from ``offset`` on.
+
+    Opened anew for each look: on network file systems, opening is what fetches another host's writes. A file whose
+    older records were added up (``thin.py``) is shorter than before, and says in its second line how much: reading goes
+    on where it was, or behind what was added up.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self.offset = path, offset
+        self._mark = self._look_for_mark() if offset else b""
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields each line that has come since and ends in a newline. Raises OSError, or ValueError for a long one."""
+        with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
+            if (mark := thinned_mark(file)) != self._mark and self.offset:
+                gone = removed_bytes(mark) - len(mark) - removed_bytes(self._mark) + len(self._mark)
+                self.offset = max(_tail_of(mark), self.offset - gone) if mark else 0  # none: a new file
+            self._mark = mark
+            file.seek(self.offset)
+            while line := file.readline(_MOST_BYTES + 1):
+                if not line.endswith(b"\n"):
+                    if len(line) > _MOST_BYTES:
+                        what = f"{self.path} has a line of more than {_MOST_BYTES:,} bytes, and a record has less"
+                        raise ValueError(what)
+                    return
+                self.offset += len(line)
+                yield line
+
+    def _look_for_mark(self) -> bytes:
+        with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
+            return thinned_mark(file)
+
+
+def thinned_mark(file: IO[bytes]) -> bytes:
+    """Returns the second line of a file of records if it says that older ones were added up, else nothing."""
+    file.seek(0)
+    file.readline(_MOST_BYTES)
+    line = file.readline(_MOST_BYTES)
+    return line if THINNED in line[:200] else b""
+
+
+def removed_bytes(mark: bytes) -> int:
+    """Returns how many bytes have gone from a file so far, by its mark."""
+    return int(parse_json(mark)["detail"]["removed"]) if mark else 0
+
+
+def _tail_of(mark: bytes) -> int:
+    """Returns where what was not added up begins."""
+    return int(parse_json(mark)["detail"]["body"]) + len(mark) if mark else 0
 
 
 def _excerpt(line: str | bytes) -> str:

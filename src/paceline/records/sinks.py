@@ -7,7 +7,9 @@ and turns all of a second into lines together; ``TensorBoardSink`` writes one ev
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
 import socket
@@ -31,6 +33,7 @@ from paceline.records.records import (
     StepRecord,
     to_line,
 )
+from paceline.records.thin import thin_lines
 from paceline.units import format_count
 
 _MOST_KEPT = 100_000
@@ -57,13 +60,22 @@ class JsonlSink:
 
     Steps and communication are kept in memory for ``flush_every_s`` at most, measured when the next records come; any
     other record is written through at once, with those before it. A full disk leaves whole lines. What it does not take
-    is lost with an error, or with ``waits_for_space`` tried again with the next: the last 100,000 records of it.
+    is lost with an error, or with ``waits_for_space`` tried again with the next: the last 100,000 records of it. With
+    ``most``, older steps are added up so that about so many lines of them stay (``thin.py``).
     """
 
     def __init__(
-        self, path: Path, *, flush_every_s: float = 1.0, clock: _Clock = time.monotonic, waits_for_space: bool = False
+        self,
+        path: Path,
+        *,
+        flush_every_s: float = 1.0,
+        clock: _Clock = time.monotonic,
+        waits_for_space: bool = False,
+        most: int | None = None,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._most = path, most
+        self._period = self._num_samples = 0
         self._file = path.open("ab", buffering=0)
         _cut_unterminated_line(path)
         self._lock = Lock()
@@ -100,6 +112,26 @@ class JsonlSink:
                 if not (self._waits_for_space and is_disk_full(error)):
                     raise
                 self._kept = kept[-_MOST_KEPT:]
+            self._thin(kept)
+
+    def _thin(self, written: Sequence[Record]) -> None:
+        """Adds up older records, at the same steps on all ranks. A disk without room for the new file keeps the old."""
+        self._num_samples += sum(isinstance(each, HostRecord) for each in written)
+        step = next((each.step for each in reversed(written) if isinstance(each, StepRecord)), self._num_samples)
+        if self._most is None or step // (self._most // 2) == self._period:
+            return
+        self._period = step // (self._most // 2)
+        partial = self._path.with_suffix(".partial")
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # whoever adds an event waits, and opens the new file
+            if (data := thin_lines(self._path.read_bytes(), self._most)) is not None:
+                try:
+                    partial.write_bytes(data)
+                    old, self._file = self._file, partial.open("ab", buffering=0)
+                    partial.replace(self._path)
+                    old.close()
+                finally:
+                    partial.unlink(missing_ok=True)
 
     def _append(self, lines: bytes) -> None:
         """Writes lines, all of them or none."""

@@ -12,7 +12,9 @@ For step s and the ranks r that took part in it:
     compute            sum (step_s - comm_s)                       comm_s is exposed: what a step waited for others
     efficiency         compute of all ranks / (ranks x sum of lengths): 1 where nobody ever waits
 
-The first tenth of the steps, and at least one, pays for start-up: ``without_warm_up`` leaves it out.
+The first tenth of the steps, and at least one, pays for start-up: ``without_warm_up`` leaves it out. A record that
+adds up several steps (``thin.py``) counts as so many of their mean: sums are exact, and the slowest rank is that of the
+mean.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, mul
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
+from paceline.health.straggler import steps_of, without_warm_up
 from paceline.records.records import (
     EndRecord,
     EvalRecord,
@@ -206,13 +209,27 @@ def add_up(records: Iterable[StepRecord]) -> Totals:
 
 def _sums(records: Iterable[StepRecord]) -> dict[str, Any]:
     known = list(records)
+    steps = [record.steps for record in known]
     return {
-        "steps": len(known),
-        "total_s": sum(record.step_s for record in known),
-        "step_s": median(record.step_s for record in known) if known else 0.0,
+        "steps": sum(steps),
+        "total_s": sum(map(mul, map(attrgetter("step_s"), known), steps)),
+        "step_s": middle([record.step_s for record in known], steps) if known else 0.0,
         "memory_bytes": max((record.memory_bytes for record in known), default=0),
-        **{name: sum(map(attrgetter(name), known)) for name in ("samples", "count", "loss_sum", *PHASES)},
+        **{name: sum(map(attrgetter(name), known)) for name in ("samples", "count", "loss_sum")},
+        **{name: sum(map(mul, map(attrgetter(name), known), steps)) for name in PHASES},
     }
+
+
+def middle(values: Sequence[float], weights: Sequence[int], share: float = 0.5) -> float:
+    """Returns the median of values that count several times each, or another share of them."""
+    if share == 0.5 and max(weights) == 1:
+        return median(values)
+    left = share * sum(weights)
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        left -= weight
+        if left < 0:
+            return value
+    return max(values)
 
 
 class StepTable:
@@ -222,7 +239,12 @@ class StepTable:
         self.rows = tuple(row for row in rows if row)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return sum(self.weights)
+
+    @property
+    def weights(self) -> list[int]:
+        """How many steps each row stands for."""
+        return list(map(steps_of, self.rows))
 
     def only(self, numbers: Collection[int]) -> StepTable:
         return StepTable(row for row in self.rows if next(iter(row.values())).step in numbers)
@@ -232,7 +254,7 @@ class StepTable:
 
     def without_warm_up(self) -> StepTable:
         """Leaves out the first tenth of the steps, and at least one, unless nothing would be left."""
-        return StepTable(self.rows[max(1, len(self.rows) // 10) :] or self.rows)
+        return StepTable(without_warm_up(self.rows) or self.rows)
 
     @property
     def lengths(self) -> list[float]:
@@ -241,18 +263,19 @@ class StepTable:
 
     @property
     def took_s(self) -> float:
-        return sum(self.lengths)
+        return float(sum(map(mul, self.lengths, self.weights)))
 
     @property
     def step_s(self) -> float | None:
         """The median length of a step; None without any."""
-        return median(self.lengths) if self.rows else None
+        return middle(self.lengths, self.weights) if self.rows else None
 
     @property
     def samples_per_s(self) -> float | None:
         """The median throughput of all ranks; None without a step that took time."""
         timed = [(row, length) for row, length in zip(self.rows, self.lengths, strict=True) if length > 0]
-        return median(sum(each.samples for each in row.values()) / length for row, length in timed) if timed else None
+        rates = [sum(each.samples / each.steps for each in row.values()) / length for row, length in timed]
+        return middle(rates, [steps_of(row) for row, _ in timed]) if timed else None
 
     def of_rank(self, rank: int) -> list[StepRecord]:
         return [row[rank] for row in self.rows if rank in row]
@@ -262,7 +285,8 @@ class StepTable:
 
     def mean_s(self, phase: str) -> float:
         """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""
-        return float(sum(sum(map(attrgetter(phase), row.values())) / len(row) for row in self.rows))
+        means = (sum(map(attrgetter(phase), row.values())) / len(row) for row in self.rows)
+        return float(sum(map(mul, means, self.weights)))
 
 
 class RunRecords:
@@ -278,7 +302,8 @@ class RunRecords:
         self.lead = next(iter(ranks.values()))
         self.run = self.lead[-1].run
         made = {rank: _steps_with_attempts(own) for rank, own in ranks.items()}
-        self.attempts = {step: attempt for step, (attempt, _) in next(iter(made.values())).items()}
+        self._lead = next(iter(made.values()))
+        self.attempts = {step: attempt for step, (attempt, _) in self._lead.items()}
         rows = []
         for step, attempt in self.attempts.items():
             there = {rank: own[step] for rank, own in made.items() if step in own}
@@ -299,7 +324,7 @@ class RunRecords:
     def of_rank(self, rank: int) -> RankSummary:
         """Adds up one rank's steps."""
         run = self.ranks[rank][-1].run
-        absent = sum(attempt.run.world_size <= rank for attempt in self.attempts.values())
+        absent = sum(record.steps for attempt, record in self._lead.values() if attempt.run.world_size <= rank)
         sums = _sums(self.steps.of_rank(rank))
         return RankSummary(rank=rank, device=run.device, host=run.host, absent_steps=absent, **sums)
 

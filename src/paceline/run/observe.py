@@ -26,15 +26,16 @@ from paceline.records.host import HostSampler, open_gpus
 from paceline.records.records import (
     EndRecord,
     EventRecord,
+    GrowingFile,
     HostRecord,
     Record,
     RunRecord,
     StepRecord,
-    complete_lines,
     follow_records,
     parse_line,
 )
 from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink, scalars
+from paceline.records.thin import lines_kept
 from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
@@ -63,7 +64,8 @@ def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbos
 
 
 def observing_host(folder: Path, config: Config) -> contextlib.AbstractContextManager[None]:
-    return sampling(folder, config.monitor.sample_s, lambda: noted_processes(folder, os.getpid()), log)
+    most = lines_kept(config.monitor.keep_steps, config.parallel.ranks)
+    return sampling(folder, config.monitor.sample_s, lambda: noted_processes(folder, os.getpid()), log, most)
 
 
 @contextlib.contextmanager
@@ -98,12 +100,16 @@ def live_progress(folder: Path, *, is_shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sampling(
-    folder: Path, every_s: float | None, processes: Callable[[], Mapping[int, int]], tell: Callable[[int, str], None]
+    folder: Path,
+    every_s: float | None,
+    processes: Callable[[], Mapping[int, int]],
+    tell: Callable[[int, str], None],
+    most: int | None = None,
 ) -> Iterator[None]:
     """Samples this host into ``records/host-NAME.jsonl`` while the block runs, and once more at its end; None: never.
 
     ``processes`` returns the processes of the ranks here. ``tell`` gets a level and a text for the log. A sampler that
-    fails is told and ends, and the run goes on.
+    fails is told and ends, and the run goes on. Of older samples about ``most`` lines stay.
     """
     if every_s is None:
         yield
@@ -119,7 +125,7 @@ def sampling(
     def look() -> bool:
         try:
             if not sinks:
-                sinks.append(stack.enter_context(contextlib.closing(JsonlSink(path, waits_for_space=True))))
+                sinks.append(stack.enter_context(contextlib.closing(JsonlSink(path, waits_for_space=True, most=most))))
             sinks[0].write(sampler.look())
         except Exception as error:  # whatever a driver or a disk does
             tell(logging.WARNING, f"this host is not sampled any more: {type(error).__name__}: {error}")
@@ -166,15 +172,14 @@ class _Source:
     """A file of records that is read as it grows; of steps, those that are due."""
 
     def __init__(self, path: Path, *, every: int, offset: int) -> None:
-        self.path, self._offset = path, offset
+        self._file = GrowingFile(path, offset)
         self._choice = StepChoice(every, points=_POINTS)
         self._skipped = b""  # the newest step, if it was not due
 
     def read(self, *, is_last: bool) -> list[Record]:
         """Returns the records that have come since the last call; a line that is none is left out."""
         found: list[Record] = []
-        for line, end in complete_lines(self.path, self._offset):
-            self._offset = end
+        for line in self._file.lines():
             with contextlib.suppress(ValueError):
                 found += self._take(line)
         return found + (self._newest_step() if is_last else [])
@@ -199,7 +204,7 @@ class _Source:
 
     def unread_bytes(self) -> int:
         with contextlib.suppress(OSError):
-            return self.path.stat().st_size - self._offset
+            return self._file.path.stat().st_size - self._file.offset
         return 0
 
 

@@ -6,6 +6,7 @@ Some of it is added by others: the last line, where the rank could not write it,
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -62,10 +63,12 @@ def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> 
     event = EventRecord(name=name, step=step, detail=detail, time=time.time())
     path = records_path(folder, rank)
     with contextlib.suppress(OSError):
-        if path.is_file():
+        while path.is_file():
             with path.open("ab", buffering=0) as file:
-                file.write(to_line(event).encode())
-            return True
+                fcntl.flock(file, fcntl.LOCK_EX)  # the rank may be replacing its file by a shorter one
+                if os.fstat(file.fileno()).st_nlink:
+                    file.write(to_line(event).encode())
+                    return True
     return False
 
 

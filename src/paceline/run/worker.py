@@ -43,6 +43,7 @@ from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.console import ProgressView
 from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
+from paceline.records.thin import lines_kept
 from paceline.run import processes, records
 from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
@@ -209,7 +210,7 @@ class RankRunner:
         if self.rank == 0:
             adopt_config(self.folder)
             (self.folder / "plan.json").write_text(trainer.parts.plan.to_text(), encoding="utf-8")
-        trainer.sink = self._open_sinks(config)
+        trainer.sink = self._open_sinks(config, comm.size)
         note = StepNote(self.folder, self.rank, trainer.step)
         trainer.hooks.append(lambda _, result: note.write(result.step))
         if self.times is not None:
@@ -264,9 +265,10 @@ class RankRunner:
             raise
         trainer.sink.write(records.end_record("done", trainer.step, time.monotonic() - started, trainer.end_reason))
 
-    def _open_sinks(self, config: Config) -> Sink:
+    def _open_sinks(self, config: Config, ranks: int) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"
-        sinks: list[Sink] = [JsonlSink(records.records_path(self.folder, self.rank), waits_for_space=goes_on)]
+        path, most = records.records_path(self.folder, self.rank), lines_kept(config.monitor.keep_steps, ranks)
+        sinks: list[Sink] = [JsonlSink(path, waits_for_space=goes_on, most=most)]
         if _LOGGER.isEnabledFor(logging.INFO):
             sinks.append(Strided(LogSink(_LOGGER), config.monitor.log_every))
         if self.view is not None:
@@ -371,9 +373,13 @@ def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[Non
         readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
         return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
 
+    every_s, most = (
+        config.monitor.sample_s if local_rank == 0 else None,
+        lines_kept(config.monitor.keep_steps, comm.size),
+    )
     with (
         tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
-        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, find, log),
+        sampling(folder, every_s, find, log, most),
     ):
         yield
 

@@ -16,6 +16,7 @@ another host's writes.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import warnings
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from paceline.records.records import SCHEMA_VERSION, Record, StepRecord, parse_line
+from paceline.records.records import SCHEMA_VERSION, STEPS, Record, StepRecord, parse_line, thinned_mark
 from paceline.records.summary import PHASES
 from paceline.untrusted import file_inside, open_regular
 
@@ -40,6 +41,7 @@ Rows = list[tuple[Any, ...]]
 FIELDS = (  # of a step record that are kept, besides its step and time
     *("step_s", *PHASES, "host_s"),
     *("loss", "loss_sum", "count", "lr", "grad_norm", "samples", "memory_bytes", "mfu", "flops_per_s", "epoch"),
+    "steps",  # that were added up
 )
 KEYS = ("step", "time", *FIELDS)
 # What the map of ranks and steps can show. ``late_s`` is a rank's own time above the median of the ranks.
@@ -47,8 +49,7 @@ HEAT = ("step_s", "late_s", *PHASES, "host_s", "loss", "samples", "memory_bytes"
 _INDEX = {name: place for place, name in enumerate(FIELDS)}
 _MOST_STEP = 2**53  # floats hold every whole number up to here
 _CHUNK_BYTES = 2**20
-_STEP = b'{"type":"step"'
-_VALUES = itemgetter("schema", *KEYS)
+_VALUES = itemgetter("schema", *KEYS[:-1])
 _NAME = re.compile(r"(?:rank-([0-9]{1,9})|host-.{1,200})\.jsonl")
 
 
@@ -108,6 +109,8 @@ class Columns:
     def heat(self, name: str, steps: slice, columns: int) -> tuple[list[int], Array, Array]:
         """Returns ranks, the middle step of each bucket, and the mean of a field by rank and bucket."""
         values = self._part(self._grid[_INDEX["step_s" if name == "late_s" else name]], steps)
+        if name == "samples":
+            values = values / self._part(self._grid[_INDEX["steps"]], steps)
         if name == "late_s" and self.ranks:
             own = values - self._part(self._grid[_INDEX["comm_s"]], steps)
             with warnings.catch_warnings():
@@ -209,7 +212,7 @@ _CURVES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "lr": _mean_of("lr"),
     "grad_norm": _mean_of("grad_norm"),
     "epoch": _mean_of("epoch"),
-    "samples_per_s": lambda part: _ratio(_sum(part["samples"]), np.nanmax(part["step_s"], axis=0)),
+    "samples_per_s": lambda part: _ratio(_sum(part["samples"] / part["steps"]), np.nanmax(part["step_s"], axis=0)),
     "mfu": _mean_of("mfu"),
     "flops_per_s": lambda part: _sum(part["flops_per_s"]),
     "step_s": lambda part: np.asarray(np.nanmax(part["step_s"], axis=0)),
@@ -235,14 +238,17 @@ class RecordFile:
     rank: int | None
     offset: int = 0
     size: int = 0
+    mark: bytes = b""
     num_bad: int = 0
     first_bad: str = ""
 
     def read(self, most_bytes: int = _CHUNK_BYTES) -> Batch | None:
         """Returns what is new, up to ``most_bytes`` of it; None where nothing is. Raises OSError."""
-        with open_regular(self.path) as file:
+        with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
             self.size = os.fstat(file.fileno()).st_size
-            if self.size < self.offset:
+            mark, before = thinned_mark(file), self.mark
+            self.mark = mark
+            if self.size < self.offset or (self.offset and mark != before):
                 raise RewrittenError(str(self.path))
             if self.size == self.offset:
                 return None
@@ -256,8 +262,8 @@ class RecordFile:
             return None
         self.offset += end
         batch = Batch()
-        for is_steps, lines in groupby(data[:end].split(b"\n")[:-1], key=lambda line: line.startswith(_STEP)):
-            if is_steps:
+        for kind, lines in groupby(data[:end].split(b"\n")[:-1], key=lambda line: line[:14]):
+            if kind in STEPS:
                 self._take_steps(batch, list(lines))
             else:
                 for line in lines:
@@ -275,13 +281,13 @@ class RecordFile:
             for line in lines:
                 self._take_line(batch, line)
         else:
-            batch.rows += [row[1:] for row in rows]
+            batch.rows += [(*row[1:], each.get("steps", 1)) for row, each in zip(rows, found, strict=True)]
 
     def _take_line(self, batch: Batch, line: bytes) -> None:
         if not line.strip():
             return
         try:
-            if line.startswith(_STEP):
+            if line.startswith(STEPS):
                 batch.rows.append(_old_row(line))
             elif isinstance(record := parse_line(line), StepRecord):
                 batch.rows.append(tuple(getattr(record, key) for key in KEYS))
@@ -315,7 +321,7 @@ def _old_row(line: bytes) -> tuple[Any, ...]:
         raise ValueError(f"a step has schema {version!r}, and this version of Paceline reads up to {SCHEMA_VERSION}")
     if type(values.get("step")) is not int or not isinstance(values.get("time"), int | float):
         raise ValueError("a step has no number or no time")
-    return tuple(map(values.get, KEYS))
+    return (*map(values.get, KEYS[:-1]), values.get("steps", 1))
 
 
 def record_files(folder: Path) -> list[RecordFile]:

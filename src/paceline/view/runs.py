@@ -28,7 +28,7 @@ Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
 
 _Kept = TypeVar("_Kept")
 
-QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled", "clock")
+QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled", "clock", "thinned")
 _MOST_KEPT = 20_000  # of events, evaluations and samples each; a run of days has fewer
 _SILENT_S = 30.0
 _MARKS = ("config.yaml", "records")

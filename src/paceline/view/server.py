@@ -3,43 +3,38 @@
     GET /             the page                      GET /api/events    server-sent events: the states of all runs
     GET /api/runs     curves of chosen runs         GET /api/heat, /api/timeline, /api/words   of one run
     GET /metrics      for Prometheus                GET /api/differences
+    GET /healthz      this process answers          GET /readyz        and it follows its runs
 
-[Note: who gets in] On a loopback address requests must name a loopback host, so that no page of the web can have its
-own name resolve to here. On any other address a token is needed: once in the address, then in a cookie that scripts
-cannot read, or as ``Authorization: Bearer``. Runs are named by ids of the list; no request has a path in it.
+``gate.py`` says who gets in. Runs are named by ids of the list; no request has a path in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
-from http.cookies import SimpleCookie
-from ipaddress import ip_address
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import UsageError
 from paceline.untrusted import file_inside, open_regular, parse_json_object
 from paceline.view.document import Window, describe, heat, timeline
+from paceline.view.gate import HEADERS, PROBES, Gate, Protocol
 from paceline.view.html import differences_of, live_page
 from paceline.view.runs import ShownRun, find_runs, names_of
 
@@ -47,14 +42,7 @@ _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
 _FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
 _SILENT_S = 30.0  # a run that nobody has chosen, and that wrote nothing for so long, does not run
-_COOKIE = "paceline_token"
 _MOST_POINTS = 4000
-HEADERS = {
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
 
 
 class Follower:
@@ -88,6 +76,10 @@ class Follower:
         self._loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self._thread = Thread(target=self._follow, name="follow runs", daemon=True)
         self._thread.start()
+
+    @property
+    def is_following(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
         self.is_stopped.set()
@@ -226,14 +218,6 @@ def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, A
         return {"problem": "the summary of the run could not be made: " + err.decode("utf-8", "replace")[-400:]}
 
 
-def is_loopback(host: str) -> bool:
-    """Says whether only this machine can reach an address."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def listen(host: str, port: int | None) -> socket.socket:
     """Returns a socket that listens there; without a port at 6070 or the next that is free. Raises UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -269,7 +253,7 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
             follower.stop()
 
     answers = (api.runs, api.events, api.heat, api.timeline, api.words, api.differences)
-    routes = [Route("/", api.page), Route("/metrics", api.metrics)]
+    routes = [Route("/", api.page), Route("/metrics", api.metrics), *(Route(path, api.probe) for path in PROBES)]
     routes += [Route(f"/api/{answer.__name__}", answer) for answer in answers]
     app = Starlette(routes=routes, lifespan=follow)
     app.state.follower = follower
@@ -347,6 +331,11 @@ class _Api:
         folders = [run.folder for run in self._follower.runs]
         return PlainTextResponse(await asyncio.to_thread(metrics_text, folders), headers=HEADERS)
 
+    async def probe(self, request: Request) -> Response:
+        """Answers whoever restarts this process or sends requests to it."""
+        is_well = request.url.path == PROBES[0] or self._follower.is_following
+        return PlainTextResponse("ok\n" if is_well else "not ready\n", 200 if is_well else 503, headers=HEADERS)
+
     async def _of_run(self, request: Request, work: Callable[[ShownRun], Any]) -> Response:
         run = self._follower.find_run(request.query_params.get("id", ""))
         with suppress(KeyError):
@@ -360,39 +349,6 @@ class _Api:
                 return work()
 
         return as_response(await asyncio.to_thread(locked))
-
-
-class Gate:
-    """Lets requests in as [Note: who gets in] says."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refuse(scope) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refusal)(scope, receive, send)
-
-    def _refuse(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]] | None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._token:
-            host = headers.get("host", "")
-            if not is_loopback((host.rpartition(":")[0] if ":" in host else host).strip("[]")):
-                return PlainTextResponse("this page answers to names of this machine alone\n", status_code=403)
-            return None
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] == "/" and self._is_right(given):
-            answer = RedirectResponse("/", status_code=303, headers=HEADERS)
-            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
-            return answer
-        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_right(bearer) or (cookie is not None and self._is_right(cookie.value)):
-            return None
-        words = "a token is needed: open the address that paceline watch has printed\n"
-        return PlainTextResponse(words, status_code=401, headers=HEADERS | {"www-authenticate": "Bearer"})
-
-    def _is_right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def _window(request: Request) -> Window:
@@ -430,4 +386,4 @@ class _Server(uvicorn.Server):
 def make_server(app: Starlette) -> uvicorn.Server:
     """Returns a server that answers until it is asked to exit; ``run(sockets=[...])`` starts it."""
     options: dict[str, Any] = {"ws": "none", "access_log": False, "log_level": "warning", "server_header": False}
-    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
+    return _Server(uvicorn.Config(app, http=Protocol, timeout_graceful_shutdown=1, **options))

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 from module_cases import (
-    CATALOGUE,
     STRATEGIES,
     cases_of,
+    catalogued_names,
     evaluated_alone,
     evaluated_on_a_rank,
     trained_alone,
@@ -33,7 +33,7 @@ NCCL = pytest.mark.parametrize("two_ranks", ["nccl"], indirect=True)
 # Those that are left have no parameters in any of their cases; torch_modules, on the CPU, looks at all.
 WITH_PARAMETERS = sorted(
     name
-    for name in CATALOGUE
+    for name in catalogued_names()
     if any(part in name for part in ("Conv", "Linear", "Norm", "RNN", "LSTM", "GRU", "Transformer", "Attention"))
     or name in ("nn.Bilinear", "nn.Embedding", "nn.EmbeddingBag", "nn.PReLU")
 )

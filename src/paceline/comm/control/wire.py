@@ -87,6 +87,7 @@ class Seal:
         return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
+        """Returns the text. Raises RefusedError if the mark is not that of the next message from the other side."""
         if not hmac.compare_digest(mark, self._mark(text)):
             raise RefusedError("a control message has a wrong seal")
         return text
@@ -137,6 +138,7 @@ def from_text(text: bytes) -> list[Any]:
 
 class WireLink:
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
+        """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
         self._is_proven = True  # what the server thinks of this side's secret; nothing so far
         self._socket = _connect(address, timeout_s)

@@ -114,7 +114,10 @@ class SharedMemoryCommunicator(Communicator):
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
-        """Makes the group of the ranks of ``inner``, compiled where every rank can have that. All call it, or raise."""
+        """Makes the group of the ranks of ``inner``, compiled where every rank can have that. All call it.
+
+        Raises CommunicationError, on every rank, where they do not share a host or it has too little shared memory.
+        """
         if inner.size == 1 or inner.device.type != "cpu":
             ranks = f"{inner.size} rank(s) on {inner.device}"
             raise UsageError(f"shared memory for {ranks}: it joins two or more ranks on CPUs")

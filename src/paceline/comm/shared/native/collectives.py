@@ -159,7 +159,7 @@ class CompiledCollectives(plain.Collectives):
         return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
-        """Makes a buffer of an area for each rank known, on all in the same order; returns what forgets it."""
+        """Adds a buffer whose tensors are reduced in place; on all ranks in one order. Returns what forgets it."""
         number, self.num_buffers = self.num_buffers, self.num_buffers + 1
         self._common[number], self._common_bytes[number] = address, area_bytes
         start = address + self.board.rank * area_bytes

@@ -1,0 +1,58 @@
+"""The configs that come with the package, by name: ``paceline train digits`` works in any folder.
+
+They lie in ``configs/`` of the repository, to which the package has a link; a wheel has the files in its place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+
+FOLDER = Path(__file__).parents[1] / "configs"
+_ENDINGS = (".yaml", ".json")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Returns all files that come with the package by name: configs, and models as Hugging Face describes them."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*")) if path.suffix in _ENDINGS}
+
+
+def find_config(path: str | Path) -> Path:
+    """Returns the file that is meant: a path as it is, and of a name that no file has the one that ships.
+
+    Raises ConfigError for a name where a file such as ``digits.yaml`` lies here and says something else.
+    """
+    asked = Path(path)
+    shipped = shipped_configs().get(str(path))
+    if shipped is None or asked.is_file():
+        return asked
+    own = Path(shipped.name)
+    if own.is_file() and own.read_bytes() != shipped.read_bytes():
+        what = f"{asked} is the name of a config that comes with Paceline, and {own} lies here and differs from it"
+        fix = f"write {own} for the file, or {shipped} for the other"
+        raise ConfigError([Problem(what=what, rule="a name stands for one config", fix=fix)], source=str(asked))
+    return shipped
+
+
+def suggest_shipped(path: Path) -> str:
+    """Returns the name of the shipped config that may have been meant by a path that does not exist; else nothing."""
+    return did_you_mean(path.stem, shipped_configs(), cutoff=0.7)
+
+
+def copy_config(name: str, target: Path | None = None, *, may_replace: bool = False) -> Path:
+    """Writes a config that ships into a file, by default of its own name and in this folder. Raises UsageError."""
+    shipped = shipped_configs()
+    if name not in shipped:
+        rule = f"the configs that come with Paceline are {', '.join(shipped)}"
+        raise UsageError(f"no config is named {name}\n  {rule}\n  {did_you_mean(name, shipped, 'name one of them')}")
+    file = target or Path(shipped[name].name)
+    if file.is_dir():
+        file = file / shipped[name].name
+    if file.exists() and not may_replace:
+        raise UsageError(f"{file} is there\n  a copy replaces nothing\n  name another file, or add --force")
+    try:
+        file.write_bytes(shipped[name].read_bytes())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}\n  name another file") from error
+    return file
