@@ -56,7 +56,9 @@ def make_environment(arm: str, folder: Path, bounds: dict[str, str]) -> Path:
     if (folder / "ready").exists():
         return python
     if (base := shutil.which(PYTHONS[arm])) is None:
-        sys.exit(f"{PYTHONS[arm]} is not on the PATH\n  the arm {arm} runs on it\n  install it, or name the other --arm")
+        sys.exit(
+            f"{PYTHONS[arm]} is not on the PATH\n  the arm {arm} runs on it\n  install it, or name the other --arm"
+        )
     subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
     held = folder / "pins.txt"
     held.write_text("\n".join(pins(bounds) if arm == "lowest" else []) + "\n", encoding="utf-8")
@@ -76,7 +78,7 @@ def run_tests(python: Path, tests: list[str], workers: int, report: Path) -> dic
 def outcomes(report: str) -> dict[str, Any]:
     """Counts what a report of pytest in JUnit's form tells."""
     failed, skipped, total = [], 0, 0
-    for case in ElementTree.fromstring(report).iter("testcase"):  # noqa: S314  # pytest wrote it a moment ago
+    for case in ElementTree.fromstring(report).iter("testcase"):  # pytest wrote it a moment ago
         total += 1
         kinds = {part.tag for part in case}
         if kinds & {"failure", "error"}:
