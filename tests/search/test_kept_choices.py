@@ -273,6 +273,9 @@ def _of_memory() -> Iterator[tuple[str, object]]:
             large, parallel={"device": "cuda", "ranks": 4, "strategy": "fsdp"}, memory={"offload": ["optimizer"]}
         ),
         "auto": make_config(large, parallel={"device": "cuda", "ranks": 2, "strategy": "auto"}),
+        "every": make_config(
+            large, parallel={"device": "cuda", "ranks": 2}, memory={"checkpoint_activations": "every_2"}
+        ),
     }
     for name, config in cases.items():
         for node_ranks, in_turns in ((None, False), (1, False), (None, True)):
@@ -303,6 +306,7 @@ def _of_memory() -> Iterator[tuple[str, object]]:
         ("stages", GPUS),
         ("offload", replace(GPUS, memory_bytes=1e9)),
         ("gpus", HOST),
+        ("every", GPUS),
     ):
         config = cases[name]
         need = needed(config)

@@ -184,6 +184,12 @@ def _of_searches() -> Iterator[tuple[str, object]]:
         "no mesh",
         [told(lambda name=name: search(odd, load_cluster(name)).num_fit) for name in ("2x dgx-a100", "1x dgx-a100")],
     )
+    plain = replace(odd, model=replace(shape, layers=1, heads=1, kv_heads=1))
+    for batch in (6, 7, 12):
+        task = replace(plain, global_batch=batch)
+        for name in ("2x dgx-a100", "1x dgx-a100", "1x g4dn.12xlarge"):
+            found_now = told(lambda task=task, name=name: search(task, load_cluster(name)).num_fit)
+            yield f"no mesh for {batch} on {name}", found_now
     large = TrainingTask(
         model=replace(shape, layers=96, width=8192, heads=64, kv_heads=8, mlp_width=30000),
         global_batch=64,
@@ -192,7 +198,10 @@ def _of_searches() -> Iterator[tuple[str, object]]:
     found = search(large, load_cluster("1x g4dn.12xlarge"))
     yield (
         "nothing fits",
-        [[each.keys for each in what_would_fit(found)], found.nearest and [str(found.nearest[0]), found.nearest[1]]],
+        [
+            [each.keys for each in what_would_fit(found)],
+            found.nearest and [found.nearest.label, found.nearest.memory_bytes],
+        ],
     )
     where = load_cluster("2x dgx-a100")
     yield (
