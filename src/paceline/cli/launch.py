@@ -70,11 +70,11 @@ def start(
     if wrong := [word for word in settings or [] if "=" not in word]:
         raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
     words = dict(word.split("=", 1) for word in settings or [])
-    for option, value in {"--kind": kind, "--patch": patch}.items():
+    for name, value in {"kind": kind, "patch": patch}.items():
         if value is not None and on != "kubernetes":
-            raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
-    words |= {} if kind is None else {"kind": kind}
-    words |= {} if patch is None else {"patch": _text(patch, "--patch")}
+            raise typer.BadParameter(f"--{name} {value} with --on {on}: it is an option of Kubernetes")
+        if value is not None:
+            words[name] = _text(value, "--patch") if isinstance(value, Path) else value
     named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
