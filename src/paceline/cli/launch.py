@@ -70,11 +70,10 @@ def start(
     if wrong := [word for word in settings or [] if "=" not in word]:
         raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
     words = dict(word.split("=", 1) for word in settings or [])
-    for option, value in {"--kind": kind, "--patch": patch}.items():
-        if value is not None and on != "kubernetes":
-            raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
-    words |= {} if kind is None else {"kind": kind}
-    words |= {} if patch is None else {"patch": _text(patch, "--patch")}
+    own = {"kind": kind, "patch": patch and _text(patch, "--patch")}
+    own = {word: value for word, value in own.items() if value is not None}
+    if own and on != "kubernetes":
+        raise typer.BadParameter(f"--{next(iter(own))} with --on {on}: it is an option of Kubernetes")
     named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
@@ -92,7 +91,7 @@ def start(
         max_requeues=max_requeues,
         python=python,
         port=port,
-        settings=words,
+        settings=words | own,
         setup=tuple(setup or ()),
     )
     checks = not no_memory_check
