@@ -166,7 +166,7 @@ def _target_options(on: str, settings: list[str], kind: str | None, patch: Path 
         raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
     for option, value in {"--kind": kind, "--patch": patch}.items():
         if value is not None and on != "kubernetes":
-            raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
+            raise typer.BadParameter(f"{option} with --on {on}: it is an option of Kubernetes")
     words = dict(word.split("=", 1) for word in settings)
     words |= {} if kind is None else {"kind": kind}
     return words | ({} if patch is None else {"patch": _text(patch, "--patch")})
