@@ -62,10 +62,9 @@ def start(
     no_memory_check: NoMemoryCheck = False,
 ) -> None:
     """Start a run, and follow it; leaves with its exit code."""
+    from paceline.launch import start as launching
     from paceline.launch.hostfile import read_hosts
     from paceline.launch.job import LaunchJob
-    from paceline.launch.start import prepare
-    from paceline.launch.start import start as submit
 
     words = _target_options(on, settings or [], kind, patch)
     named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
@@ -88,14 +87,14 @@ def start(
         settings=words,
         setup=tuple(setup or ()),
     )
-    checks = not no_memory_check
-    target, job, lines = prepare(config, overrides or [], request, resumes=resume, checks_memory=checks, is_dry=dry_run)
+    how = {"resumes": resume, "checks_memory": not no_memory_check, "is_dry": dry_run}
+    target, job, lines = launching.prepare(config, overrides or [], request, **how)
     for line in (f"run {job.run} on {job.target}", *lines):
         echo(line, err=True)
     if dry_run:
         echo(target.render(job), nl=False)
         return
-    job = submit(target, job)
+    job = launching.start(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
     if detach or array is not None:
         echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
