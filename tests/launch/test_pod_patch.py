@@ -29,6 +29,7 @@ CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"},
 # Each changes another part: what is added, what is replaced whole, what is removed.
 PATCHES = (
     EXAMPLE,
+    "spec: {securityContext: {seccompProfile: {$patch: delete}}}",
     "spec: {terminationGracePeriodSeconds: 7, enableServiceLinks: null}",
     "spec: {volumes: [{name: tmp, emptyDir: {sizeLimit: 9Gi}}, {name: shm, $patch: delete}]}",
     "spec: {containers: [{name: paceline, env: [{name: HOME, value: /data}, {name: A, value: b}]}]}",

@@ -20,7 +20,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ class Event:
     kind: str
     host: str
     at_s: float
-    was_member: bool = True
     told_s: float | None = None
     words: str = ""
     back_s: float | None = None  # until it had come again
@@ -220,3 +219,9 @@ def run_soak(soak: Soak, num_losses: int, num_steps: int) -> dict[str, Any]:
         "seconds": round(soak.now(), 1),
     }
     return {"events": [asdict(each) for each in soak.events], "summary": summary}
+
+
+def is_right(summary: Mapping[str, Any]) -> bool:
+    """Says whether a soak went as it should: it ended by itself, and all was told, nothing false, no sample twice."""
+    is_told = summary["told"] == summary["returned"] == summary["losses"]
+    return summary["exit_code"] == "0" and summary["every_sample_once"] and not summary["false_words"] and is_told
