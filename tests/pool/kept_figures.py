@@ -73,6 +73,11 @@ def told(call: Callable[[], object]) -> object:
         return f"refused: {error}"
 
 
+def through_json(value: object) -> object:
+    """Returns a value as a file would have it; fails for one that no file can have."""
+    return json.loads(json.dumps(value))
+
+
 def flat_figures(figures: Mapping[str, object]) -> dict[str, dict[str, Leaf]]:
     return {case: dict(_leaves(value, "")) for case, value in figures.items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
@@ -115,7 +115,7 @@ def _of_choices() -> Iterator[tuple[str, object]]:
             yield f"choice {name}", found
             continue
         choice: Any = found
-        shown = choice.to_json()
+        shown: Any = through_json(choice.to_json())
         ladder = shown.pop("ladder")
         short = [
             [each["label"], each["rejected"], each["seconds"], each["overhead"], each["memory"]["device_bytes"]]

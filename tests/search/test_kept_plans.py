@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
@@ -79,7 +79,7 @@ def make_config(model: dict[str, Any] | None = None, data: dict[str, Any] | None
 
 
 def _plan(result: PlanResult) -> object:
-    found = result.to_json(3)
+    found = through_json(result.to_json(3))
     cheapest = result.cheapest_row()
     return [found, result.to_text(3), told(result.to_yaml), cheapest and cheapest.devices, result._repr_html_()[:300]]
 
@@ -267,6 +267,8 @@ def _of_requests() -> Iterator[tuple[str, object]]:
                     ],
                 ],
             )
+    by_microbatch = make_config(train={"global_batch": None, "microbatch": 3}, parallel={"strategy": "zero1"})
+    yield "batch of microbatches", request_for(by_microbatch, load_cluster("2x t4")).tasks[0].global_batch
     for overrides in ([], ["train.global_batch=8", "data.context=256"], ["train.precision=bf16"]):
         found = request_for_hugging_face(MIXTRAL, load_cluster("2x t4"), overrides)
         yield (

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 from torch import nn
 
 from paceline.config import config_from_dict
@@ -406,7 +406,7 @@ def _of_certificates() -> Iterator[tuple[str, object]]:
         {"strategy": "zero1", "precision": "bf16", "steps": 1},
     ):
         found = verify(_Model, _batch, nn.functional.cross_entropy, ranks=2, **options)
-        told_of = found.to_json()
+        told_of: Any = through_json(found.to_json())
         left = {name: each for name, each in told_of.items() if name not in ("errors", "max_abs_error", "seconds")}
         yield (
             f"certificate {options}",
