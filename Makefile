@@ -50,7 +50,7 @@ fuzz: $(VENV)/ready-dev  ## damaged and hostile input for everything that reads 
 slurm: $(VENV)/ready-dev  ## install and start a Slurm of four nodes on this machine, and run its tests (root; minutes)
 	$(BIN)/python scripts/slurm_test_cluster.py -- $(BIN)/python -m pytest -q -m slurm tests/launch
 
-hosts: $(VENV)/ready-dev  ## four hosts in network namespaces with a real sshd, and their tests (root; minutes)
+hosts: $(VENV)/ready-dev  ## hosts in network namespaces with a real sshd, their tests, and a short soak (root; minutes)
 	$(BIN)/python -m pytest -q -m hosts tests/launch
 
 roots: $(VENV)/ready-dev  ## docs/deployment.md and the nodes of infrastructure/ in clean roots of two distributions (root, debootstrap; minutes)

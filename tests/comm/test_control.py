@@ -162,7 +162,8 @@ def test_a_stranger_that_says_nothing_is_sent_away(
 
 
 def test_many_strangers_are_not_kept(server: tuple[Address, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.comm.control.server._MOST_STRANGERS", 1)
+    for limit in ("_MOST_STRANGERS", "_OF_HOST"):
+        monkeypatch.setattr(f"paceline.comm.control.server.{limit}", 1)
     with raw(server[0]) as first, raw(server[0]) as second:
         assert len(first.recv(NONCE_BYTES)) == NONCE_BYTES
         assert second.recv(NONCE_BYTES) == b""

@@ -21,9 +21,11 @@ SSHD = "/usr/sbin/sshd"
 HOSTS = 4
 # Python imports it first in every process of a host. (libfaketime makes time.sleep fail on Python 3.11.)
 CLOCKS = """
-import socket, time
+import os, socket, time
 
 name = socket.gethostname()
+os.environ["TMPDIR"] = os.path.join({folder!r}, name)  # each host has its own
+os.makedirs(os.environ["TMPDIR"], exist_ok=True)
 ahead_s = {clocks}.get(int(name[1:]) if name[1:].isdecimal() else -1, 0)
 real, real_ns = time.time, time.time_ns
 time.time = lambda: real() + ahead_s
@@ -109,7 +111,9 @@ def network_of(
         made = HostNetwork(network=network, folder=folder)
         _write_settings(made)
         if clocks_s:
-            (folder / "sitecustomize.py").write_text(CLOCKS.format(clocks=dict(enumerate(clocks_s))))
+            (folder / "sitecustomize.py").write_text(
+                CLOCKS.format(clocks=dict(enumerate(clocks_s)), folder=str(folder))
+            )
         for host in range(num_hosts):
             process = start_sshd(made, host, before if host == num_hosts - 1 else "true")
             stack.callback(_stop, process)
@@ -123,7 +127,8 @@ def start_sshd(made: HostNetwork, host: int, before: str = "true") -> subprocess
     log = (made.folder / f"sshd-{host}.log").open("ab")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     log.close()
-    asked = ["ip", "netns", "exec", made.network.host(0), *made.ssh.split(), f"h{host}", "true"]
+    last = made.network.host(made.network.num_hosts - 1)
+    asked = ["ip", "netns", "exec", last, *made.ssh.split(), f"h{host}", "true"]
     for _ in range(100):
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return process

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import secrets
 import threading
 import time
@@ -47,7 +48,7 @@ CHANGED = "hosts: "  # begins an account of hosts that came or went, which no ra
 _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S = 600.0
 _RETURN_S = 30.0  # for a server that cannot be reached any more to answer again
-_BEAT_S = 0.5
+_BEAT_S, _BEATS_PER_S = 0.5, 500  # of a launcher; and of all of them, which one server hears
 _BETTER_S = 5.0  # for a host that knows more to tell it; one that is silent is missed sooner
 _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
@@ -80,6 +81,7 @@ def rendezvous(
             if error.errno not in _ELSEWHERE:
                 raise
         else:
+            _allow_files()  # each host has several connections, and so has each rank
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
@@ -352,7 +354,7 @@ class Rendezvous(elastic.RendezvousHandler):
 
     def _attend(self) -> None:
         """Tells the server that this launcher lives, and learns which hosts have left or wait to be taken in."""
-        while not self._is_over.wait(_BEAT_S):
+        while not self._is_over.wait(max(_BEAT_S, self.hosts.most / _BEATS_PER_S)):
             try:
                 asked = self._round
                 news = Attendance(*self._beats.ask("attend", self._name, f"ended/{asked}"))
@@ -366,6 +368,13 @@ class Rendezvous(elastic.RendezvousHandler):
                         f"and it tries to come back for {_RETURN_S:g} s"
                     )
                 return
+
+
+def _allow_files() -> None:
+    """Lets this process open as many files as it may ask for: often 1024 is but what it gets without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
 
 
 def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from paceline.comm.control.wire import encode, from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
-_MOST_STRANGERS = 256  # connections that have not proven the secret yet
+_MOST_STRANGERS, _OF_HOST = 256, 16  # connections that have not proven the secret yet; of each host, with its ranks
 _LOOK_S = 0.02
 _SLOW_S = 1.0  # a server that looked so late was not running, and has heard nobody
 _PATIENCE_S = 2.0  # for other hosts to leave, once this one is done
@@ -127,7 +127,7 @@ class ControlServer:
         """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
         self._num_strangers += 1
         try:
-            if self._num_strangers <= _MOST_STRANGERS:
+            if self._num_strangers <= max(_MOST_STRANGERS, _OF_HOST * self.hosts.most):
                 nonce = secrets.token_bytes(wire.NONCE_BYTES)
                 writer.write(nonce)
                 async with asyncio.timeout(_HANDSHAKE_S):
