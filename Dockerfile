@@ -16,6 +16,7 @@ COPY requirements.txt constraints.txt ./
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --disable-pip-version-check \
         ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} -c constraints.txt -r requirements.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
 COPY src src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --disable-pip-version-check -c constraints.txt --no-deps . \
     && touch /opt/paceline/ready

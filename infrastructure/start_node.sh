@@ -3,7 +3,8 @@
 #
 # The nodes find one another through the shared file system: each leaves its address and its public host key there.
 # Node 0 makes a key for ssh, whose private half never leaves it, and starts `paceline launch` once all are there.
-# Variables come from /etc/paceline/node.env; cloud-init.yaml.tftpl lists them.
+# Every step may be repeated: a step that was interrupted begins anew, one that is done changes nothing.
+# Variables come from /etc/paceline/node.env; cloud-init.yaml.tftpl lists them. Exit code 2: a start would not help.
 set -eu
 
 state=${STATE:-/etc/paceline}
@@ -14,6 +15,11 @@ wait_s=${WAIT_S:-1800}
 
 say() {
     echo "paceline-node: node $NODE_INDEX of $CLUSTER_SIZE: $*" >&2
+}
+
+refuse() { # WHAT: ends the service for good
+    say "$*"
+    exit 2
 }
 
 as_user() {
@@ -32,8 +38,28 @@ wait_for() { # FILE: until it is there
     done
 }
 
+check_python() {
+    if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        refuse "python3 is $(python3 -V 2>&1): Paceline needs 3.11 or newer; choose an image of Ubuntu 24.04 or Debian 12"
+    fi
+}
+
+install_lustre() { # AWS's own client, for the kernel that runs
+    if command -v mount.lustre >/dev/null; then return; fi
+    say "installing the Lustre client for kernel $(uname -r)"
+    keys=https://fsx-lustre-client-repo-public-keys.s3.amazonaws.com
+    curl -fsS --create-dirs -o /etc/apt/keyrings/fsx.asc "$keys/fsx-ubuntu-public-key.asc"
+    # shellcheck source=/dev/null
+    release=$(. /etc/os-release && echo "$VERSION_CODENAME")
+    echo "deb [signed-by=/etc/apt/keyrings/fsx.asc] https://fsx-lustre-client-repo.s3.amazonaws.com/ubuntu $release main" \
+        >/etc/apt/sources.list.d/fsx.list
+    apt-get update -q
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q "lustre-client-modules-$(uname -r)"
+}
+
 mount_shared() {
     if [ -n "${MOUNT_SOURCE:-}" ] && ! mountpoint -q "$SHARED"; then
+        case ${MOUNT_OPTIONS:-} in "-t lustre"*) install_lustre ;; esac
         mkdir -p "$SHARED"
         # shellcheck disable=SC2086  # several options in one variable
         mount ${MOUNT_OPTIONS:-} "$MOUNT_SOURCE" "$SHARED"
@@ -42,33 +68,74 @@ mount_shared() {
     chown "$TRAIN_USER" "$SHARED/runs"
 }
 
+# NCCL inside torch's wheels finds a plugin by the linker's cache, and reads /etc/nccl.conf in every process, however it
+# was started. NCCL_NET names the network: without its plugin NCCL then fails, in the place of slow TCP in silence.
+set_up_network() {
+    case ${NETWORK:-tcp} in
+    efa)
+        plugin=$(find /opt/amazon/ofi-nccl /opt/aws-ofi-nccl -name 'libnccl-net*.so' 2>/dev/null | head -n 1)
+        if [ -z "$plugin" ]; then
+            refuse "the image has no aws-ofi-nccl in /opt: NCCL would not use EFA; choose AWS's Deep Learning Base image"
+        fi
+        printf '%s\n' "$(dirname "$plugin")" /opt/amazon/efa/lib >/etc/ld.so.conf.d/paceline-nccl.conf
+        echo "NCCL_NET=AWS Libfabric" >/etc/nccl.conf
+        ;;
+    gib)
+        if [ ! -e /usr/local/gib/lib64/libnccl-net.so ]; then install_gib; fi
+        echo /usr/local/gib/lib64 >/etc/ld.so.conf.d/paceline-nccl.conf
+        # Google's settings for this machine type, which come with the plugin.
+        env -i PATH="$PATH" bash -c '. /usr/local/gib/scripts/set_nccl_env.sh >/dev/null; env' |
+            grep '^NCCL_' >/etc/nccl.conf
+        ;;
+    *) return ;;
+    esac
+    ldconfig
+    say "NCCL uses $NETWORK: $(tr '\n' ' ' </etc/nccl.conf)"
+}
+
+install_gib() {
+    say "installing Google's NCCL plugin (nccl-gib)"
+    curl -fsS --create-dirs -o /etc/apt/keyrings/google.asc https://packages.cloud.google.com/apt/doc/apt-key.gpg
+    echo "deb [signed-by=/etc/apt/keyrings/google.asc] https://packages.cloud.google.com/apt gpudirect-gib-apt main" \
+        >/etc/apt/sources.list.d/nccl-gib.list
+    apt-get update -q
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q nccl-gib
+}
+
 install_paceline() {
-    if [ -x "$VENV/bin/paceline" ]; then return; fi
+    wanted="$SOURCE_URL $SOURCE_REF"
+    if [ "$(cat "$VENV/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "installing $SOURCE_URL at $SOURCE_REF"
+    rm -rf "$WORKDIR" "$VENV"
     git clone --quiet --branch "$SOURCE_REF" --depth 1 "$SOURCE_URL" "$WORKDIR"
     python3 -m venv "$VENV"
     "$VENV/bin/pip" install --quiet -c "$WORKDIR/constraints.txt" "$WORKDIR"
     chown -R "$TRAIN_USER" "$WORKDIR"
+    echo "$wanted" >"$VENV/installed" # last: without it the next start begins anew
 }
 
 user_home() {
     getent passwd "$TRAIN_USER" | cut -d: -f6
 }
 
-trust_first_node() { # lets node 0 come by ssh
+make_key() { # on node 0, whose public half the others take
     keys=$(user_home)/.ssh
     as_user mkdir -p -m 700 "$keys"
-    if [ "$NODE_INDEX" -eq 0 ]; then
-        if [ ! -e "$keys/id_ed25519" ]; then
-            as_user ssh-keygen -q -t ed25519 -N "" -C paceline -f "$keys/id_ed25519"
-        fi
-        cp "$keys/id_ed25519.pub" "$meeting/.first.pub"
-        mv "$meeting/.first.pub" "$meeting/first.pub" # whole, or not there
+    if [ ! -e "$keys/id_ed25519" ]; then
+        as_user ssh-keygen -q -t ed25519 -N "" -C paceline -f "$keys/id_ed25519"
     fi
+    cp "$keys/id_ed25519.pub" "$meeting/.first.pub"
+    mv "$meeting/.first.pub" "$meeting/first.pub" # whole, or not there
+}
+
+trust_first_node() { # lets node 0 come by ssh; the key of one that was replaced goes
+    keys=$(user_home)/.ssh
+    as_user mkdir -p -m 700 "$keys"
     wait_for "$meeting/first.pub"
     key=$(cat "$meeting/first.pub")
-    if ! grep -qsF "$key" "$keys/authorized_keys"; then
-        echo "$key" | as_user tee -a "$keys/authorized_keys" >/dev/null
+    if ! grep -qsxF "$key" "$keys/authorized_keys"; then
+        others=$(grep -sv ' paceline$' "$keys/authorized_keys" || true)
+        printf '%s\n' ${others:+"$others"} "$key" | as_user tee "$keys/authorized_keys" >/dev/null
         as_user chmod 600 "$keys/authorized_keys"
     fi
 }
@@ -110,11 +177,15 @@ train() {
     exec runuser -u "$TRAIN_USER" -- "$VENV/bin/paceline" "$@"
 }
 
+check_python
 mount_shared
+set_up_network
 install_paceline
+if [ "$NODE_INDEX" -eq 0 ]; then make_key; fi
 trust_first_node
 register
 if [ "$NODE_INDEX" -eq 0 ]; then
     gather_nodes
     train
 fi
+while sleep "$look_s"; do trust_first_node; done # as long as the node lives: node 0 may be replaced

@@ -4,7 +4,8 @@
     python scripts/judges.py --gpu      the same of the cases for a GPU, on a machine that has one
     python scripts/judges.py --page     the page alone, from the records that there are
 
-The records are bench/results/judges-cpu.json and judges-gpu.json. The exit code is that of pytest.
+The records are bench/results/judges-cpu.json, judges-gpu.json and mutants-cpu.json, which scripts/mutants.py writes.
+The exit code is that of pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 JUDGES = ROOT / "tests" / "judges"
 RECORD = ROOT / "bench" / "results" / "judges-cpu.json"
 GPU_RECORD = RECORD.with_name("judges-gpu.json")
-GPU_WAYS = ["-n", "6", "--dist", "loadgroup", "-m", "gpu and judge"]  # NCCL ranks in a few workers: they share the GPU
+MUTANTS_RECORD = RECORD.with_name("mutants-cpu.json")
+GPU_WAYS = ["-n", "8", "--dist", "loadgroup", "-m", "gpu and judge"]  # NCCL ranks in a few workers: they share the GPU
 PAGE = ROOT / "docs" / "judges.md"
 
 HEAD = """# Judges from outside
@@ -43,20 +45,44 @@ engine's numbers must agree to nine digits; in bf16 a tensor's move may be off b
 that is rounded the other way is off by 2^-8 (`tests/judges/oracle.py`).
 
 """
+MUTANTS_HEAD = """## Small mistakes judge the tests
+
+`python scripts/mutants.py` makes small mistakes in the source, one at a time, in rooms that train, keep or predict: an
+operator turned, a call left out. Then it looks which test notices. What a GPU alone runs is left out, as `make test`
+has none.
+
+"""
 TABLE = """| judge | what it checks | passed | refused | skipped | failed |
 |---|---|---|---|---|---|
 """
 
 
-def page_of(record: dict[str, Any], gpu_record: dict[str, Any] | None = None) -> str:
-    """Returns the page for a record, and that of a GPU: tables of judges, and why cases did not pass."""
+def page_of(
+    record: dict[str, Any], gpu_record: dict[str, Any] | None = None, mutants: dict[str, Any] | None = None
+) -> str:
+    """Returns the page: tables of judges for a record, and that of a GPU; why cases did not pass; small mistakes."""
     page = HEAD + table_of(record)
     if gpu_record is not None:
         machine = gpu_record["machine"]
         judges = {judge: found for judge, found in gpu_record.items() if judge != "machine"}
         page += f"\n{GPU_HEAD}The last run was on one {machine['device']} with torch {machine['torch']}.\n\n"
         page += table_of(judges)
-    return page
+    return page + (f"\n{MUTANTS_HEAD}{told_of(mutants)}" if mutants is not None else "")
+
+
+def told_of(mutants: dict[str, Any]) -> str:
+    """Returns how many mistakes were noticed, and those that were not, with the reason where somebody has read it."""
+    told = mutants["summary"]
+    text = (
+        f"Of {told['mistakes']} mistakes (seed {mutants['seed']}) the tests noticed {told['by_all']:.1%}, "
+        f"and those of the mistake's own room {told['by_room']:.1%}. Not noticed:\n\n"
+    )
+    rows = [
+        f"- `{each['file']}:{each['line']}`: `{each['was']}` became `{each['is']}`: {each.get('why', 'not read yet')}"
+        for each in mutants["mistakes"]
+        if each["noticed"] == "nobody"
+    ]
+    return text + "\n".join(rows) + "\n"
 
 
 def table_of(record: dict[str, Any]) -> str:
@@ -91,9 +117,14 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", *ways, "--all-judges", str(JUDGES), "--judges-record"]
         record = GPU_RECORD if given.gpu else RECORD
         code = subprocess.run([*command, str(record)], cwd=ROOT, check=False).returncode
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in (RECORD, GPU_RECORD) if path.exists()]
-    PAGE.write_text(page_of(*records), encoding="utf-8")
+    PAGE.write_text(page_of(*read_records()), encoding="utf-8")
     return code
+
+
+def read_records() -> list[dict[str, Any] | None]:
+    """Returns the records that there are, in the order in which the page takes them."""
+    paths = (RECORD, GPU_RECORD, MUTANTS_RECORD)
+    return [json.loads(path.read_text(encoding="utf-8")) if path.exists() else None for path in paths]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A mistake is an operator turned (``+`` to ``-``, ``<`` to ``<=``, ``and`` to ``o
 first with the tests of its own room (src/paceline/ROOM, tests/ROOM) that enter the changed function or stand in a file
 that the map does not know, then with all others that enter it: a test that never enters it cannot notice. Tests that
 fail without a mistake are left out; one that fails with it must fail twice. What was tried already is read from the
-record, and not tried again.
+record, and not tried again. ``--rooms`` draws from some rooms alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="map: only these tests")
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--rooms", nargs="+", default=ROOMS, help="draw mistakes in these rooms alone")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600, help="the longest that the tests of one mistake may take")
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -147,10 +148,10 @@ def function_at(source: str, line: int) -> int:
     return around
 
 
-def chosen_mistakes(number: int, seed: int) -> list[dict[str, Any]]:
-    """Returns that many mistakes, drawn from all rooms that train, keep or predict."""
+def chosen_mistakes(number: int, seed: int, rooms: Sequence[str] = ROOMS) -> list[dict[str, Any]]:
+    """Returns that many mistakes, drawn from rooms: from all that train, keep or predict, unless told otherwise."""
     found = []
-    for room in ROOMS:
+    for room in rooms:
         for path in sorted((PACKAGE / room).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
             name = str(path.relative_to(PACKAGE))
@@ -189,7 +190,7 @@ def try_mistakes(args: argparse.Namespace) -> None:
     done = {(each["file"], each["line"], each["start"], each["new"]): each for each in known}
     left = [
         each
-        for each in chosen_mistakes(args.number, args.seed)
+        for each in chosen_mistakes(args.number, args.seed, args.rooms)
         if (each["file"], each["line"], each["start"], each["new"]) not in done
     ]
     trees: queue.Queue[Path] = queue.Queue()

@@ -10,42 +10,37 @@ from pathlib import Path
 
 from paceline.config import load_config
 from paceline.launch.kubernetes import render, to_text
-from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
+from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.pod_patch import read_patch
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "kubernetes"
 HEADER = "# Rendered by scripts/render_deploy.py; a test keeps it current.\n"
 IMAGE = "paceline:0.1"
-GPUS = PodResources(gpus=8, cpus=64, memory_gib=512, shm_gib=64, network={"rdma/hca": 8})
-H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+PATCH = FOLDER / "examples" / "patch.yaml"
+RDMA = {"rdma/hca": 8}
 
 # Each file: what is asked for, the config, and its overrides.
 EXAMPLES: dict[str, tuple[KubernetesOptions, str, list[str]]] = {
-    "base/run.yaml": (
-        KubernetesOptions(name="digits", image=IMAGE, nodes=2, resources=PodResources(cpus=2, memory_gib=8)),
-        "configs/digits.yaml",
-        [],
-    ),
+    "base/run.yaml": (KubernetesOptions(name="digits", image=IMAGE, nodes=2), "configs/digits.yaml", []),
     "examples/job.yaml": (
         KubernetesOptions(
             name="gpt-pydoc",
             image=IMAGE,
             nodes=4,
             min_nodes=2,
-            resources=GPUS,
-            placement=PodPlacement(node_selector=H100, gang="kueue", queue="training"),
+            gpus=8,
+            network=RDMA,
+            gang="kueue",
+            queue="training",
+            scrape_from="monitoring",
+            patch=read_patch(PATCH.read_text(encoding="utf-8")),
         ),
         "configs/gpt_pydoc.yaml",
         ["train.global_batch=96"],
     ),
     "examples/statefulset.yaml": (
-        KubernetesOptions(
-            name="distributed-training",
-            image=IMAGE,
-            kind="statefulset",
-            nodes=2,
-            resources=PodResources(gpus=4, cpus=32, memory_gib=256, shm_gib=32),
-        ),
+        KubernetesOptions(name="distributed-training", image=IMAGE, kind="statefulset", nodes=2, gpus=4),
         "configs/gpt_pydoc.yaml",
         ["train.global_batch=64"],
     ),
@@ -55,16 +50,21 @@ EXAMPLES: dict[str, tuple[KubernetesOptions, str, list[str]]] = {
             image=IMAGE,
             kind="jobset",
             nodes=4,
-            resources=GPUS,
-            placement=PodPlacement(node_selector=H100, gang="volcano", queue="training"),
-            volume=RunsVolume(claim="shared-runs"),
+            gpus=8,
+            cpus=64,
+            memory_gib=512,
+            shm_gib=64,
+            network=RDMA,
+            gang="volcano",
+            queue="training",
+            claim="shared-runs",
             time_limit_s=48 * 3600,
         ),
         "configs/gpt_fsdp.yaml",
         ["train.global_batch=64"],
     ),
     "examples/trainjob.yaml": (
-        KubernetesOptions(name="gpt-fsdp", image=IMAGE, kind="trainjob", nodes=2, resources=GPUS),
+        KubernetesOptions(name="gpt-fsdp", image=IMAGE, kind="trainjob", nodes=2, gpus=8, network=RDMA),
         "configs/gpt_fsdp.yaml",
         ["train.global_batch=64"],
     ),

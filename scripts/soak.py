@@ -2,9 +2,11 @@
 
     python scripts/soak.py                 all of it (make soak)
     python scripts/soak.py --share 20      every 20th test, spread evenly: minutes
+    python scripts/soak.py --hosts 20      so many hosts are lost and come back, of eight (root; half an hour)
 
 The record is bench/results/soak-cpu.json, of a part soak-cpu-part.json: a row for each file of tests, and one for all.
-``faults`` are those that tests count which inject many each. The exit code is that of pytest.
+``faults`` are those that tests count which inject many each. The exit code is that of pytest. The soak of hosts is
+that of tests/pool/host_soak.py; its record is bench/results/soak-hosts-cpu.json: a row for each loss, and one for all.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,12 +79,37 @@ def summarize(counter: Counter, wall_s: float) -> list[dict[str, Any]]:
     return [asdict(row) | {"seconds": round(row.seconds, 1)} for row in [*rows, total]]
 
 
+def soak_hosts(num_losses: int, seed: int, output: Path | None) -> int:
+    """Loses so many hosts of a run and gives them back, and writes the record; 0: all was as it should be."""
+    sys.path[:0] = [str(ROOT / "tests" / "pool"), str(ROOT / "bench")]
+    from host_soak import CLOCKS_S, HOSTS, LEAST, is_right, run_soak, soaking
+
+    with tempfile.TemporaryDirectory(prefix="paceline-soak-") as folder, soaking(Path(folder), seed) as soak:
+        try:
+            found = run_soak(soak, num_losses, num_steps=350 * num_losses)
+        except BaseException:
+            print(soak.log, file=sys.stderr)
+            raise
+    BenchRecord(
+        name="soak of hosts",
+        command=" ".join(["python", "scripts/soak.py", *sys.argv[1:]]),
+        rows=[*found["events"], found["summary"]],
+        config={"hosts": HOSTS, "least": LEAST, "clocks_ahead_s": list(CLOCKS_S[:HOSTS]), "seed": seed},
+    ).write(output or RESULTS / "soak-hosts-cpu.json")
+    print(found["summary"])
+    return 0 if is_right(found["summary"]) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the soak and writes its record.")
     parser.add_argument("--share", type=int, default=1, help="every so many tests; 1: all")
     parser.add_argument("--workers", type=int, default=2, help="tests at a time")
     parser.add_argument("--output", type=Path, help="the record")
+    parser.add_argument("--hosts", type=int, metavar="LOSSES", help="the soak of hosts instead, with so many losses")
+    parser.add_argument("--seed", type=int, default=1, help="of the soak of hosts")
     asked = parser.parse_args()
+    if asked.hosts is not None:
+        return soak_hosts(asked.hosts, asked.seed, asked.output)
     if asked.share < 1 or asked.workers < 1:
         parser.error(f"--share {asked.share} --workers {asked.workers}: both are counts, of at least 1")
     os.chdir(ROOT)

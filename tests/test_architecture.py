@@ -25,7 +25,7 @@ SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
     ("errors", "units", "imports", "terminal", "untrusted", "notebook"),
-    ("bounded_yaml", "chrome_trace"),
+    ("bounded_yaml", "charts", "chrome_trace"),
     ("mesh", "shards", "schedule"),
     ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
     ("config", "cluster"),

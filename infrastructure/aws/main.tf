@@ -10,7 +10,7 @@ data "aws_ami" "gpu" {
 
   filter {
     name   = "name"
-    values = ["Deep Learning Base OSS Nvidia Driver GPU AMI (Ubuntu 22.04) *"]
+    values = ["Deep Learning Base OSS Nvidia Driver GPU AMI (Ubuntu 24.04) *"] # Python 3.12, NVIDIA's driver, EFA and aws-ofi-nccl
   }
 
   filter {
@@ -144,6 +144,15 @@ resource "aws_launch_template" "node" {
     }
   }
 
+  # A Capacity Block is a market of its own: an instance that does not name it is refused in one.
+  dynamic "instance_market_options" {
+    for_each = var.is_capacity_block ? ["capacity-block"] : []
+
+    content {
+      market_type = instance_market_options.value
+    }
+  }
+
   dynamic "capacity_reservation_specification" {
     for_each = var.capacity_reservation_id == null ? [] : [var.capacity_reservation_id]
 
@@ -156,15 +165,25 @@ resource "aws_launch_template" "node" {
 
   # The first card carries TCP/IP as well; the others carry RDMA alone.
   dynamic "network_interfaces" {
-    for_each = range(var.efa_interfaces)
+    for_each = range(max(1, var.efa_interfaces))
 
     content {
       network_card_index    = network_interfaces.value
       device_index          = network_interfaces.value == 0 ? 0 : 1
-      interface_type        = network_interfaces.value == 0 ? "efa" : "efa-only"
+      interface_type        = var.efa_interfaces == 0 ? "interface" : network_interfaces.value == 0 ? "efa" : "efa-only"
       subnet_id             = var.subnet_id
       security_groups       = [aws_security_group.nodes.id]
       delete_on_termination = true
+    }
+  }
+
+  # All nodes keep the image that the first apply found: a newer one would replace them in the middle of a run.
+  lifecycle {
+    ignore_changes = [image_id]
+
+    precondition {
+      condition     = !var.is_capacity_block || var.capacity_reservation_id != null
+      error_message = "is_capacity_block needs capacity_reservation_id, the id of the Capacity Block (cr-...)."
     }
   }
 }
@@ -192,11 +211,17 @@ resource "aws_instance" "node" {
     source_url      = var.source_url
     source_ref      = var.source_ref
     ssh_public_key  = var.ssh_public_key
-    packages        = ["git", "python3-venv", "lustre-client-modules-aws"]
+    packages        = ["curl", "git", "python3-venv"]
+    network         = var.efa_interfaces > 0 ? "efa" : "tcp"
     mount_options   = "-t lustre -o noatime,flock"
     mount_source    = "${aws_fsx_lustre_file_system.shared.dns_name}@tcp:/${aws_fsx_lustre_file_system.shared.mount_name}"
     start_node      = filebase64("${path.module}/../start_node.sh")
   })
 
   tags = { Name = "${var.name}-${count.index}" }
+
+  # cloud-init reads its data once in the life of a node: another text would stop the node, and change nothing.
+  lifecycle {
+    ignore_changes = [user_data]
+  }
 }

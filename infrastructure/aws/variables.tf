@@ -87,7 +87,7 @@ variable "gpus_per_node" {
 }
 
 variable "efa_interfaces" {
-  description = "Network cards of the instance type, each with an EFA interface: 32 of p5.48xlarge, 4 of p4d.24xlarge."
+  description = "Network cards of the instance type, each with an EFA interface: 32 of p5.48xlarge, 4 of p4d.24xlarge; 0: TCP alone."
   type        = number
   default     = 32
 }
@@ -110,7 +110,13 @@ variable "shared_gib" {
 }
 
 variable "capacity_reservation_id" {
-  description = "Reservation or capacity block that has the nodes; null: on demand, which GPU types seldom have."
+  description = "Reservation or Capacity Block that has the nodes (cr-...); null: on demand, which GPU types seldom have."
   type        = string
   default     = null
+}
+
+variable "is_capacity_block" {
+  description = "Whether capacity_reservation_id is a Capacity Block, not a reservation."
+  type        = bool
+  default     = false
 }

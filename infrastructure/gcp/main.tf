@@ -188,10 +188,16 @@ resource "google_compute_instance" "node" {
       source_url      = var.source_url
       source_ref      = var.source_ref
       ssh_public_key  = var.ssh_public_key
-      packages        = ["git", "python3-venv", "nfs-common"]
+      packages        = ["curl", "git", "nfs-common", "python3-venv"]
+      network         = "gib"
       mount_options   = "-t nfs -o rw,hard,noatime"
       mount_source    = "${google_filestore_instance.shared.networks[0].ip_addresses[0]}:/shared"
       start_node      = filebase64("${path.module}/../start_node.sh")
     })
+  }
+
+  # A newer image of the family would replace running nodes. cloud-init reads its data once in the life of a node.
+  lifecycle {
+    ignore_changes = [boot_disk[0].initialize_params[0].image, metadata["user-data"]]
   }
 }

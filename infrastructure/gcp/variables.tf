@@ -93,9 +93,9 @@ variable "gpus_per_node" {
 }
 
 variable "image" {
-  description = "Image with NVIDIA's driver for this machine type, as PROJECT/FAMILY."
+  description = "Image with NVIDIA's driver for this machine type, and Python 3.11 or newer, as PROJECT/FAMILY."
   type        = string
-  default     = "ubuntu-os-accelerator-images/ubuntu-accelerator-2204-amd64-with-nvidia-570"
+  default     = "ubuntu-os-accelerator-images/ubuntu-accelerator-2404-amd64-with-nvidia-580"
 }
 
 variable "shared_gib" {

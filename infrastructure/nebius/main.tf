@@ -31,6 +31,11 @@ resource "nebius_compute_v1_disk" "boot" {
   source_image_family = {
     image_family = var.image_family
   }
+
+  # Another image would replace the disks of running nodes.
+  lifecycle {
+    ignore_changes = [source_image_family]
+  }
 }
 
 resource "nebius_compute_v1_instance" "node" {
@@ -77,8 +82,14 @@ resource "nebius_compute_v1_instance" "node" {
     source_ref      = var.source_ref
     ssh_public_key  = var.ssh_public_key
     packages        = ["git", "python3-venv"]
+    network         = "infiniband"
     mount_options   = "-t virtiofs"
     mount_source    = local.mount_tag
     start_node      = filebase64("${path.module}/../start_node.sh")
   })
+
+  # cloud-init reads its data once in the life of a node: another text would stop the node, and change nothing.
+  lifecycle {
+    ignore_changes = [cloud_init_user_data]
+  }
 }

@@ -98,9 +98,9 @@ variable "gpus_per_node" {
 }
 
 variable "image_family" {
-  description = "Image with NVIDIA's and Mellanox' drivers."
+  description = "Image with NVIDIA's and Mellanox' drivers, and Python 3.11 or newer."
   type        = string
-  default     = "ubuntu22.04-cuda12"
+  default     = "ubuntu24.04-cuda12"
 }
 
 variable "shared_gib" {

@@ -34,7 +34,7 @@ def nothing_exported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_teaches_and_needs_no_torch() -> None:
     shown = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert shown.stderr.strip() == ""
-    for part in ("exit code 1", "paceline doctor configs/digits.yaml", "--quick", "ranks that hang"):
+    for part in ("exit code 1", "paceline doctor digits", "--quick", "ranks that hang"):
         assert part in " ".join(shown.stdout.split())
     assert max(map(len, shown.stdout.splitlines())) <= 80
 

@@ -21,6 +21,7 @@ from typer.main import get_command
 from measures.verbs import app as authors_app
 from paceline.cli.app import app
 from paceline.config import load_config
+from paceline.config.shipped import shipped_configs
 from paceline.run.location import RunOptions
 from paceline.run.train import train
 
@@ -43,7 +44,7 @@ LESS = {
     "bench tokens": ["--steps", "6"],
     "profile": ["--steps", "1"],
     "chaos": ["train.steps=60", "train.epochs=null"],
-    "train configs/digits.yaml train.epochs": ["train.epochs=0.1"],  # of two overrides the last one counts
+    "train digits train.epochs": ["train.epochs=0.1"],  # of two overrides the last one counts
     "train": ["train.steps=6"],
     "simulate": ["train.steps=6"],
     "sample": ["--tokens", "4"],
@@ -74,23 +75,23 @@ ELSEWHERE = {
     "bench predict": "takes minutes, and has no smaller form",
 }
 REFUSES = {  # what they show is a refusal, and an answer that is wrong
-    "paceline config check configs/gpt_pydoc.yaml parallel.ranks=3": 2,
+    "paceline config check gpt_pydoc parallel.ranks=3": 2,
     "paceline learn check 1.2 24": 1,
 }
 
 
 BEFORE = {  # what an example goes on from
-    "train.epochs=30 --resume auto": ["train configs/digits.yaml train.epochs=0.05 --quiet"],
+    "train.epochs=30 --resume auto": ["train digits train.epochs=0.05 --quiet"],
     "schedule mine.csv": ["schedule 1f1b --stages 2 --microbatches 4 --csv mine.csv"],
     "import model.safetensors": ["checkpoint export runs/gpt model.safetensors"],
     "--resume start": [
-        "train configs/gpt_small.yaml train.steps=1 name=small --quiet",
+        "train gpt_small train.steps=1 name=small --quiet",
         "checkpoint export runs/small model.safetensors",
         "checkpoint import model.safetensors start",
     ],
     "path: data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "inspect data/book": ["data prepare book.txt --tokenizer char --output data/book"],
-    "digits-simulated": ["simulate configs/digits.yaml --ranks 2 train.steps=3"],
+    "digits-simulated": ["simulate digits --ranks 2 train.steps=3"],
 }
 AUTHORS = typer.Typer()
 AUTHORS.add_typer(authors_app, name="bench")
@@ -143,8 +144,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small += ["comm.backend=virtual", "parallel.device=cpu", "parallel.ranks=2", "train.steps=100"]
     small += ["train.eval_every=null", "train.global_batch=8"]
     size = ["model={kind: gpt, layers: 2, heads: 2, width: 16, context: 8}", "data.eval_fraction=0.001"]
-    train(REPOSITORY / "configs" / "digits.yaml", [*small, "model.hidden_dim=8"], RunOptions(is_quiet=True))
-    train(REPOSITORY / "configs" / "gpt_pydoc.yaml", [*small, *size], RunOptions(is_quiet=True))
+    train("digits", [*small, "model.hidden_dim=8"], RunOptions(is_quiet=True))
+    train("gpt_pydoc", [*small, *size], RunOptions(is_quiet=True))
     for copy, source in {"digits-2": "digits", "a": "digits", "b": "digits", "gpt": "gpt-pydoc"}.items():
         shutil.copytree(folder / source, folder / copy)
     return folder
@@ -152,7 +153,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, which has the configs and a file of the user's own."""
+    """The current folder, which has files of the user's own, and the configs that the authors' benchmarks name."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "book.txt").write_text("the line of riders takes turns in the wind\n" * 50)
     (tmp_path / "their.yaml").write_text("model: transformer\nbatch_size: 8\nnum_gpus: 2\n")
@@ -162,16 +163,16 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_example_of_a_help_is_read_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
     assert len(EXAMPLES) > 100
+    shipped = shipped_configs()
     for example in EXAMPLES:
         for words in (words_of(example), with_less(words_of(example))):
             read(COMMANDS[program_of(example)], words)
         words = words_of(example)
-        configs = [word for word in words if re.fullmatch(r"configs/\w+\.yaml", word)]
+        configs = [word for word in words if shipped.get(word, Path()).suffix == ".yaml"]
         if configs and example not in REFUSES and "data/book" not in example:
-            load_config(Path(configs[0]), [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)])
+            load_config(configs[0], [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)])
 
 
 def read(command: Any, words: list[str]) -> None:

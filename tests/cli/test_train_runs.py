@@ -58,6 +58,7 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
         "paceline verify out/tiny/config.yaml --ranks 4",
         "paceline config explain out/tiny/config.yaml",
         "paceline report out/tiny",
+        "paceline train gpt_pydoc",
     ]
     assert lines[-2:] == ["", "Its report, for a browser, is out/tiny/report.html"]
     assert [end.status for end in ends(run) if isinstance(end, EndRecord)] == ["done", "done"]

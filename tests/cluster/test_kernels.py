@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from paceline.cluster.devices import Catalog
-from paceline.cluster.kernels import KernelRates, attention_seconds, ceiling, matmul_seconds, memory_seconds
+from paceline.cluster.kernels import (
+    KernelRates,
+    attention_seconds,
+    ceiling,
+    matmul_rate,
+    matmul_seconds,
+    memory_seconds,
+)
 
 A100, H100 = Catalog().device("A100-80GB-SXM"), Catalog().device("H100-80GB-SXM")
 RATES = KernelRates()
@@ -39,3 +46,11 @@ def test_short_sequences_use_attention_less() -> None:
 
 def test_nothing_takes_nothing() -> None:
     assert matmul_seconds(A100, RATES, 0, 8, 8, "bf16") == 0.0
+
+
+def test_a_product_without_a_layout_has_a_rate_on_a_measured_processor() -> None:
+    """Convolutions are such: products of several layouts were timed, and some took less than those of the first."""
+    host = Catalog().device("cpu-host")
+    assert {each.layout for each in host.shapes if each.kind == "matmul"} > {"", "nt"}
+    rates = [matmul_rate(host, (size, size, size), "fp32") for size in (1, 100, 3000)]
+    assert all(rate is not None and 0 < rate <= 1.5 * host.ceiling("fp32") for rate in rates)

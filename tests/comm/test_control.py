@@ -162,7 +162,8 @@ def test_a_stranger_that_says_nothing_is_sent_away(
 
 
 def test_many_strangers_are_not_kept(server: tuple[Address, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.comm.control.server._MOST_STRANGERS", 1)
+    for limit in ("_MOST_STRANGERS", "_OF_HOST"):
+        monkeypatch.setattr(f"paceline.comm.control.server.{limit}", 1)
     with raw(server[0]) as first, raw(server[0]) as second:
         assert len(first.recv(NONCE_BYTES)) == NONCE_BYTES
         assert second.recv(NONCE_BYTES) == b""
@@ -327,13 +328,13 @@ def test_a_round_begins_when_all_are_there_or_the_last_call_is_over() -> None:
     hosts.update(3.0)
     assert (hosts.round, hosts.members) == (1, ("a",))
     hosts.join("b", 4.0)
-    assert hosts.num_waiting == 1
+    assert hosts.newcomers == ["b"]
     hosts.hear("a", 4.0)
     hosts.update(4.0)
     assert hosts.round == 1  # until a has left its round
     hosts.join("a", 5.0)
     hosts.update(5.0)
-    assert (hosts.round, hosts.members, hosts.num_waiting) == (2, ("a", "b"), 0)
+    assert (hosts.round, hosts.members, hosts.newcomers) == (2, ("a", "b"), [])
 
 
 def test_a_host_that_is_not_heard_of_is_gone() -> None:
@@ -343,9 +344,12 @@ def test_a_host_that_is_not_heard_of_is_gone() -> None:
     hosts.update(0.0)
     hosts.join("a", 3.0)
     hosts.update(3.0)
-    assert hosts.round == 1
+    assert (hosts.round, hosts.gone) == (1, [])
     hosts.hear("a", 4.0)
+    hosts.forgive(1.0)  # nobody listened
     hosts.update(4.0)
+    assert hosts.present == {"a", "b"}
+    hosts.update(5.0)
     assert (hosts.round, hosts.members, hosts.present) == (2, ("a",), {"a"})
 
 
@@ -354,6 +358,6 @@ def test_more_hosts_than_there_is_room_for_wait() -> None:
     for name in "abc":
         hosts.join(name, 0.0)
     hosts.update(0.0)
-    assert (hosts.members, hosts.num_waiting) == (("a", "b"), 0)
-    hosts.leave("b")
-    assert hosts.num_waiting == 1
+    assert (hosts.members, hosts.newcomers, hosts.gone) == (("a", "b"), [], [])
+    hosts.leave("b", "its launcher has ended")
+    assert (hosts.newcomers, hosts.gone) == (["c"], ["b (its launcher has ended)"])

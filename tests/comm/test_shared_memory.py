@@ -57,7 +57,7 @@ cases = st.builds(
     Case,
     verb=st.sampled_from(VERBS),
     dtype=st.sampled_from(FLOATS + OTHERS),
-    op=st.sampled_from(("sum", "avg", "min", "max")),
+    op=st.sampled_from(("sum", "avg", "min", "max", "product")),
     numel=st.integers(0, 40) | st.sampled_from(SIZES),
     source=st.integers(0, 3),
     is_strided=st.booleans(),
@@ -183,7 +183,7 @@ class Buffered:
 buffered = st.builds(
     Buffered,
     dtype=st.sampled_from((*FLOATS, torch.int32, torch.bool)),
-    op=st.sampled_from(("sum", "avg", "min", "max")),
+    op=st.sampled_from(("sum", "avg", "min", "max", "product")),
     numel=st.integers(1, 40) | st.sampled_from(SIZES),
     start=st.integers(0, 40),
     plain_ranks=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 3), max_size=2),
@@ -421,7 +421,9 @@ def refused_reductions(comm: Communicator) -> list[str]:
 
 def test_reductions_that_make_no_sense_are_refused_and_the_group_lives_on(gloo_pool: GlooPool) -> None:
     messages, _ = gloo_pool.run(refused_reductions)
-    for message, part in zip(messages, ["'avg'", "no order", "float8", "sum, avg, min, max", "meta"], strict=True):
+    for message, part in zip(
+        messages, ["'avg'", "no order", "float8", "sum, avg, min, max, product", "meta"], strict=True
+    ):
         assert part in message
 
 

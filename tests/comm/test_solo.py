@@ -14,13 +14,13 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import RankFailedError, UsageError
 
 CPU = torch.device("cpu")
-OPS = ("sum", "avg", "min", "max")
+OPS = ("sum", "avg", "min", "max", "product")
 
 
 def every_verb(comm: Communicator) -> list[torch.Tensor]:
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        for op in OPS if dtype.is_floating_point else ("sum", "min", "max"):
+        for op in OPS if dtype.is_floating_point else ("sum", "min", "max", "product"):
             reduced, piece = (torch.arange(4) % 3).to(dtype), torch.empty(2, 2, dtype=dtype)
             comm.all_reduce(reduced, op).wait()  # type: ignore[arg-type]
             comm.reduce_scatter(piece, reduced, op).wait()  # type: ignore[arg-type]

@@ -279,6 +279,7 @@ def refused(comm: Communicator) -> list[str]:
         lambda: comm.broadcast(torch.ones(1), source=2),
         lambda: comm.send(torch.ones(1), to=-1),
         lambda: comm.recv(torch.ones(1), source=9),
+        lambda: comm.all_reduce(torch.ones(1), "product"),  # type: ignore[arg-type]
         lambda: comm.all_gather(torch.ones(3), torch.ones(2)),
         lambda: comm.all_gather(torch.ones(2, dtype=torch.float64), torch.ones(1)),
         lambda: comm.reduce_scatter(torch.ones(2), torch.ones(2)),
@@ -330,7 +331,8 @@ def come_alone(comm: Communicator) -> dict[str, str]:
         store.wait(["rank 0 gave up"], datetime.timedelta(seconds=100))
         return messages
     # The timeout becomes short only now, so that a busy machine has time to start.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), world)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
+    set_timeout(datetime.timedelta(seconds=0.5), world)
     impatient = TorchCommunicator(world, comm.device, timeout_s=0.5)
     attempts = {
         "split([0, 1])": lambda: impatient.split([0, 1]),

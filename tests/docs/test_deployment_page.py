@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from manifest_schemas import validate
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
@@ -15,6 +19,7 @@ from paceline.health.exit_codes import DONE, MEANINGS
 from paceline.launch.job import TARGETS, TargetMachines, find_target
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.pod_patch import read_patch
 from paceline.run.whereami import parse_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -68,9 +73,48 @@ def test_every_launch_of_the_pages_is_taken(words: list[str], tmp_path: Path, mo
     for name in TARGETS:
         target = find_target(name)
         monkeypatch.setattr(target, "machines", lambda _: TargetMachines(where="there"))
-    verb, config, *rest = words
-    done = CliRunner().invoke(app, [verb, str(ROOT / config), *rest, "--dry-run"])
+    verb, config, *rest = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    done = CliRunner().invoke(app, [verb, config, *rest, "--dry-run"])
     assert done.exit_code == 0, done.exception
+    if "kubernetes" in words:
+        manifests = list(yaml.safe_load_all(done.stdout))
+        assert len(manifests) >= 5
+        for manifest in manifests:
+            validate(manifest)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/kubernetes").glob("*/*.yaml")), ids=lambda path: path.name)
+def test_every_manifest_that_the_page_names_is_valid(path: Path) -> None:
+    manifests = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    for manifest in manifests:
+        if manifest.get("kind", "Kustomization") != "Kustomization":  # patch.yaml is a part of an object
+            validate(manifest)
+
+
+def test_the_patches_of_the_page_make_valid_pods() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    text = page.partition("as root with that capability, in a namespace that allows it:\n\n")[2].partition("\n\n")[0]
+    patch = read_patch(textwrap.dedent(text))
+    for manifest in render(replace(OPTIONS, gpus=2, network={"rdma/hca": 2}, patch=patch), CONFIG):
+        validate(manifest)
+
+
+def test_the_quick_start_is_in_the_namespace_of_its_overlay() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    (overlay,) = re.findall(r"kubectl apply -k (\S+)", page)
+    folder = ROOT / overlay
+    namespace = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))["namespace"]
+    block = page.partition("storage class into the overlay first:\n\n")[2].partition("\n\n")[0].splitlines()
+    lines = [shlex.split(line, comments=True) for line in block]
+    assert lines[0] == ["kubectl", "create", "namespace", namespace]
+    assert lines[2] == ["kubectl", "apply", "-k", overlay]
+    assert all(words[1:3] == ["-n", namespace] for words in (lines[1], *lines[3:]))
+    made = {
+        (each["kind"].lower(), each["metadata"]["name"])
+        for each in yaml.safe_load_all((ROOT / "deploy/kubernetes/base/run.yaml").read_text(encoding="utf-8"))
+    }
+    (viewed,) = [word for words in lines for word in words if word.startswith("deployment/")]
+    assert tuple(viewed.split("/")) in made
 
 
 @pytest.mark.parametrize("words", [each for each in commands("train") if "--nnodes" in each], ids=" ".join)

@@ -45,6 +45,7 @@ def test_numbers_and_gradients_are_those_of_torch(shape: tuple[int, ...], dtype:
     assert torch.equal(mine.grad.cpu(), x.grad)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck of torch 2.15 reads it
 def test_the_operators_keep_torchs_rules() -> None:
     x = images((2, 4, 6, 6), torch.float32, "cpu").nan_to_num(0.0)
     found = torch.library.opcheck(torch.ops.paceline.max_pool.default, (x.requires_grad_(),))

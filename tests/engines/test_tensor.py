@@ -21,8 +21,9 @@ from paceline.comm.base import Communicator, Work, WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.blocks import checkpoint_blocks
-from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel, plan_for, ready_plans
+from paceline.engines.tensor.apply import SplitRule, TensorPlan, apply_tensor_parallel, plan_for
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear, SplitLogits
+from paceline.engines.tensor.plans import ready_plans
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT
 from paceline.plan.model_shape import ModelShape

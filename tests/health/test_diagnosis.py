@@ -112,8 +112,32 @@ def test_a_killed_rank_is_started_again_up_to_the_limit() -> None:
     found = [attempt(step=10 * number) for number in range(1, 5)]
     decisions = [decide(*found[:number]) for number in range(1, 5)]
     assert decisions[:3] == [Restart(number=1), Restart(number=2), Restart(number=3)]
-    assert decisions[3] == Stop(reason="not started again: recovery.max_restarts = 3 is reached", gives_up=True)
+    spent = decisions[3]
+    assert isinstance(spent, Stop)
+    assert (spent.gives_up, spent.exit_code(FAILED)) == (True, NO_PROGRESS)
+    assert spent.reason == (
+        "not started again: recovery.max_restarts = 3 is reached within recovery.restart_window = 100 steps\n"
+        "    restart 1: rank 1 was killed by SIGKILL after step 10\n"
+        "    restart 2: rank 1 was killed by SIGKILL after step 20\n"
+        "    restart 3: rank 1 was killed by SIGKILL after step 30"
+    )
     assert decide(found[0], max_restarts=0) == Stop()
+
+
+def test_progress_refills_the_budget() -> None:
+    early = [attempt(step=10), attempt(step=60)]
+    assert isinstance(decide(*early, attempt(step=109), max_restarts=2, restart_window=100), Stop)
+    found = [attempt(step=step) for step in (10, 60, 110, 160, 210)]
+    for number in range(2, 6):
+        assert decide(*found[:number], max_restarts=2, restart_window=100) == Restart(number=2)
+    assert isinstance(decide(*found, max_restarts=2, restart_window=None), Stop)
+
+
+def test_hosts_that_come_or_go_cost_nothing() -> None:
+    gone = attempt("hosts", 20, message="host h1 was lost")
+    assert decide(*[gone] * 9, max_restarts=1) == Restart(number=0)
+    assert decide(attempt(step=10), *[gone] * 9, max_restarts=1) == Restart(number=0)
+    assert decide(*[gone] * 9, attempt(step=20), max_restarts=1) == Restart(number=1)
 
 
 def test_the_same_at_the_same_step_twice_is_not_tried_a_third_time() -> None:

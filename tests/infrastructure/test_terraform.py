@@ -5,12 +5,11 @@ Nothing here talks to a cloud. `start_node.sh` runs for real, each node in names
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -18,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from cloud_nodes import SCRIPT, TEMPLATE, a_node, files_of
 
 from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infrastructure"
 CLOUDS = ("nebius", "aws", "gcp")
-TEMPLATE = FOLDER / "cloud-init.yaml.tftpl"
-SCRIPT = FOLDER / "start_node.sh"
 
 
 @cache
@@ -107,6 +104,54 @@ def test_what_all_clouds_have_is_the_same() -> None:
         assert set(named(cloud, "output")) == {"nodes", "runs", "log", "cost_per_hour"}
 
 
+def bodies(cloud: str, kind: str, address: str) -> dict[str, Any]:
+    """Returns the body of a block with a type and a name."""
+    sort, name = address.split(".")
+    found = [each[f'"{sort}"'][f'"{name}"'] for each in parsed(cloud)[kind] if f'"{sort}"' in each]
+    assert found, f"{cloud} has no {kind} {address}"
+    whole: dict[str, Any] = found[0]
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("cloud", "image"),
+    [
+        ("aws", "Deep Learning Base OSS Nvidia Driver GPU AMI (Ubuntu 24.04) *"),
+        ("gcp", "ubuntu-accelerator-2404-amd64-with-nvidia-580"),
+        ("nebius", "ubuntu24.04-cuda12"),
+    ],
+)
+def test_images_have_a_python_that_can_install_paceline(cloud: str, image: str) -> None:
+    assert image in text_of(cloud)
+    assert not re.search(r"22\.?04", text_of(cloud))  # Python 3.10
+
+
+@pytest.mark.parametrize(
+    ("cloud", "address", "kept"),
+    [
+        ("aws", "aws_launch_template.node", "image_id"),
+        ("aws", "aws_instance.node", "user_data"),
+        ("gcp", "google_compute_instance.node", "boot_disk[0].initialize_params[0].image"),
+        ("gcp", "google_compute_instance.node", 'metadata["user-data"]'),
+        ("nebius", "nebius_compute_v1_disk.boot", "source_image_family"),
+        ("nebius", "nebius_compute_v1_instance.node", "cloud_init_user_data"),
+    ],
+)
+def test_a_newer_image_or_text_replaces_no_running_node(cloud: str, address: str, kept: str) -> None:
+    (lifecycle,) = bodies(cloud, "resource", address)["lifecycle"]
+    ignored = lifecycle["ignore_changes"]
+    assert kept in [re.sub(r"^\$\{(.*)\}$", r"\1", each) for each in ignored], ignored
+
+
+def test_a_capacity_block_names_its_market() -> None:
+    template = bodies("aws", "resource", "aws_launch_template.node")
+    (market,) = [each for each in template["dynamic"] if '"instance_market_options"' in each]
+    assert "var.is_capacity_block" in market['"instance_market_options"']["for_each"]
+    assert "capacity-block" in market['"instance_market_options"']["for_each"]
+    (lifecycle,) = template["lifecycle"]
+    assert "var.capacity_reservation_id != null" in lifecycle["precondition"][0]["condition"]
+
+
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_no_file_has_credentials(cloud: str) -> None:
     assert not re.search(r"(?i)\b(secret|password|token|private_key|access_key)\s*=\s*\"", text_of(cloud))
@@ -130,42 +175,6 @@ def test_every_name_of_the_template_is_given(cloud: str) -> None:
     assert set(re.findall(r"(?m)^\s*(\w+)\s+=", call[1])) == names_in_template()
 
 
-def rendered(**values: Any) -> dict[str, Any]:
-    """Fills the template as Terraform does, for what it uses of the language; returns what cloud-init reads."""
-    text = TEMPLATE.read_text(encoding="utf-8")
-    text = re.sub(r"(?m)^%\{ (if .*|endif) ~\}\n", "", text)
-    text = re.sub(r"\$\{jsonencode\((\w+)\)\}", lambda found: json.dumps(values[found[1]]), text)
-    text = re.sub(r"\$\{(\w+)\}", lambda found: str(values[found[1]]), text)
-    assert text.startswith("#cloud-config\n")
-    whole: dict[str, Any] = yaml.safe_load(text)
-    return whole
-
-
-def a_node(index: int, size: int) -> dict[str, Any]:
-    return rendered(
-        node_index=index,
-        cluster_size=size,
-        gpus_per_node=8,
-        training_epochs=10,
-        save_frequency=5,
-        config="configs/digits.yaml",
-        source_url="https://example.com/paceline.git",
-        source_ref="main",
-        ssh_public_key="ssh-ed25519 AAAA someone",
-        packages=["git"],
-        mount_options="--bind",
-        mount_source="shared",
-        start_node=base64.b64encode(SCRIPT.read_bytes()).decode(),
-    )
-
-
-def files_of(node: dict[str, Any]) -> dict[str, str]:
-    return {
-        each["path"]: base64.b64decode(each["content"]).decode() if each.get("encoding") == "b64" else each["content"]
-        for each in node["write_files"]
-    }
-
-
 def test_the_service_runs_the_script_and_knows_the_exit_codes() -> None:
     files = files_of(a_node(0, 2))
     service = files["/etc/systemd/system/paceline-node.service"]
@@ -174,6 +183,15 @@ def test_the_service_runs_the_script_and_knows_the_exit_codes() -> None:
     assert lines["EnvironmentFile"] in files
     assert lines["RestartForceExitStatus"] == str(PREEMPTED)
     assert lines["RestartPreventExitStatus"] == f"{REFUSED} {NO_PROGRESS}"
+
+
+def test_memory_may_be_pinned_however_a_rank_is_started() -> None:
+    node = a_node(0, 2)
+    files = files_of(node)
+    assert "* - memlock unlimited" in files["/etc/security/limits.d/90-paceline.conf"].splitlines()
+    for unit in ("paceline-node.service", "ssh.service.d/paceline.conf"):
+        assert "LimitMEMLOCK=infinity" in files[f"/etc/systemd/system/{unit}"].splitlines()
+    assert node["runcmd"].index(["systemctl", "try-restart", "ssh.service"]) == 2
 
 
 # Nodes, for real.
@@ -189,8 +207,9 @@ class Nodes:
         venv.mkdir(parents=True)
         (venv / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (venv / "paceline").chmod(0o755)
+        (folder / "venv" / "installed").write_text("https://example.com/paceline.git main\n")
 
-    def start(self, index: int) -> subprocess.Popen[str]:
+    def start(self, index: int, **others: str) -> subprocess.Popen[str]:
         own = self.folder / f"node-{index}"
         for name in ("root", "etc", "mount"):
             (own / name).mkdir(parents=True, exist_ok=True)
@@ -209,6 +228,7 @@ class Nodes:
             "WORKDIR": str(self.folder),
             "LOOK_S": "1",
             "WAIT_S": "60",
+            **others,
         }
         steps = (
             f"mount --bind {own}/root /root && hostname node-{index} && ip link set lo up "
@@ -218,7 +238,7 @@ class Nodes:
         )
         return subprocess.Popen(
             ["unshare", "--mount", "--uts", "--net", "sh", "-c", steps],
-            env={"PATH": os.environ["PATH"], **variables},
+            env={"PATH": os.environ["PATH"]} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -262,9 +282,10 @@ def test_nodes_find_one_another_and_the_first_one_launches(tmp_path: Path, stack
         process = stack.enter_context(nodes.start(index))
         stack.callback(process.kill)
         started.append((index, process))
-    outputs = {index: process.communicate(timeout=100) for index, process in started}
-    assert {index: process.returncode for index, process in started} == {0: 0, 1: 0, 2: 0}, outputs
-    words = outputs[0][0].splitlines()
+    first_node = dict(started)[0]
+    output, errors = first_node.communicate(timeout=100)
+    assert first_node.returncode == 0, errors
+    words = output.splitlines()
     state = tmp_path / "node-0" / "etc"
     assert words == [
         *("launch", "configs/digits.yaml", "train.epochs=10", "checkpoint.every_epochs=5"),
@@ -272,7 +293,6 @@ def test_nodes_find_one_another_and_the_first_one_launches(tmp_path: Path, stack
         *("--on", "ssh", "--hostfile", f"{state}/hosts", "--python", f"{tmp_path}/venv/bin/python"),
     ]
     assert (state / "hosts").read_text().split() == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
-    assert outputs[1][0] == outputs[2][0] == ""
     first = (tmp_path / "node-0/root/.ssh/id_ed25519.pub").read_text()
     for index in (1, 2):
         ssh = tmp_path / f"node-{index}" / "root" / ".ssh"
@@ -282,6 +302,49 @@ def test_nodes_find_one_another_and_the_first_one_launches(tmp_path: Path, stack
         assert f"10.77.0.{index + 1} {key}" in (tmp_path / "node-0/root/.ssh/known_hosts").read_text()
     shared = [path.read_text() for path in (tmp_path / "shared" / ".nodes").iterdir()]
     assert not any("PRIVATE" in text for text in shared)
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while not path.is_file() or path.read_text() != text:
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.05)
+
+
+@needs_root
+def test_a_first_node_that_is_replaced_is_trusted_and_the_old_one_no_more(tmp_path: Path, stack: ExitStack) -> None:
+    nodes = Nodes(tmp_path, 2)
+    keys = tmp_path / "node-1" / "root" / ".ssh" / "authorized_keys"
+    keys.parent.mkdir(parents=True, mode=0o700)
+    keys.write_text("ssh-ed25519 AAAA someone\n")
+    other = stack.enter_context(nodes.start(1))
+    stack.callback(other.kill)
+    for _ in range(2):
+        first = stack.enter_context(nodes.start(0))
+        _, errors = first.communicate(timeout=100)
+        assert first.returncode == 0, errors
+        made = tmp_path / "node-0" / "root" / ".ssh"
+        wait_for(keys, "ssh-ed25519 AAAA someone\n" + (made / "id_ed25519.pub").read_text())
+        shutil.rmtree(made)
+    assert other.poll() is None
+
+
+@needs_root
+def test_what_no_start_can_mend_is_refused(tmp_path: Path, stack: ExitStack) -> None:
+    old = tmp_path / "old" / "python3"
+    old.parent.mkdir()
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.10.12\nexit 1\n')
+    old.chmod(0o755)
+    nodes = Nodes(tmp_path, 1)
+    cases = {
+        "Paceline needs 3.11 or newer": {"PATH": f"{old.parent}:{os.environ['PATH']}"},
+        "the image has no aws-ofi-nccl in /opt": {"NETWORK": "efa"},
+    }
+    for words, variables in cases.items():
+        process = stack.enter_context(nodes.start(0, **variables))
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == REFUSED
+        assert words in errors
 
 
 @needs_root

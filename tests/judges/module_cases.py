@@ -7,9 +7,12 @@ by the batch. A rank takes the numbers of cases, not cases: these cannot be sent
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,19 +23,36 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
 from paceline.engines.apply import parallelize
+from paceline.errors import UsageError
 
-common_modules = pytest.importorskip(
-    "torch.testing._internal.common_modules", reason="torch's catalogue needs expecttest"
-)
+MODULE = "torch.testing._internal.common_modules"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
-CATALOGUE: dict[str, Any] = {info.name: info for info in common_modules.module_db}
+REFUSAL = r"(?s)have no shape yet\n  a lazy module .* before that\n  run the model once when it is built"
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
+
+
+def catalogued_names() -> list[str]:
+    """The names of the catalogue's entries, from its source: to load it takes seconds, which only its cases need."""
+    spec = importlib.util.find_spec(MODULE)
+    assert spec is not None
+    assert spec.origin is not None
+    nodes = ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    entries = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ModuleInfo"]
+    return sorted({ast.unparse(entry.args[0]).removeprefix("torch.") for entry in entries})
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    modules = pytest.importorskip(MODULE, reason="torch's catalogue needs expecttest")
+    found = {info.name: info for info in modules.module_db}
+    assert sorted(found) == catalogued_names()
+    return found
 
 
 @functools.cache
 def cases_of(name: str, numbers: Numbers, *, training: bool) -> list[Any]:
     """The ways in which the catalogue builds and calls a module, of those that leave it with parameters."""
-    info = CATALOGUE[name]
+    info = catalogue()[name]
     torch.manual_seed(5)
     given = {"device": numbers.device, "dtype": numbers.dtype, "requires_grad": False, "training": training}
     cases = info.module_inputs_func(info, **given)
@@ -40,8 +60,21 @@ def cases_of(name: str, numbers: Numbers, *, training: bool) -> list[Any]:
 
 
 def build(name: str, case: Any, numbers: Numbers) -> nn.Module:
+    """Builds a module whose parameters have shapes: one that learns them from a batch gets one."""
+    made = build_as_it_is(name, case, numbers)
+    if is_lazy(made):
+        with torch.no_grad():
+            call(made, case, 0)
+    return made
+
+
+def is_lazy(module: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(each) for each in module.parameters())
+
+
+def build_as_it_is(name: str, case: Any, numbers: Numbers) -> nn.Module:
     torch.manual_seed(11)
-    kind = CATALOGUE[name].module_cls
+    kind = catalogue()[name].module_cls
     takes = {"device": numbers.device, "dtype": numbers.dtype}
     known = inspect.signature(kind.__init__).parameters
     chosen = {key: value for key, value in takes.items() if key in known} | case.constructor_input.kwargs
@@ -100,6 +133,7 @@ def trained_on_a_rank(
     found = []
     for number in chosen:
         case = cases_of(name, numbers, training=True)[number]
+        check_refused(comm, build_as_it_is(name, case, numbers), strategy)
         engine = engine_of(comm, build(name, case, numbers).train(), strategy, numbers)
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         loss_of(call(engine, case, comm.rank), numbers).backward()  # type: ignore[no-untyped-call]
@@ -115,6 +149,7 @@ def evaluated_on_a_rank(
     found = []
     for number in chosen:
         case = cases_of(name, numbers, training=False)[number]
+        check_refused(comm, build_as_it_is(name, case, numbers), strategy)
         engine = engine_of(comm, build(name, case, numbers).eval(), strategy, numbers)
         with torch.no_grad():
             found.append(call(engine, case, comm.rank))
@@ -124,3 +159,10 @@ def evaluated_on_a_rank(
 def engine_of(comm: Communicator, module: nn.Module, strategy: str, numbers: Numbers) -> Any:
     sharding = {"shard_ranks": comm.size} if strategy == "hybrid" else {}
     return parallelize(module, comm, strategy, **sharding, **numbers.options)
+
+
+def check_refused(comm: Communicator, module: nn.Module, strategy: str) -> None:
+    """A lazy module, as it comes, must be refused with the rule and the fix."""
+    if is_lazy(module):
+        with pytest.raises(UsageError, match=REFUSAL):
+            engine_of(comm, module, strategy, Numbers())

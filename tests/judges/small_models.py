@@ -21,7 +21,8 @@ VOCABULARY, LENGTH, CLASSES, WIDTH = 40, 8, 4, 16
 RANKS = 2
 ALL = tuple(range(RANKS))
 FLOAT64 = Numbers()
-FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3")  # they cast to it, whatever dtype they have
+# They cast to it themselves, whatever dtype they have; Mixtral's router does, whose gradients tensor ranks add up.
+FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3", "mixtral, split")
 LOSS_SHARE = 0.005  # by which a loss in bf16 may be off: its logits are, by 2^-8
 
 # Every name that a config of the library may have for a size; each config takes those that it knows.
@@ -192,13 +193,13 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
 
-def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[torch.nn.Parameter], numbers: Numbers = FLOAT64) -> torch.optim.Optimizer:
     """AdamW, whose eps is large enough that a gradient of nothing but rounding moves nothing."""
-    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=0.01, eps=1e-3)
+    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=0.01, eps=numbers.eps)
 
 
 def train_step(model: Any, name: str, ranks: tuple[int, ...], numbers: Numbers = FLOAT64) -> float:
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), numbers)
     loss = loss_of(model, numbers.put(batch_of(name, ranks)))
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -213,7 +214,7 @@ def trained_alone(name: str, numbers: Numbers = FLOAT64) -> tuple[float, Alone]:
     of other sizes are other kernels, which round in other places.
     """
     alone = Alone(build(name, numbers).train(), numbers)
-    optimizer, losses = adamw(alone.parameters()), []
+    optimizer, losses = adamw(alone.parameters(), numbers), []
     is_one = numbers.is_exact or any(isinstance(each, _BatchNorm) for each in alone.module.modules())
     for ranks in [ALL] if is_one else [(rank,) for rank in ALL]:
         loss = loss_of(alone, numbers.put(batch_of(name, ranks))) * (len(ranks) / RANKS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,20 +25,39 @@ if socket.gethostname() == "h1":
 SLOW_BITS = 8_000_000
 
 
-def test_a_network_that_splits_is_told_by_a_verdict(four_hosts: HostNetwork, tmp_path: Path) -> None:
+def test_a_link_that_goes_down_is_told_by_both_sides_and_the_run_goes_on_when_it_is_mended(
+    four_hosts: HostNetwork, tmp_path: Path
+) -> None:
     make_project(tmp_path, pause_s=0.05)
-    words = ["train.steps=100000", "checkpoint.every_steps=10", "monitor.hang_s=5", "recovery.on_hang=stop", "--detach"]
-    done = four_hosts.launch(tmp_path, *words)
+    done = four_hosts.launch(tmp_path, "train.steps=100000", "checkpoint.every_steps=10", "--detach")
     assert done.returncode == 0, done.stderr
     wait_until(lambda: checkpoints(tmp_path), "a checkpoint")
+    log = tmp_path / "runs" / ".launches" / "tiny" / "log"
     four_hosts.cut(1)
-    verdict = tmp_path / "runs" / "tiny" / "verdict.json"
-    wait_until(verdict.exists, "a verdict")
-    told = json.loads(verdict.read_text())
-    assert "cannot be reached" in told["sentence"], told
+    wait_until(lambda: "h1 (nothing was heard of it for 5 s) is gone" in log.read_text(), "that h1 is gone")
     four_hosts.mend(1)
-    four_hosts.paceline(tmp_path, "launch", "cancel", "tiny")
-    assert four_hosts.paceline(tmp_path, "launch", "logs", "--follow").returncode != 0
+    wait_until(lambda: len(starts(tmp_path)) == 2 and len(steps(tmp_path)) > 20, "steps after the link was mended")
+    told = log.read_text()
+    assert "host h1 does not reach the launcher where the hosts meet: the control server at tcp:10.77.0.2:" in told
+    assert "comes back" in told
+    assert "could not be started" not in told
+    assert four_hosts.paceline(tmp_path, "launch", "cancel", "tiny").returncode == 0
+    assert four_hosts.paceline(tmp_path, "launch", "logs", "--follow").returncode == 75
+
+
+def test_ports_that_are_shut_are_told_with_the_pair_and_the_direction(four_hosts: HostNetwork, tmp_path: Path) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables: apt-get install iptables")
+    make_project(tmp_path)
+    closed = ["ip", "netns", "exec", four_hosts.network.host(2), "iptables", "-I", "INPUT", "-p", "tcp", "--syn"]
+    subprocess.run([*closed, "-s", "10.77.1.2", "--dport", "32768:60999", "-j", "REJECT"], check=True)
+    done = four_hosts.launch(tmp_path, hosts="h0,h1,h2")
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert "h1 -> h2 (10.77.2.2) ports " in told
+    assert all(f"{pair} (10.77" not in told for pair in ("h0 -> h1", "h1 -> h0", "h2 -> h1", "h0 -> h2", "h2 -> h0"))
+    four_hosts.launch(tmp_path, "--nodes", "2:3", hosts="h0,h1,h2")  # goes on without the last that came of the pair
+    assert {each.world_size for each in starts(tmp_path, "tiny-2") or starts(tmp_path)} == {2}
 
 
 def test_clocks_that_differ_by_seconds_change_nothing(

@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,57 +17,25 @@ import typer.main
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from manifest_schemas import Manifest, check_pod, pods_of, validate
 
 from paceline.cli.app import app
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError
 from paceline.health.exit_codes import MEANINGS, NO_PROGRESS, PREEMPTED, REFUSED
-from paceline.launch.kubernetes import Manifest, render, to_text
-from paceline.launch.kubernetes_options import Gang, Kind, KubernetesOptions, PodPlacement, PodResources, RunsVolume
+from paceline.launch.kubernetes import render, to_text
+from paceline.launch.kubernetes_options import Gang, Kind, KubernetesOptions, sized
+from paceline.launch.pod_patch import read_patch
 
 ROOT = Path(__file__).parents[2]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-VERSION = "1.37.0"
-MODELS = {
-    "JobSet": "JobsetV1alpha2JobSet",
-    "TrainJob": "TrainerV1alpha1TrainJob",
-    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
-}
 ASKED = KubernetesOptions(name="digits", image="paceline:0.1", nodes=2)
+PATCH = read_patch((ROOT / "deploy/kubernetes/examples/patch.yaml").read_text(encoding="utf-8"))
 
 
 def a_config(**train: Any) -> Config:
     values = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"global_batch": 64, "steps": 10, **train}}
     return config_from_dict(values)
-
-
-@cache
-def strict_schema(kind: str, api_version: str) -> Any:
-    """Returns the validator of a kind of object; kubernetes_validate itself would read 2 MB for each object."""
-    utils = pytest.importorskip("kubernetes_validate.utils", reason="kubernetes-validate is part of the extra dev")
-    jsonschema = pytest.importorskip("jsonschema")
-    referencing = pytest.importorskip("referencing")
-    folder = f"kubernetes-json-schema/v{VERSION}-local-strict"
-    group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
-    schema = utils.schema_contents(f"{folder}/{kind.lower()}-{group}.json", VERSION)
-    definitions = referencing.Resource.from_contents(utils.schema_contents(f"{folder}/_definitions.json", VERSION))
-    registry = definitions @ (referencing.Resource.from_contents(schema) @ referencing.Registry())
-    return jsonschema.Draft202012Validator(schema, registry=registry)
-
-
-def validate(manifest: Manifest) -> None:
-    """Checks a manifest against the strict schema of its kind, and pods inside of foreign kinds against theirs."""
-    kind = manifest["kind"]
-    if kind in MODELS:
-        model = getattr(pytest.importorskip("kubeflow_trainer_api.models"), MODELS[kind])
-        assert model.from_dict(manifest).to_dict() == manifest  # what the model does not know would be missing
-        for job in jobs_inside(manifest):
-            strict_schema("Job", "batch/v1").validate(job)
-    elif kind == "PodGroup":  # of Volcano, whose schema no package has
-        assert set(manifest["spec"]) <= {"minMember", "queue"}
-        assert manifest["apiVersion"] == "scheduling.volcano.sh/v1beta1"
-    else:
-        strict_schema(kind, manifest["apiVersion"]).validate(manifest)
 
 
 def test_the_schemas_are_strict() -> None:
@@ -77,18 +44,11 @@ def test_the_schemas_are_strict() -> None:
     service["spec"]["prots"] = service["spec"].pop("ports")
     with pytest.raises(Exception, match="prots"):
         validate(service)
-
-
-def jobs_inside(manifest: Manifest) -> Iterator[Manifest]:
-    spec = manifest["spec"]
-    for each in spec.get("template", {}).get("spec", spec).get("replicatedJobs", []):
-        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}, "spec": each["template"]["spec"]}
-
-
-def pods_of(manifest: Manifest) -> Iterator[Manifest]:
-    for job in jobs_inside(manifest) if manifest["kind"] in MODELS else [manifest]:
-        if "containers" in (pod := job.get("spec", {}).get("template", {}).get("spec", {})):
-            yield pod
+    (group,) = [each for each in render(replace(ASKED, gang="volcano"), a_config()) if each["kind"] == "PodGroup"]
+    validate(group)
+    group["spec"]["minMembers"] = group["spec"].pop("minMember")
+    with pytest.raises(Exception, match="minMembers"):
+        validate(group)
 
 
 def worker_of(manifests: list[Manifest]) -> Manifest:
@@ -118,23 +78,21 @@ def all_options(draw: st.DrawFn) -> KubernetesOptions:
         nodes=most,
         min_nodes=draw(st.sampled_from((None, most))),
         namespace=draw(st.none() | NAMES),
-        resources=PodResources(
-            gpus=gpus,
-            ranks=draw(st.sampled_from((1, 2))),
-            memory_gib=draw(st.integers(8, 2048)),
-            shm_gib=draw(st.floats(1.5, 7)),
-            network=draw(st.dictionaries(st.sampled_from(("rdma/hca", "vpc.amazonaws.com/efa")), st.integers(1, 32))),
-        ),
-        placement=PodPlacement(
-            node_selector=draw(st.dictionaries(st.sampled_from(("pool", "example.com/a")), NAMES)),
-            gang=gang,
-            queue=None if gang == "none" else draw(NAMES),
-        ),
-        volume=RunsVolume(claim=draw(st.none() | NAMES), storage_class=draw(st.none() | NAMES)),
+        gpus=gpus,
+        ranks=draw(st.sampled_from((1, 2))),
+        memory_gib=draw(st.none() | st.integers(8, 2048)),
+        shm_gib=draw(st.none() | st.floats(1.5, 7)),
+        network=draw(st.dictionaries(st.sampled_from(("rdma/hca", "vpc.amazonaws.com/efa")), st.integers(1, 32))),
+        gang=gang,
+        queue=None if gang == "none" else draw(NAMES),
+        claim=draw(st.none() | NAMES),
+        storage_class=draw(st.none() | NAMES),
         secret=draw(st.none() | NAMES),
         max_restarts=draw(st.integers(0, 9)),
         time_limit_s=None if kind == "statefulset" else limit,
         shows_page=draw(st.booleans()),
+        scrape_from=draw(st.none() | NAMES),
+        patch=draw(st.sampled_from(({}, PATCH))),
     )
 
 
@@ -151,23 +109,6 @@ def test_every_manifest_is_valid_and_safe(options: KubernetesOptions) -> None:
     assert manifests == list(yaml.safe_load_all(to_text(manifests)))
 
 
-def check_pod(pod: Manifest) -> None:
-    """No pod runs as root, writes to its image, or has the secret's value; all that is mounted is there."""
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["automountServiceAccountToken"] is False
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    for container in [*pod["containers"], *pod.get("initContainers", [])]:
-        security = container["securityContext"]
-        assert security["readOnlyRootFilesystem"]
-        assert security["allowPrivilegeEscalation"] is False
-        assert security["capabilities"]["drop"] == ["ALL"]
-        assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
-        for variable in container.get("env", []):
-            if "SECRET" in variable["name"]:
-                assert "value" not in variable
-                assert variable["valueFrom"]["secretKeyRef"]["key"] == "secret"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rendered_file_has_a_secret_object(kind: Kind) -> None:
     assert "Secret" not in {each["kind"] for each in render(replace(ASKED, kind=kind), a_config())}
@@ -179,13 +120,55 @@ def test_a_save_has_time_to_end() -> None:
 
 
 def test_shared_memory_and_devices_are_those_asked_for() -> None:
-    resources = PodResources(gpus=8, memory_gib=64, shm_gib=16, network={"rdma/hca": 4})
-    pod = worker_of(render(replace(ASKED, resources=resources), a_config()))
+    asked = replace(ASKED, gpus=8, memory_gib=64, shm_gib=16, network={"rdma/hca": 4})
+    pod = worker_of(render(asked, a_config()))
     (shm,) = [each for each in pod["volumes"] if each["name"] == "shm"]
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "16384Mi"}
     limits = pod["containers"][0]["resources"]["limits"]
     assert limits == {"memory": "64Gi", "nvidia.com/gpu": "8", "rdma/hca": "4"}
-    assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"ranks": 1}, (2, 6, 2)),
+        ({"ranks": 4}, (8, 18, 4)),
+        ({"gpus": 1}, (6, 18, 2)),
+        ({"gpus": 8}, (48, 144, 16)),
+        ({"gpus": 8, "shm_gib": 64}, (48, 192, 64)),
+        ({"gpus": 8, "cpus": 96, "memory_gib": 900}, (96, 900, 16)),
+    ],
+)
+def test_sizes_that_are_not_given_follow_from_the_ranks(options: dict[str, Any], sizes: tuple[int, int, float]) -> None:
+    found = sized(replace(ASKED, **options), a_config())
+    assert (found.cpus, found.memory_gib, found.shm_gib) == sizes
+
+
+def test_a_pod_has_memory_for_what_the_plan_keeps_on_the_host() -> None:
+    config = load_config(ROOT / "configs" / "gpt_7b.yaml", ["parallel.strategy=fsdp", "train.microbatch=1"])
+    asked = replace(ASKED, nodes=1, gpus=8)
+    saved = config.with_values("checkpoint", every_steps=100)
+    offloaded = config.with_values("memory", offload=("optimizer",))
+    plain, copied, kept = (sized(asked, each).memory_gib or 0 for each in (config, saved, offloaded))
+    # 6.7 billion parameters in 4 bytes, and AdamW's two numbers for each of them, on the 8 ranks of one pod.
+    assert plain == 144
+    assert (copied - plain) * 2**30 > 6.7e9 * 12
+    assert (kept - plain) * 2**30 > 6.7e9 * 8
+    fewer = sized(replace(asked, nodes=4, min_nodes=1), saved).memory_gib
+    assert fewer == copied > (sized(replace(asked, nodes=4), saved).memory_gib or 0)
+
+
+def test_only_a_named_namespace_reaches_the_page_and_none_tensorboard() -> None:
+    manifests = render(replace(ASKED, scrape_from="monitoring"), a_config())
+    (policy,) = [each for each in manifests if each["metadata"]["name"] == "digits-view" and "ingress" in each["spec"]]
+    (rule,) = policy["spec"]["ingress"]
+    named = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert rule == {"from": [{"podSelector": {}}, named], "ports": [{"port": 6070}]}
+    (view,) = [each for each in manifests if each["kind"] == "Deployment"]
+    (board,) = [each for each in view["spec"]["template"]["spec"]["containers"] if each["name"] == "tensorboard"]
+    assert board["command"][board["command"].index("--host") + 1] == "127.0.0.1"
+    (service,) = [each for each in manifests if each["kind"] == "Service" and each["metadata"]["name"] == "digits-view"]
+    assert [port["port"] for port in service["spec"]["ports"]] == [6070]
 
 
 @cache
@@ -268,7 +251,7 @@ def test_a_job_set_tells_exit_codes_apart(kind: Kind, message: str, action: str)
 
 
 def test_kueue_holds_a_run_until_all_pods_have_a_place() -> None:
-    placed = replace(ASKED, placement=PodPlacement(gang="kueue", queue="training"))
+    placed = replace(ASKED, gang="kueue", queue="training")
     for kind in ("job", "jobset", "trainjob"):
         workload = render(replace(placed, kind=kind, shows_page=False), a_config())[-1]
         assert workload["spec"]["suspend"] is True
@@ -276,9 +259,7 @@ def test_kueue_holds_a_run_until_all_pods_have_a_place() -> None:
 
 
 def test_volcano_schedules_the_fewest_pods_together() -> None:
-    manifests = render(
-        replace(ASKED, nodes=2, min_nodes=1, placement=PodPlacement(gang="volcano", queue="gold")), a_config()
-    )
+    manifests = render(replace(ASKED, nodes=2, min_nodes=1, gang="volcano", queue="gold"), a_config())
     (group,) = [each for each in manifests if each["kind"] == "PodGroup"]
     assert group["spec"] == {"minMember": 1, "queue": "gold"}
     (job,) = [each for each in manifests if each["kind"] == "Job"]
@@ -294,13 +275,13 @@ def test_volcano_schedules_the_fewest_pods_together() -> None:
         ({"image": "a b"}, "'a b' is no reference of an image"),
         ({"nodes": 0}, "0 to 0 nodes"),
         ({"min_nodes": 3}, "3 to 2 nodes"),
-        ({"resources": PodResources(shm_gib=0.0625)}, "/dev/shm has 0.0625 GiB for 1 ranks"),
-        ({"resources": PodResources(shm_gib=16)}, "/dev/shm has 16 GiB of a pod with 16 GiB"),
-        ({"resources": PodResources(network={"rdma": 1})}, "'rdma' is no name of a device resource"),
-        ({"volume": RunsVolume(access_mode="ReadWriteOnce")}, "2 nodes with a volume of ReadWriteOnce"),
-        ({"placement": PodPlacement(queue="q")}, "queue q without a scheduler that has queues"),
-        ({"placement": PodPlacement(gang="kueue")}, "Kueue without a queue"),
-        ({"placement": PodPlacement(node_selector={"a b": "c"})}, "the node selector a b=c is no label"),
+        ({"shm_gib": 0.0625}, "/dev/shm has 0.0625 GiB for 1 ranks"),
+        ({"shm_gib": 16, "memory_gib": 16}, "/dev/shm has 16 GiB of a pod with 16 GiB"),
+        ({"network": {"rdma": 1}}, "'rdma' is no name of a device resource"),
+        ({"access_mode": "ReadWriteOnce"}, "2 nodes with a volume of ReadWriteOnce"),
+        ({"queue": "q"}, "queue q without a scheduler that has queues"),
+        ({"gang": "kueue"}, "Kueue without a queue"),
+        ({"scrape_from": "a b"}, "the scrape_from 'a b' is no name of a Kubernetes object"),
         ({"kind": "statefulset", "time_limit_s": 9}, "a StatefulSet with a time limit of 9 s"),
         ({"nodes": 3}, "train.global_batch = 64 is not a multiple of parallel.ranks = 3"),
     ],
@@ -311,7 +292,7 @@ def test_what_cannot_work_is_refused_before_it_is_queued(changed: dict[str, Any]
 
 
 def test_all_problems_come_at_once() -> None:
-    wrong = replace(ASKED, name="A", resources=PodResources(shm_gib=0.01, cpus=0))
+    wrong = replace(ASKED, name="A", shm_gib=0.01, cpus=0)
     with pytest.raises(ConfigError) as caught:
         render(wrong, a_config())
     assert len(caught.value.problems) == 3
@@ -337,9 +318,6 @@ def test_an_overlay_makes_valid_manifests(overlay: str, devices: dict[str, str])
     limits = container["resources"]["limits"]
     assert {name: count for name, count in limits.items() if name != "memory"} == devices
     ranks = devices.get("nvidia.com/gpu", "1")
-    options, config, overrides = ASKED, ROOT / "configs" / "digits.yaml", ()
-    expected = worker_of(
-        render(replace(options, resources=PodResources(ranks=int(ranks))), load_config(config, overrides))
-    )
+    expected = worker_of(render(replace(ASKED, ranks=int(ranks)), load_config(ROOT / "configs" / "digits.yaml")))
     assert container["args"] == expected["containers"][0]["args"]
     assert container["image"].startswith("registry.example.com/paceline:")

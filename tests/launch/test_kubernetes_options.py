@@ -13,15 +13,7 @@ from paceline.config import config_from_dict
 from paceline.errors import UsageError
 from paceline.launch.job import LaunchJob, read_time
 from paceline.launch.kubernetes import render
-from paceline.launch.kubernetes_options import (
-    SETTINGS,
-    KubernetesOptions,
-    PodPlacement,
-    PodResources,
-    RunsVolume,
-    object_name,
-    read_options,
-)
+from paceline.launch.kubernetes_options import SETTINGS, KubernetesOptions, object_name, read_options
 
 ASKED = LaunchJob(
     name="digits",
@@ -54,7 +46,8 @@ def test_all_words_together() -> None:
         "shm_gib": "12.5",
         "gpu_resource": "amd.com/gpu",
         "network": "rdma/hca=8,example.com/efa=4",
-        "node_selector": "pool=gpu,zone=a",
+        "scrape_from": "monitoring",
+        "patch": "spec: {priorityClassName: batch}",
         "gang": "volcano",
         "claim": "runs",
         "size_gib": "7",
@@ -73,24 +66,27 @@ def test_all_words_together() -> None:
         max_restarts=5,
         time_limit_s=5400,
         shows_page=False,
-        resources=PodResources(
-            gpus=8,
-            ranks=8,
-            cpus=64,
-            memory_gib=512,
-            shm_gib=12.5,
-            gpu_resource="amd.com/gpu",
-            network={"rdma/hca": 8, "example.com/efa": 4},
-        ),
-        placement=PodPlacement(node_selector={"pool": "gpu", "zone": "a"}, gang="volcano", queue="training"),
-        volume=RunsVolume(claim="runs", size_gib=7, storage_class="fast"),
+        gpus=8,
+        ranks=8,
+        cpus=64,
+        memory_gib=512,
+        shm_gib=12.5,
+        gpu_resource="amd.com/gpu",
+        network={"rdma/hca": 8, "example.com/efa": 4},
+        gang="volcano",
+        queue="training",
+        claim="runs",
+        size_gib=7,
+        storage_class="fast",
+        scrape_from="monitoring",
+        patch={"spec": {"priorityClassName": "batch"}},
     )
 
 
 def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
     found = read_options(replace(ASKED, settings={**IMAGE, "gang": "kueue"}))
-    assert found.placement == PodPlacement(gang="kueue", queue="training")
-    assert read_options(replace(ASKED, queue=None, settings=IMAGE)).placement == PodPlacement()
+    assert (found.gang, found.queue) == ("kueue", "training")
+    assert read_options(replace(ASKED, queue=None, settings=IMAGE)).queue is None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +100,17 @@ def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
         ({**IMAGE, "page": "maybe"}, "it is yes or no"),
         ({**IMAGE, "network": "rdma/hca"}, "it is NAME=VALUE, with commas between several"),
         ({**IMAGE, "network": "rdma/hca=x"}, "it is a whole number"),
+        ({**IMAGE, "patch": "tolerations: []"}, "it is a part of a pod's template: metadata, spec, or both"),
+        ({**IMAGE, "patch": "spec: {containers: [paceline]}"}, "containers is a list of items that have a name"),
+        ({**IMAGE, "patch": "spec: {containers: {name: paceline}}"}, "containers is a list of items that have a name"),
+        ({**IMAGE, "patch": "metadata: {labels: {stage: 2}}"}, "labels has a text for each key"),
+        ({**IMAGE, "patch": "spec: ["}, "it is YAML, with nothing that JSON has not: while parsing"),
+        (
+            {**IMAGE, "patch": "spec: {a: !!binary aGk=}"},
+            "it is YAML, with nothing that JSON has not: Object of type bytes",
+        ),
+        ({**IMAGE, "patch": "spec: {affinity: {$patch: keep}}"}, "$patch is delete or replace"),
+        ({**IMAGE, "patch": "spec: {volumes: [{name: [a]}]}"}, "volumes is a list of items that have a name"),
     ],
 )
 def test_what_is_wrong_is_told_with_what_it_should_be(words: dict[str, str], message: str) -> None:

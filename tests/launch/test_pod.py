@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -41,6 +42,19 @@ def test_a_stopped_process_is_found() -> None:
             pass
         assert alive(shell.pid) == f"process {children[0].pid} (sleep) is stopped"
         children[0].kill()
+
+
+def test_a_process_that_a_debugger_holds_is_alive() -> None:
+    attach, detach = 16, 17
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    with started("sleep", "60") as process:
+        if ptrace(attach, process.pid, None, None):
+            pytest.skip(f"no process may be debugged here: {os.strerror(ctypes.get_errno())}")
+        while psutil.Process(process.pid).status() != psutil.STATUS_TRACING_STOP:
+            pass
+        assert alive(process.pid) == ""
+        ptrace(detach, process.pid, None, None)
 
 
 def test_a_container_without_its_first_process_is_not_alive() -> None:

@@ -106,7 +106,7 @@ def test_a_rule_that_refuses_is_named(inputs: PlayInputs, words: str) -> None:
     answer = answer_for(inputs)
     assert words in "\n".join(answer["problems"])
     assert "step" not in answer
-    assert answer["commands"]["predict"].startswith("paceline predict configs/gpt_7b.yaml ")
+    assert answer["commands"]["predict"].startswith("paceline predict gpt_7b ")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Four hosts in network namespaces, each with a name and an sshd of its own, on links that can be shaped and cut."""
+"""Hosts in network namespaces, each with a name and an sshd of its own, on links that can be shaped and cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,23 @@ from slow_links.network import INTERFACE, Network, NoNetworkError, check_able, h
 
 SSHD = "/usr/sbin/sshd"
 HOSTS = 4
+# Python imports it first in every process of a host. (libfaketime makes time.sleep fail on Python 3.11.)
+CLOCKS = """
+import os, socket, time
+
+name = socket.gethostname()
+os.environ["TMPDIR"] = os.path.join({folder!r}, name)  # each host has its own
+os.makedirs(os.environ["TMPDIR"], exist_ok=True)
+ahead_s = {clocks}.get(int(name[1:]) if name[1:].isdecimal() else -1, 0)
+real, real_ns = time.time, time.time_ns
+time.time = lambda: real() + ahead_s
+time.time_ns = lambda: real_ns() + ahead_s * 10**9
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNetwork:
-    """The hosts ``h0`` to ``h3``; commands are called on one of them, as a user would."""
+    """The hosts ``h0``, ``h1`` and so on; commands are called on one of them, as a user would."""
 
     network: Network
     folder: Path
@@ -39,11 +51,13 @@ class HostNetwork:
             command, cwd=where, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
 
-    def launch(self, where: Path, *words: str, hosts: str = "h0,h1") -> subprocess.CompletedProcess[str]:
-        """Launches a run from the first host."""
+    def launch(self, where: Path, *words: str, hosts: str = "h0,h1", host: int = 0) -> subprocess.CompletedProcess[str]:
+        """Launches a run from a host, the first one by default."""
         options = ["--on", "ssh", "--hosts", hosts, "--set", f"ssh={self.ssh}"]
-        options += ["--set", f"pythonpath={os.environ.get('PYTHONPATH', '')}"]
-        return self.paceline(where, "launch", "tiny.yaml", *words, *options)
+        paths = [str(self.folder)] if (self.folder / "sitecustomize.py").exists() else []
+        paths += [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        options += ["--set", f"pythonpath={os.pathsep.join(paths)}"]
+        return self.paceline(where, "launch", "tiny.yaml", *words, *options, host=host)
 
     def on(self, host: int) -> list[str]:
         return [
@@ -71,21 +85,38 @@ class HostNetwork:
 @pytest.fixture
 def four_hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HostNetwork]:
     """Starts the hosts; skips where that cannot be. A parameter is what the last host does first, such as a mount."""
+    before = getattr(request, "param", "true").format(folder=tmp_path)
+    try:
+        with network_of(HOSTS, tmp_path / "ssh", before=before) as made:
+            yield made
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def network_of(
+    num_hosts: int, folder: Path, *, before: str = "true", clocks_s: Sequence[int] = ()
+) -> Iterator[HostNetwork]:
+    """Starts so many hosts, with clocks that go ahead by so many seconds. Raises NoNetworkError where that cannot be.
+
+    The last host runs the command ``before`` first. Of clocks, those of Python programs differ: files keep the time of
+    the disk, which all hosts share.
+    """
+    check_able()
     if not Path(SSHD).exists() or shutil.which("ssh") is None:
-        pytest.skip("no sshd: apt-get install openssh-server")
-    folder = tmp_path / "ssh"
+        raise NoNetworkError("no sshd\n  the hosts are reached by ssh\n  apt-get install openssh-server")
     folder.mkdir()
     with contextlib.ExitStack() as stack:
-        try:
-            check_able()
-            network = stack.enter_context(hosts(HOSTS))
-        except NoNetworkError as error:
-            pytest.skip(str(error))
+        network = stack.enter_context(hosts(num_hosts))
         made = HostNetwork(network=network, folder=folder)
         _write_settings(made)
-        for host in range(HOSTS):
-            before = getattr(request, "param", "true") if host == HOSTS - 1 else "true"
-            stack.callback(_stop, start_sshd(made, host, before.format(folder=tmp_path)))
+        if clocks_s:
+            (folder / "sitecustomize.py").write_text(
+                CLOCKS.format(clocks=dict(enumerate(clocks_s)), folder=str(folder))
+            )
+        for host in range(num_hosts):
+            process = start_sshd(made, host, before if host == num_hosts - 1 else "true")
+            stack.callback(_stop, process)
         yield made
 
 
@@ -96,13 +127,14 @@ def start_sshd(made: HostNetwork, host: int, before: str = "true") -> subprocess
     log = (made.folder / f"sshd-{host}.log").open("ab")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     log.close()
-    asked = ["ip", "netns", "exec", made.network.host(0), *made.ssh.split(), f"h{host}", "true"]
+    last = made.network.host(made.network.num_hosts - 1)
+    asked = ["ip", "netns", "exec", last, *made.ssh.split(), f"h{host}", "true"]
     for _ in range(100):
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return process
         time.sleep(0.1)
     _stop(process)
-    pytest.skip(f"sshd does not start: {(made.folder / f'sshd-{host}.log').read_text()}")
+    raise NoNetworkError(f"sshd does not start: {(made.folder / f'sshd-{host}.log').read_text()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -120,7 +152,7 @@ def _write_settings(made: HostNetwork) -> None:
         "UsePAM no\nPidFile none\nPasswordAuthentication no\nMaxStartups 100\n"
     )
     (folder / "ssh_config").write_text(
-        "".join(f"Host h{host}\n  HostName {made.network.address(host)}\n" for host in range(HOSTS))
+        "".join(f"Host h{host}\n  HostName {made.network.address(host)}\n" for host in range(made.network.num_hosts))
         + f"Host *\n  User root\n  IdentityFile {folder}/user_key\n  StrictHostKeyChecking no\n"
         "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
     )

@@ -196,6 +196,18 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
     assert bytes_not_kept(events) == SIZE - 4
 
 
+def test_a_tensor_that_was_changed_in_place_is_cast_as_it_is() -> None:
+    events = [
+        _run("product", [7, 8], [0], family="matmul"),
+        _run("relu_", [0], [0]),
+        *_cast(0, 1),
+        _run("product back", [4, 92], [30], family="matmul", phase="backward"),
+    ]
+    found = [event.operation for event in fuse_blocks(events) if isinstance(event, Run)]
+    (again,) = (each for each in found if each.phase == "backward" and each.family != "matmul")
+    assert (set(dict(again.reads)), set(dict(again.writes))) == ({0, 1}, {4})
+
+
 def test_what_is_widened_is_read_in_the_dtype_that_it_has() -> None:
     events: list[Event] = [
         _run("product", [7, 8], [0], family="matmul"),

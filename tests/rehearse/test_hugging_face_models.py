@@ -95,6 +95,25 @@ def test_one_that_cannot_be_traced_is_predicted_by_a_gpt_and_the_output_says_so(
     assert held == pytest.approx(fp32_states * parameters, rel=0.1)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_mlp_of_a_stand_in_is_so_wide_that_both_have_as_many_parameters(made: Folder, is_tied: bool) -> None:
+    from paceline.rehearse.dryrun.recorder import no_answer
+
+    config = made("llama", tie_word_embeddings=is_tied)
+
+    def work(asked: Config) -> Config:
+        if asked is config:
+            raise no_answer("it reads a value", "at model.py:1")
+        return asked
+
+    found: Any = with_stand_in(config, work)[0].model
+    parameters = sum(each.numel() for each in build_workload(config).model.parameters())
+    products = found.layers * found.width * (4 * found.width + 2 * found.mlp_width)
+    ends = found.vocab_size * found.width * (1 if is_tied else 2)
+    assert (found.layers, found.width, found.heads, found.vocab_size, found.tied) == (2, 32, 4, 64, is_tied)
+    assert abs(products + ends - parameters) <= found.layers * found.width  # rounded to a whole feature
+
+
 def test_a_model_of_images_is_predicted_too(made: Folder) -> None:
     images = {"kind": "synthetic_images", "samples": 32, "classes": 4, "size": 8}
     config = made("vit", "image_classification", images, image_size=8, patch_size=4)

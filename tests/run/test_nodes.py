@@ -63,29 +63,34 @@ def test_a_folder_that_a_launcher_holds(tmp_path: Path) -> None:
 def test_hosts_come_and_go_and_all_leave_when_one_is_asked_to(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "paceline", "train", "tiny.yaml", "--nnodes", "1:2", "--node-ranks", "1"]
-    command += ["--rdzv", f"127.0.0.1:{free_port()}"]
+    command += ["--rdzv", f"127.0.0.1:{free_port()}", "recovery.max_restarts=1"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     with contextlib.ExitStack() as stack:
 
-        def start() -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+        def start(host: str) -> subprocess.Popen[bytes]:
+            with (tmp_path / f"said-{host}").open("ab") as said:
+                named = environment | {"PACELINE_HOST": host}
+                process = subprocess.Popen(command, cwd=tmp_path, env=named, stderr=said)
             stack.callback(process.wait)
             stack.callback(process.kill)
             return process
 
-        first = start()
+        first = start("a")
         wait_for(first, lambda: len(attempts(tmp_path)) == 1)
-        second = start()
+        second = start("b")
         wait_for(first, lambda: attempts(tmp_path)[-1][0].world_size == 2 and has_saved(attempts(tmp_path)[-1]))
         second.send_signal(signal.SIGKILL)
         wait_for(first, lambda: attempts(tmp_path)[-1][0].world_size == 1 and has_saved(attempts(tmp_path)[-1]))
         last = attempts(tmp_path)[-1]
         assert any(isinstance(each, EventRecord) and each.name == "resume" for each in last)
         assert {each[0].global_batch for each in attempts(tmp_path)} == {8}
-        third = start()
+        third = start("c")
         wait_for(first, lambda: attempts(tmp_path)[-1][0].world_size == 2 and has_saved(attempts(tmp_path)[-1]))
         third.send_signal(signal.SIGTERM)
         assert [first.wait(500), third.wait(500)] == [75, 75]
+        said = [line for line in (tmp_path / "said-a").read_text().splitlines() if "restarting" in line]
+        changes = ["b has come", "b (its launcher has ended) is gone", "c has come"]  # more than restarts are allowed
+        assert [change in line for change, line in zip(changes, said, strict=True)] == [True] * 3, said
         preempted = [each for each in attempts(tmp_path)[-1] if isinstance(each, EventRecord)][-1]
         assert preempted.name == "preempted"
         assert (tmp_path / "runs" / "tiny" / "checkpoints" / f"step-{preempted.step:08d}").is_dir()

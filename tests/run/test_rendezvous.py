@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
 from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
-from paceline.run.whereami import Surroundings
+from paceline.run.whereami import Surroundings, host_name
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Surroundings
         with pytest.raises(HostsChangedError):
             second.next_rendezvous()
         assert second.is_told()
-        assert second.agree_on_end("rank 1 was killed", is_sure=True) == [CHANGED]  # nobody is to blame
+        told = second.agree_on_end("rank 1 was killed", is_sure=True)
+        assert told == [f"{CHANGED}{host_name()} has come"]  # nobody is to blame
         second.has_joined = False
         assert second.next_rendezvous().world_size == again.result().world_size == 2
         second.set_closed()
@@ -68,7 +69,7 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surro
         list(pool.map(Rendezvous.next_rendezvous, (first, second)))
         unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
         second.__exit__()  # the host is gone, which is no failure of a rank
-        assert unsure.result() == ["rank 1 was killed", CHANGED]
+        assert unsure.result() == ["rank 1 was killed", f"{CHANGED}{host_name()} (its launcher has ended) is gone"]
 
 
 def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Surroundings, tmp_path: Path) -> None:

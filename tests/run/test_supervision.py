@@ -55,9 +55,9 @@ def test_a_run_whose_folder_is_gone_when_hosts_change_says_so(project: Path) -> 
         def start(self, _: list[str]) -> None:
             raise HostsChangedError
 
-        def agree_on_end(self, ended: object) -> tuple[list[object], bool, bool]:
-            assert ended is None
-            return [], False, True
+        def agree_on_end(self, ended: object, words: str) -> tuple[list[object], str, bool]:
+            assert (ended, words) == (None, "")
+            return [], "hosts: h1 has come", True
 
     with pytest.raises(RunFolderError, match=r"gone is gone[\s\S]*start it anew"):
         supervise(Changing(), config, gone)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +22,12 @@ def judges() -> ModuleType:
 
 
 def test_the_page_says_what_the_last_record_says(judges: ModuleType) -> None:
-    records = [json.loads(path.read_text()) for path in (judges.RECORD, judges.GPU_RECORD) if path.exists()]
+    records = judges.read_records()
     assert judges.PAGE.read_text() == judges.page_of(*records)
     assert {*records[0], "on_gpu"} == {path.parent.name for path in judges.JUDGES.glob("*/test_*.py")}
-    for record in records[1:]:
+    if records[1] is not None:
         expected = {f"on_gpu/{path.stem.removeprefix('test_')}" for path in judges.JUDGES.glob("on_gpu/test_*.py")}
-        assert record.keys() == {"machine", *expected}
+        assert records[1].keys() == {"machine", *expected}
 
 
 def test_failures_and_reasons_are_on_the_page(judges: ModuleType) -> None:
@@ -46,3 +45,16 @@ def test_a_gpus_record_has_a_table_of_its_own(judges: ModuleType) -> None:
     assert "| 5 | 1 | 0 | 0 |" in page
     assert "## on_gpu/fp8: what did not pass, and why" in page
     assert "on_gpu" not in judges.page_of({})
+
+
+def test_mistakes_that_no_test_noticed_are_named(judges: ModuleType) -> None:
+    lived = {"file": "a.py", "line": 3, "was": "x < y", "is": "x <= y", "noticed": "nobody", "why": "they never meet"}
+    record = {
+        "seed": 7,
+        "summary": {"mistakes": 25, "by_all": 0.96, "by_room": 0.8},
+        "mistakes": [lived, {**lived, "line": 9, "noticed": "room"}],
+    }
+    page = judges.page_of({}, None, record)
+    assert "the tests noticed 96.0%, and those of the mistake's own room 80.0%" in page
+    assert "`a.py:3`: `x < y` became `x <= y`: they never meet" in page
+    assert "a.py:9" not in page

@@ -1,12 +1,13 @@
-"""Where trials of a microbatch begin, by predicted time."""
+"""What predicted time decides: which candidate is taken, and where trials of a microbatch begin."""
 
 from __future__ import annotations
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.automatic import first_microbatch
+from paceline.search.automatic import choose, first_microbatch
 
 MACHINE = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("NVIDIA H100 80GB HBM3",) * 2)
 
@@ -50,3 +51,19 @@ def test_without_a_price_the_estimate_alone_says_where_to_begin() -> None:
     unknown = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("An unknown card",))
     config = make_config()
     assert first_microbatch(config, facts_of(config), unknown, [1], ranks=1, node_ranks=1) is None
+
+
+def test_a_stage_that_has_an_end_of_the_model_alone_is_priced() -> None:
+    """Two blocks and both ends make four stages, the last of which has no block."""
+    model: dict[str, object] = {"layers": 2, "heads": 4, "width": 64, "vocab_size": 50304}
+    config = make_config(
+        model={"kind": "gpt", "size": None, **model},
+        parallel={"strategy": "auto"},
+        train={"microbatch": 1, "global_batch": 32},
+    )
+    where = RunMachine(device="cuda", ranks=8, device_bytes=2**36, host_bytes=2**40)
+    machine = Machine(processor="any", cores=8, memory_bytes=1e12, gpus=(MACHINE.gpus[0],) * 8)
+    choice = choose(config, facts_of(config), where, machine)
+    deep = [each for each in choice.ladder if each.layout.pipeline == 4]
+    assert deep
+    assert all(each.seconds and each.seconds > choice.chosen.seconds for each in deep)

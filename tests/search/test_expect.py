@@ -39,11 +39,11 @@ def test_a_cpu_run_is_priced_as_a_plan_for_the_small_host_is() -> None:
     need = EngineMemory.of(config, "cpu")
     assert workload is not None
     assert need is not None
-    ranked = rank_one(workload, cluster)
+    ranked, bound = rank_one(workload, cluster), rank_one(workload, cluster, need).memory_bytes
     found = expect_run(config, HOST)
     around = cluster.device.step_s + cluster.device.loop_s
     assert around > 0
-    assert (found.step_s, found.memory_bytes) == (ranked.seconds + around, need(workload.layout))
+    assert (found.step_s, found.memory_bytes) == (ranked.seconds + around, bound)
     assert (found.step_s_low, found.step_s_high) == tuple(bound + around for bound in ranked.band)
     assert (found.ranks, found.cluster, found.plan, found.reason) == (2, "2x cpu-host", str(ranked), "")
     assert any("measured elsewhere" in line for line in found.assumed)

@@ -13,9 +13,12 @@ from paceline.errors import UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.model_shape import ModelShape
+from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Workload, count_differences, layout_text
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned, zero_bubble_share
 from paceline.predict.formulas.step import COMPOSED_P90, Prediction, predict
+from paceline.predict.memory.facts import BlockFacts, ModelFacts
+from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
 from paceline.search.candidates import TrainingTask, candidates_for
@@ -101,8 +104,14 @@ def test_recomputation_is_taken_only_where_less_does_not_fit(found: Search) -> N
 
 
 def test_another_estimate_of_memory_counts_where_it_is_larger(found: Search) -> None:
-    winner = str(found.ranked[0])
-    again = search(replace(TASK, need=lambda each: 1e15 if layout_text(each) == winner else 0.0), NODES)
+    winner, small = str(found.ranked[0]), engine_footprint(found.ranked[0].workload)
+
+    class Need(EngineMemory):
+        def estimate(self, layout: Layout) -> MemoryEstimate:
+            return replace(small, parameters=1e15) if layout_text(layout) == winner else small
+
+    need = Need(facts=ModelFacts(blocks=(), root=BlockFacts(parameters=1)), states=StateFacts())
+    again = search(replace(TASK, need=need), NODES)
     assert winner not in {str(each) for each in again.ranked}
 
 
@@ -305,7 +314,7 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     assert nothing.left_out[HOST_TOO_SMALL] > 0
     assert nothing.ranked == ()
     assert nothing.nearest is not None
-    assert nothing.nearest[1] > budget_of(nothing.cluster)
+    assert nothing.nearest.memory_bytes > budget_of(nothing.cluster)
     changes = list(what_would_fit(nothing))
     assert all(each.keys for each in changes)
     assert any("devices" in each.keys for each in changes)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.charts import Line, draw_lines, save_picture
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, check_ranks, run_checks
@@ -31,7 +32,6 @@ from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.location import RunOptions
 from paceline.run.signals import scratch_folder
 from paceline.run.train import train
-from paceline.schedule.text import save_picture
 from paceline.search.scaling import resized
 
 Kind = Literal["measured", "simulated", "predicted"]
@@ -194,20 +194,18 @@ def draw_rows(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(7.0, 5.0), dpi=110, layout="constrained")
     axes = figure.subplots()
-    lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    points: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for row in rows:
         if "speed_up" in row:
             key = (row["kind"], row["mode"], row["strategy"], row["batch"])
-            lines.setdefault(key, []).append((row["ranks"], row["speed_up"]))
-    styles = {"measured": "-", "simulated": "--", "predicted": ":"}
-    for (kind, mode, strategy, batch), points in lines.items():
-        places, values = zip(*sorted(points), strict=True)
-        axes.plot(places, values, styles[kind], marker="o", label=f"{kind}: {strategy}, {mode}, batch {batch}")
+            points.setdefault(key, []).append((row["ranks"], row["speed_up"]))
+    styles, lines = {"measured": "-", "simulated": "--", "predicted": ":"}, []
+    for (kind, mode, strategy, batch), found in points.items():
+        places, values = zip(*sorted(found), strict=True)
+        look = {"linestyle": styles[kind], "marker": "o"}
+        lines.append(Line(places, values, f"{kind}: {strategy}, {mode}, batch {batch}", look))
     counts = sorted({row["ranks"] for row in rows})
-    axes.plot(counts, counts, color="grey", linewidth=0.8, label="ideal")
-    axes.set_xscale("log", base=2)
+    lines.append(Line(counts, counts, "ideal", {"color": "grey", "linewidth": 0.8}))
+    draw_lines(axes, lines, counts=counts, xlabel="ranks", ylabel="speed-up", title=title)
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="ranks", ylabel="speed-up", title=title)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.legend(fontsize=7)
     save_picture(figure, path)

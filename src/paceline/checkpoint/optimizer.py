@@ -20,10 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from paceline.checkpoint.formats import GROUP, REST
-from paceline.checkpoint.manifest import OPTIMIZER
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, HasShards, prefixed
+from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.checkpoint.tensors import encode
-from paceline.errors import MisfitError, UsageError
+from paceline.errors import CheckpointError, MisfitError, UsageError
 from paceline.shards import Shard, load_own_state, own_optimizer_state, whole_region
 
 _MEMBERS = ("params", "param_names")
@@ -54,6 +54,26 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
     return tensors, found | ({REST: {"state": state, "beside": beside}} if state or beside else {})
 
 
+def held_by(engine: HasShards, optimizer: torch.optim.Optimizer | None) -> tuple[list[Shard], dict[str, Any]]:
+    """Returns this rank's shards of a model and its optimizer, as a checkpoint names them, and what else there is."""
+    held = list(engine.shards())
+    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
+    return [*prefixed(MODEL, held), *tensors], found
+
+
+def restore(checkpoint: Checkpoint, engine: HasShards, optimizer: torch.optim.Optimizer | None, fix: str) -> None:
+    """Fills a model and its optimizer. Raises CheckpointError, with ``fix``, where the checkpoint is of others."""
+    if optimizer is not None and hasattr(engine, "check_optimizer"):
+        engine.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
+    try:
+        fill_model(checkpoint, engine)
+        if optimizer is not None:
+            load_optimizer(checkpoint, optimizer, list(engine.shards()))
+    except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+        what = f"{checkpoint.path}: the checkpoint of step {checkpoint.step} does not fit this model or optimizer"
+        raise CheckpointError(f"{what}\n  {error}\n  {fix}") from error
+
+
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
     """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
     by_id, rows, state = _by_id(shards), [], dict[int, Any]()
@@ -72,8 +92,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         params = [next(numbers) for _ in members]
         rows.append({**_saved_settings(checkpoint, optimizer, group, known), **names, "params": params})
+        is_whole = getattr(optimizer, "updates_whole", False)  # and on the rank with the first element alone
         for number, (shard, parameter) in zip(params, members, strict=True):
-            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ())):
+            if is_whole and not shard.region.has_first:
+                continue
+            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()), is_whole):
                 state[number] = values
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
@@ -137,13 +160,15 @@ def _saved_settings(
     return dict(settings)
 
 
-def _saved_state(checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, Any]:
+def _saved_state(
+    checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str], is_whole: bool
+) -> dict[str, Any]:
     """Returns one parameter's state: pieces in memory of their own, filled from the files."""
     entry = checkpoint.found.get(f"{OPTIMIZER}{shard.name}", {"values": {}})
     state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry["values"].items()}
     for key in keys:
         name = f"{OPTIMIZER}{shard.name}/{key}"
-        if checkpoint.manifest.tensors[name].shape != shard.region.shape:
+        if is_whole or checkpoint.manifest.tensors[name].shape != shard.region.shape:
             state[key] = checkpoint.read(name)
         else:
             state[key] = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
-from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
-from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import fill_model, open_checkpoint
+from paceline.checkpoint.manifest import HasShards, State, likely_line
+from paceline.checkpoint.optimizer import held_by, restore
+from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
@@ -320,13 +320,13 @@ class _PendingSave:
 
 
 @contextlib.contextmanager
-def raised_on_all(comm: Communicator, what: str = "") -> Iterator[None]:
-    """Raises CheckpointError on all ranks where the block fails on one: ``what``, and the first rank's reason."""
+def raised_on_all(comm: Communicator) -> Iterator[None]:
+    """Raises CheckpointError on all ranks where the block fails on one, with the first rank's reason."""
     problem, cause = "", None
     try:
         yield
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        problem, cause = what + _describe(error), error
+        problem, cause = _describe(error), error
     for rank, text in enumerate(gather_objects(comm, problem)):
         if text:
             raise CheckpointError(f"rank {rank}: {text}") from cause
@@ -365,9 +365,7 @@ def save(
     """
     _enter(engine)
     writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
-    held = list(engine.shards())
-    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
-    shards = [*prefixed(MODEL, held), *tensors]
+    shards, found = held_by(engine, optimizer)
     return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
 
 
@@ -381,11 +379,9 @@ def load(
     """
     _enter(engine)
     chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
-    with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
+    with raised_on_all(engine.world):
         checkpoint = open_checkpoint(chosen)
-        fill_model(checkpoint, engine)
-        if optimizer is not None:
-            load_optimizer(checkpoint, optimizer, list(engine.shards()))
+        restore(checkpoint, engine, optimizer, "build both as they were when it was saved")
         return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
 
 

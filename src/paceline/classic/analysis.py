@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.charts import Line, draw_lines, save_picture
 from paceline.errors import UsageError
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
 from paceline.records.comparison import scaling_between
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _Curve = list[float | None]
 _SHOWN_EPOCHS = 20
+_POINTS = {"marker": "o"}
 
 
 class TrainingMetrics(dict[str, _Curve]):
@@ -60,8 +62,11 @@ class TrainingMetrics(dict[str, _Curve]):
             epochs.setdefault(max(1, math.ceil(epoch - 1e-9)), []).append(row)
         rows = [_epoch_row(epoch, StepTable(own), evaluations, records.hosts) for epoch, own in epochs.items()]
         super().__init__({name: [row[name] for row in rows] for name in rows[0]})
-        ranks = list(map(records.of_rank, records.ranks))
-        self.run, self.alone = records.run, alone
+        ranks, took_s = list(map(records.of_rank, records.ranks)), records.steps.took_s
+        self.totals, self.run, self.alone = records.steps.totals(), records.run, alone
+        self.samples_per_s = (
+            self.totals.samples / took_s if took_s else 0.0
+        )  # of all epochs, by the time of their steps
         self.ranks, self.strategy, self.total_steps = len(ranks), records.run.strategy, len(records.steps)
         self.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
         self.limits = judge_run(RunFacts.of(records))
@@ -70,13 +75,6 @@ class TrainingMetrics(dict[str, _Curve]):
     def is_simulated(self) -> bool:
         """Whether the times are those of virtual ranks."""
         return self.run.backend == "virtual"
-
-    @property
-    def samples_per_s(self) -> float:
-        """The samples of all epochs by the time of their steps."""
-        took_s = _sum(self["epoch_time"])
-        pairs = zip(self["throughput"], self["epoch_time"], strict=True)
-        return sum((rate or 0.0) * (seconds or 0.0) for rate, seconds in pairs) / took_s if took_s else 0.0
 
     def __missing__(self, name: str) -> _Curve:
         raise KeyError(f"{name!r} is not a metric; they are {', '.join(self)}")
@@ -219,25 +217,20 @@ class DistributedTrainingAnalyzer:
             figure = pyplot.figure(figsize=(18, 7), layout="constrained")
         else:
             figure = new_figure(figsize=(18, 7), layout="constrained")
-        axes = list(figure.subplots(2, 4).flat)
+        axes, epochs = list(figure.subplots(2, 4).flat), _scaled(self.metrics["epoch"], 1.0)
         for own, (title, unit, factor, curves) in zip(axes, _CHARTS, strict=False):
-            own.set(title=title, xlabel="epoch", ylabel=unit)
-            for name, label in curves.items():
-                values = [math.nan if value is None else factor * value for value in self.metrics[name]]
-                if not label or _last(self.metrics[name]) is not None:
-                    own.plot([epoch or 0 for epoch in self.metrics["epoch"]], values, marker="o", label=label)
-            if any(curves.values()):
-                own.legend()
+            known = {
+                name: label for name, label in curves.items() if not label or _last(self.metrics[name]) is not None
+            }
+            lines = [Line(epochs, _scaled(self.metrics[name], factor), label, _POINTS) for name, label in known.items()]
+            draw_lines(own, lines, title=title, xlabel="epoch", ylabel=unit)
         axes[4].set_ylim(0, 105)
         self._draw_phases(axes[6], axes[7])
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
         is_unseen = path is None and not show and not is_notebook()
         path = Path("training_metrics.png") if is_unseen else path
         if path is not None:
-            try:
-                figure.savefig(path)
-            except (OSError, ValueError) as error:
-                raise UsageError(f"cannot write the picture {path}: {error}\n  name it run.png, or alike") from error
+            save_picture(figure, Path(path))
         if is_unseen:
             echo(f"the charts of the training are in {Path('training_metrics.png').resolve()}")
         if show:
@@ -264,9 +257,7 @@ class DistributedTrainingAnalyzer:
     def generate_performance_report(self) -> PerformanceReport:
         """Adds up all epochs, and says what to look at first."""
         metrics = self.metrics
-        took_s, waited_s = _sum(metrics["epoch_time"]), _sum(metrics["communication_time"])
-        compute_s, rate = _sum(metrics["compute_time"]), metrics.samples_per_s
-        share = waited_s / (compute_s + waited_s) if compute_s + waited_s else 0.0
+        share, rate = metrics.totals.comm_share, metrics.samples_per_s
         speed_up, scaling, base = (1.0 if metrics.ranks == 1 else None), "", self.baseline
         if base is not None and base.samples_per_s:
             where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
@@ -284,8 +275,8 @@ class DistributedTrainingAnalyzer:
             final_test_loss=_last(metrics["test_loss"]),
             final_accuracy=_last(metrics["accuracy"]),
             samples_per_s=rate,
-            training_s=took_s,
-            communication_s=waited_s,
+            training_s=sum(value or 0.0 for value in metrics["epoch_time"]),
+            communication_s=sum(value or 0.0 for value in metrics["communication_time"]),
             communication_percent=100 * share,
             compute_percent=100 * (1 - share),
             gpu_utilization_percent=sum(measured) / len(measured) if measured else None,
@@ -316,8 +307,8 @@ def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
     return TrainingMetrics(open_run(Path(metrics), with_hosts=True))
 
 
-def _sum(values: _Curve) -> float:
-    return sum(value or 0.0 for value in values)
+def _scaled(values: _Curve, factor: float) -> list[float]:
+    return [math.nan if value is None else factor * value for value in values]
 
 
 def _last(values: _Curve) -> float | None:

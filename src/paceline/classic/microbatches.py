@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import Retention, find_checkpoint
-from paceline.checkpoint.manifest import MODEL, State, prefixed
-from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
+from paceline.checkpoint.manifest import State
+from paceline.checkpoint.optimizer import held_by, restore
+from paceline.checkpoint.read import Checkpoint, open_checkpoint
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
@@ -48,7 +48,7 @@ from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
-from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.errors import Problem, TrainingError, UsageError
 from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
@@ -237,14 +237,13 @@ class MicrobatchTrainer:
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
         list(self._bad_updates.read())
-        held = list(self.engine.shards())
-        tensors, found = optimizer_shards(optimizer, held)
+        shards, found = held_by(self.engine, optimizer)
         extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         state = State(
             step=self.num_updates,
             position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
+            shards=shards,
             values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
             own={"random": capture_random_states(comm.device)},
             found=found,
@@ -366,15 +365,7 @@ class MicrobatchTrainer:
 
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values
-        try:
-            fill_model(checkpoint, self.engine)
-            if optimizer is not None:
-                load_optimizer(checkpoint, optimizer, list(self.engine.shards()))
-        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
-                "  build both as they were when it was saved"
-            ) from error
+        restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
         self._forget_gradients()
         if self._scaler is not None and "scaler" in values:
             self._scaler.load_state_dict(values["scaler"])

@@ -22,15 +22,13 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.config import check_count, refuse
 from paceline.classic.microbatches import MicrobatchTrainer
-from paceline.clock import on_device
 from paceline.comm.objects import gather_objects
 from paceline.data.own_loader import OwnLoader, shard_weighed
 from paceline.engines.groups import fingerprint, tensors_in
 from paceline.errors import UsageError
-from paceline.train.evaluate import score_all
+from paceline.train.evaluate import apply_to_each, evaluate
 from paceline.train.loss import Criterion, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
-from paceline.train.step import place
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` returns (sum, count), or one number: the mean over the batch's samples."""
@@ -82,21 +80,14 @@ class DistributedTrainer(MicrobatchTrainer):
                 on_epoch(result)
         return history
 
-    @torch.no_grad()
     def evaluate(
         self, loader: Iterable[Any], criterion: Criterion, metrics: Mapping[str, Metric] | None = None
     ) -> dict[str, float]:
         """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. All ranks call it."""
-        names, device = list(metrics or {}), self.engine.device
+        batches = ((batch, count_samples(batch)) for batch in self._together(self._shared(loader)))
         weighed = {name: _weighed(name, metric) for name, metric in (metrics or {}).items()}
-        score = score_all(self.loss_of(criterion), weighed)
-        sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
-        for value, rest in self._forward(self._shared(loader), score):
-            sums += torch.stack([on_device(number, device) for number in (value.total, value.count, *rest)])
-        self.engine.comm.all_reduce(sums).wait()
-        total, samples, *found = sums.tolist()  # sync point
-        means = {name: found[2 * i] / max(found[2 * i + 1], 1e-30) for i, name in enumerate(names)}
-        return {"loss": total / max(samples, 1.0), **means, "samples": int(samples)}
+        found = evaluate(self.engine, batches, self.loss_of(criterion), None, weighed)
+        return {"loss": found.loss, **found.metrics, "samples": found.samples}
 
     @torch.no_grad()
     def predict(self, loader: Iterable[Any]) -> Any:
@@ -105,7 +96,8 @@ class DistributedTrainer(MicrobatchTrainer):
         def run(model: Callable[..., Any], batch: Any) -> Any:
             return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
-        outputs = [each.cpu() if isinstance(each, torch.Tensor) else each for each in self._forward(loader, run)]
+        found = apply_to_each(self.engine, ((batch, 0) for batch in self._together(loader)), run, None)
+        outputs = [each.cpu() if isinstance(each, torch.Tensor) else each for each, _ in found]
         return torch.cat(outputs) if outputs and all(isinstance(each, torch.Tensor) for each in outputs) else outputs
 
     def _train_epoch(
@@ -124,23 +116,6 @@ class DistributedTrainer(MicrobatchTrainer):
         self.engine.comm.all_reduce(sums).wait()
         total, samples = sums.tolist()
         return float(total / max(samples, 1.0))
-
-    def _forward(self, loader: Iterable[Any], function: Callable[[Callable[..., Any], Any], Any]) -> Iterator[Any]:
-        """Yields what a function of the model and a batch gives for each batch, in evaluation mode."""
-        engine = self.engine
-        engine.share_buffers()
-        modes = [(module, module.training) for module in engine.module.modules()]
-        engine.eval()
-        try:
-            for batch in self._together(loader):
-                if batch is None:
-                    engine.join_pass()
-                    continue
-                with engine.precision.context(engine.device):
-                    yield engine.apply_loss(function, place(batch, engine.device, None))
-        finally:
-            for module, was_training in modes:
-                module.training = was_training
 
     def _shared(self, loader: Iterable[Any], epoch: int = 0) -> Iterable[Any]:
         """Returns what shares a plain ``DataLoader`` out, if all ranks have the same; else the loader itself."""

@@ -35,7 +35,7 @@ from paceline.terminal import echo
 app = typer.Typer(
     name="paceline",
     help="Trains PyTorch models on many devices, and tells you before you start how it will go.",
-    epilog="Start with:  paceline train configs/digits.yaml",
+    epilog="Start with:  paceline train digits",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

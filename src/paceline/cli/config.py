@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,8 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides, check_word, load_and_tell, print_json, progress_bar
-from paceline.errors import ConfigError, Problem
+from paceline.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    check_file,
+    check_word,
+    load_and_tell,
+    print_json,
+    progress_bar,
+    write_output,
+)
+from paceline.errors import ConfigError, Problem, UsageError
 from paceline.terminal import echo
 from paceline.units import format_bytes
 
@@ -98,6 +109,33 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
         print_json({"source": str(config), "ok": True, "problems": [], "notes": notes})
     else:
         echo(f"{config}: no problems")
+
+
+@app.command("ls")
+def list_configs() -> None:
+    """List the configs that come with Paceline, by name."""
+    from paceline.config.shipped import shipped_configs
+
+    for name, path in shipped_configs().items():
+        about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        echo(f"{name:<20} {'a model, for --hf' if path.suffix == '.json' else re.split('[.:]( |$)', about)[0]}")
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A config that ships: see paceline config ls.")],
+    target: Annotated[Path | None, typer.Argument(metavar="FILE", callback=check_file, help="Else NAME.yaml.")] = None,
+) -> None:
+    """Write a config that comes with Paceline into a new file."""
+    from paceline.config.shipped import shipped_configs
+
+    shipped = shipped_configs()
+    check_word("config copy", name, tuple(shipped))
+    file = target or Path(shipped[name].name)
+    if file.exists():
+        raise UsageError(f"{file} is there\n  a copy replaces nothing\n  name another file")
+    write_output(file, shipped[name].read_text(encoding="utf-8"), "config")
+    echo(f"{file}: a copy of {name}")
 
 
 @app.command("import")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def plan(
     cluster: ClusterName,
-    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, or one that ships: gpt_7b."),
     overrides: Overrides = None,
     *,
     hf: Path | None = typer.Option(None, metavar="FILE", help="A Hugging Face config.json or folder, not CONFIG."),
@@ -77,13 +77,15 @@ def plan(
 
 def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:
     """Returns the file of the model, and what replaces its values; without CONFIG the first of these stands there."""
+    from paceline.config.shipped import find_config
+
     if hf is None:
         if config is None:
             raise UsageError("nothing to plan\n  a plan is for a model\n  name a config, or --hf config.json")
         return Path(config), overrides
     if config is not None and "=" not in config:
         raise UsageError(f"both {config} and --hf {hf} are given\n  a plan is for one model\n  leave one of them out")
-    source = hf / "config.json" if hf.is_dir() else hf
+    source = hf / "config.json" if hf.is_dir() else find_config(hf)
     if source.suffix != ".json":
         raise UsageError(f"--hf {hf}\n  it is a Hugging Face config.json, or folder\n  name a file that ends in .json")
     return source, [*([config] if config else []), *overrides]

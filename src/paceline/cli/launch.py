@@ -15,7 +15,7 @@ from paceline.terminal import echo
 if TYPE_CHECKING:
     from paceline.launch.job import LaunchJob, Target
 
-_MOST_HOSTS_BYTES = 2**20
+_MOST_BYTES = 2**19  # of a file of hosts, or a patch
 _RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
 
 
@@ -46,9 +46,10 @@ def start(
     gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
     time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
     queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
-    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
-    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
+    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines; A:4,B:4 with 4 ranks on each."),
+    hostfile: Path = typer.Option(None, help="ssh: a machine on each line, with slots=4 for 4 ranks."),
     kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
+    patch: Path = typer.Option(None, metavar="FILE", help="kubernetes: a part of the pods' template, merged into it."),
     port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
     array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
     max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10."),
@@ -61,15 +62,12 @@ def start(
     no_memory_check: NoMemoryCheck = False,
 ) -> None:
     """Start a run, and follow it; leaves with its exit code."""
+    from paceline.launch import start as launching
+    from paceline.launch.hostfile import read_hosts
     from paceline.launch.job import LaunchJob
-    from paceline.launch.start import prepare
-    from paceline.launch.start import start as submit
 
-    if wrong := [word for word in settings or [] if "=" not in word]:
-        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    if kind is not None and on != "kubernetes":
-        raise typer.BadParameter(f"--kind {kind} with --on {on}: only Kubernetes has kinds")
-    named = _hosts(hosts, hostfile)
+    words = _target_options(on, settings or [], kind, patch)
+    named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
         raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
@@ -81,21 +79,22 @@ def start(
         time=time,
         queue=queue,
         hosts=named,
+        slots=slots,
         tasks=array,
         max_requeues=max_requeues,
         python=python,
         port=port,
-        settings=dict(word.split("=", 1) for word in settings or []) | ({} if kind is None else {"kind": kind}),
+        settings=words,
         setup=tuple(setup or ()),
     )
-    checks = not no_memory_check
-    target, job, lines = prepare(config, overrides or [], request, resumes=resume, checks_memory=checks, is_dry=dry_run)
+    how = {"resumes": resume, "checks_memory": not no_memory_check, "is_dry": dry_run}
+    target, job, lines = launching.prepare(config, overrides or [], request, **how)
     for line in (f"run {job.run} on {job.target}", *lines):
         echo(line, err=True)
     if dry_run:
         echo(target.render(job), nl=False)
         return
-    job = submit(target, job)
+    job = launching.start(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
     if detach or array is not None:
         echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
@@ -160,13 +159,21 @@ def _counts(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
-    words = (named or "").split(",")
-    if file is not None:
-        try:
-            with file.open("rb") as opened:  # a pipe will do: <(scontrol show hostnames)
-                lines = opened.read(_MOST_HOSTS_BYTES).decode("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"--hostfile {file}: {getattr(error, 'strerror', None) or error}") from error
-        words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
-    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+def _target_options(on: str, settings: list[str], kind: str | None, patch: Path | None) -> dict[str, str]:
+    """Returns the options of the target's own: those of ``--set``, and of Kubernetes."""
+    if wrong := [word for word in settings if "=" not in word]:
+        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
+    for option, value in {"--kind": kind, "--patch": patch}.items():
+        if value is not None and on != "kubernetes":
+            raise typer.BadParameter(f"{option} with --on {on}: it is an option of Kubernetes")
+    words = dict(word.split("=", 1) for word in settings)
+    words |= {} if kind is None else {"kind": kind}
+    return words | ({} if patch is None else {"patch": _text(patch, "--patch")})
+
+
+def _text(file: Path, option: str) -> str:
+    try:
+        with file.open("rb") as opened:  # a pipe will do: <(scontrol show hostnames)
+            return opened.read(_MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{option} {file}: {getattr(error, 'strerror', None) or error}") from error

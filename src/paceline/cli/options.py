@@ -24,7 +24,7 @@ from paceline.terminal import echo, new_console
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or one that ships: digits.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
 ]

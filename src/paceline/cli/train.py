@@ -44,7 +44,9 @@ def train(
     *,
     resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
     force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
-    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits."),
+    auto_batch_size: bool = typer.Option(
+        False, "--auto-batch-size", help="The largest microbatch that fits: the same as train.microbatch=auto."
+    ),
     find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),
@@ -186,9 +188,8 @@ def _next_steps(folder: Path, config: Config) -> list[str]:
     ]
     if any((folder / "checkpoints").glob("step-*")):
         commands.insert(0, ("go on", ["paceline", "train", own_config, _longer(config), "--resume", "auto"]))
-    example = Path("configs/gpt_pydoc.yaml")
-    if config.model.kind != "gpt" and example.is_file():
-        commands.append(("a small GPT", ["paceline", "train", str(example)]))
+    if config.model.kind != "gpt":
+        commands.append(("a small GPT", ["paceline", "train", "gpt_pydoc"]))
     lines = {f"  {shlex.join(command)}": comment for comment, command in commands}
     full = {line: f"{line:<50}  # {comment}" for line, comment in lines.items()}
     return [full[line] if len(full[line]) <= 80 else line for line in lines]
@@ -225,7 +226,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
             problems.append(_answer(option, value, known))
     if len(files) != 1:
         what = f"{' and '.join(files)} are configs" if files else "there is no config among the arguments"
-        fix = "write paceline train configs/digits.yaml, and then the options"
+        fix = "write paceline train digits, and then the options"
         problems.append(Problem(what=what, rule="one config is the first argument", fix=fix))
     if problems:
         raise ConfigError(problems, source="paceline train")

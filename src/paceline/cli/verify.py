@@ -119,13 +119,16 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
 
 def _load(name: str, overrides: list[str]) -> Config:
     from paceline.config import config_from_dict, load_config
+    from paceline.config.shipped import find_config
 
     if name in BUILT_IN and not Path(name).exists():
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         return config_from_dict(values, f"the built-in case {name}", overrides)
-    if not name.endswith((".yaml", ".yml")) and not Path(name).exists():
+    if not name.endswith((".yaml", ".yml")) and not find_config(name).exists():
         hint = did_you_mean(name, BUILT_IN, "check the path, or take paceline verify gpt")
-        raise UsageError(f"{name} is neither a file nor built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}")
+        raise UsageError(
+            f"{name} is no file, no config that ships, and not built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
+        )
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 

@@ -198,7 +198,8 @@ def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str 
     found = same or known
     if not device.is_cpu or any(each.sizes == sizes for each in found) or not found:
         return _between(found, sizes)
-    others = [each for each in device.shapes if each.kind == "matmul" and each.layout == found[0].layout]
+    layouts = {each.layout for each in found}
+    others = [each for each in device.shapes if each.kind == "matmul" and each.layout in layouts]
     floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in others)
     above = [replace(each, flops=_flops(each.sizes) / (_flops(each.sizes) / each.flops - floor)) for each in found]
     rate = _between(above, sizes)

@@ -4,7 +4,8 @@ An object travels as bytes that are only data: what another rank sends is rebuil
 
     8 bytes, how long the text is; text (JSON); what the text refers to by place and length (tensors, arrays, bytes)
 
-Of classes, only those are rebuilt that this process has loaded already, without a call of their constructors.
+Plain data travels: numbers, texts, containers, tensors, arrays, paths, enums, dataclasses, named tuples, configs, our
+errors. Of classes, only those are rebuilt that this process has loaded already, without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
 
 
 def to_bytes(value: object) -> bytes:
+    """Returns a value as bytes. Raises UsageError for what is not plain data."""
     writer = _Writer()
     text = json.dumps(writer.write(value), separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "big"), text, *writer.parts])

@@ -15,10 +15,11 @@ from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import Check, run_checks
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
+from paceline.config.shipped import find_config, shipped_configs
 from paceline.config.suggest import find_field, near_files, section_paths
 from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
-from paceline.errors import ConfigError, Problem
+from paceline.errors import ConfigError, Problem, did_you_mean
 
 # Stands in for a broken section while the others are checked; no rule that reads the section is run.
 _PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
@@ -42,7 +43,7 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
-    """Reads a config from a YAML file, if any, and overrides. Raises ConfigError with all problems at once."""
+    """Reads a YAML file, or a config that ships by its name, with overrides. Raises ConfigError with all problems."""
     return load_config_with_sources(path, overrides).config
 
 
@@ -50,8 +51,9 @@ def load_config_with_sources(
     path: str | Path | None, overrides: str | Sequence[str] = (), *, check: Check = lambda _: ()
 ) -> LoadedConfig:
     """Reads a config as ``load_config`` does, and keeps where each key came from; ``check`` may find more problems."""
-    source = str(path) if path is not None else "config"
-    document = parse_document(_read(Path(path)), source) if path is not None else Document(values={})
+    file = None if path is None else find_config(path)
+    source = "config" if file is None else str(file)
+    document = Document(values={}) if file is None else parse_document(_read(file), source)
     asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines, of_file=document.values)
     for text in [overrides] if isinstance(overrides, str) else overrides:
         asked.override(text)
@@ -70,7 +72,7 @@ def config_from_dict(values: Mapping[str, Any], source: str = "config", override
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """Reads the plain values of a YAML file, whatever they mean. Raises ConfigError if it cannot be read."""
-    return parse_document(_read(Path(path)), str(path)).values
+    return parse_document(_read(find_config(path)), str(path)).values
 
 
 def dump_yaml(config: Config) -> str:
@@ -225,10 +227,12 @@ def _read(path: Path) -> str:
 
 
 def _suggest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
     if near := near_files(path):
         return f"did you mean {' or '.join(near)}?"
+    if near_name := did_you_mean(path.stem, shipped_configs(), cutoff=0.7):
+        return f"{near_name} It comes with Paceline: paceline config copy writes it out"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
     for folder in (path.parent, path.parent / "configs"):
         if configs := sorted(each.name for each in folder.glob("*") if each.suffix in (".yaml", ".yml")):
             return f"the configs in {folder} are {', '.join(configs[:8])}"

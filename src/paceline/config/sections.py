@@ -186,12 +186,18 @@ class CheckpointConfig(Section):
     folder: str | None = Field(default=None, min_length=1)
     verify: Literal["full", "fast", "none"] = "full"
 
+    @property
+    def may_use_background(self) -> bool:
+        """Whether saves before the end may be copied to host memory, and written from there while the run trains."""
+        return self.asynchronous is not False and any((self.every_steps, self.every_epochs, self.every_minutes))
+
 
 # A run is started again only while it gets further, and never for an error that came twice at the same step.
 class RecoveryConfig(Section):
     """What is done when something goes wrong."""
 
     max_restarts: NotNegativeCount = 3
+    restart_window: Count | None = 100
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
     on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"

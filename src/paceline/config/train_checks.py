@@ -116,7 +116,7 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
         "max_roll_backs": (goes_back, "it belongs to runs that go back", "recovery.on_nan = roll_back"),
     }
     again = (given.max_restarts > 0, "it belongs to runs that are started again", "recovery.max_restarts = 3")
-    readers["max_stalled_restarts"] = again
+    readers["max_stalled_restarts"] = readers["restart_window"] = again
     for name, (is_read, rule, fix) in readers.items():
         if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
             yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")

@@ -35,6 +35,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -57,6 +58,9 @@ T = TypeVar("T")
 
 # By the beginnings of their names: attention has many, one for each kernel.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product")
+# Kept products never went through hooks such as those of offload; torch 2.15 asks whether it shall stay so.
+_ASKED = "respect_saved_tensors_hooks"
+_PRODUCTS_STAY = {_ASKED: False} if _ASKED in inspect.signature(checkpoint).parameters else {}
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
@@ -160,6 +164,7 @@ def _run(
 
     if keeps_products:
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _is_kept)
+        kwargs |= _PRODUCTS_STAY
     return checkpoint(replayed if layers else forward, *args, use_reentrant=False, **kwargs)
 
 
@@ -181,7 +186,10 @@ _loading: list[threading.Thread] = []  # one at most
 
 
 def load_compiler() -> None:
-    """Starts to load torch's compiler, which takes seconds, in a thread; what is compiled next waits for it."""
+    """Starts to load torch's compiler, which takes seconds, in a thread; what is compiled next waits for it.
+
+    Nothing that imports modules of torch should run until then.
+    """
 
     def load() -> None:
         with contextlib.suppress(Exception):  # whoever compiles says what is missing

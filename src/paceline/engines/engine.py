@@ -349,7 +349,7 @@ class Engine(ABC):
         return self.full_state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
-        """Loads what ``state_dict`` gave; all ranks call it. Returns what does not fit, or raises it, if ``strict``."""
+        """Loads what ``state_dict`` gave; all ranks call it. Returns what does not fit; RuntimeError, if ``strict``."""
         if strict:
             self.load_full_state_dict(state)
             return nn.modules.module._IncompatibleKeys([], [])

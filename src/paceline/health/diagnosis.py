@@ -14,6 +14,8 @@ When one rank fails the others lose their connection and fail too, or are ended.
     lost     the connection to another rank
 
 A run that is started again must get further than before; an error that comes twice at the same step comes a third time.
+Progress refills the budget of restarts: one that lies ``recovery.restart_window`` steps back is not counted any more.
+Hosts that come or go, while enough are left, are no failure and cost nothing.
 Nothing here reads files or a clock: the launchers of several hosts, who ask with the same values, agree without a word.
 """
 
@@ -132,7 +134,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """The ranks are started again; ``halves_microbatch`` with half as many samples at a time."""
+    """The ranks are started again; ``number`` 0: it is not charged. ``halves_microbatch``: with half the microbatch."""
 
     number: int
     halves_microbatch: bool = False
@@ -153,11 +155,14 @@ def after_failure(
     policy: RecoveryConfig, attempts: Sequence[FailedAttempt], *, max_requeues: int = 0
 ) -> Restart | Stop:
     """Decides about a run whose last attempt ended just now. Up to ``max_requeues`` that made room are not charged."""
-    last, failed = attempts[-1], [each for each in attempts if each.kind != "preempted"]
+    last, failed = attempts[-1], [each for each in attempts if each.kind not in ("preempted", "hosts")]
+    if last.kind == "hosts":
+        return Restart(number=0)
     if last.kind == "preempted":
-        number = len(attempts) - len(failed)
+        number = sum(each.kind == "preempted" for each in attempts)
         return Restart(number=number) if number <= max_requeues else Stop(reason=f"{_ENOUGH} {max_requeues}")
-    number = len(failed)
+    counted = _within_window(policy, failed)
+    number = len(counted)
     if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()
     if last.kind == "mistake":
@@ -169,18 +174,32 @@ def after_failure(
     if last.kind == "hang" and policy.on_hang == "stop":
         return Stop(reason="not started again: recovery.on_hang = stop")
     halves = last.kind == "out_of_memory" and policy.on_oom == "halve"
-    if number > 1 and replace(failed[-2], first_step=last.first_step) == last and not halves:
+    if len(failed) > 1 and replace(failed[-2], first_step=last.first_step) == last and not halves:
         return Stop(reason=f"not started again: the same came twice, after step {last.step}", gives_up=True)
-    if last.kind == "error" and last.step == last.first_step == 0 and number == 1:
+    if last.kind == "error" and last.step == last.first_step == 0 and len(failed) == 1:
         return Stop(reason="not started again: it came before the first step, and would again")
     if number > policy.max_restarts:
-        reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
-        return Stop(reason=reason, gives_up=True)
+        return Stop(reason=_spent(policy, counted), gives_up=True)
     best = max(attempt.last_step for attempt in failed)
-    stalled = number - 1 - [attempt.last_step for attempt in failed].index(best)  # attempts since that one
+    stalled = len(failed) - 1 - [attempt.last_step for attempt in failed].index(best)  # attempts since that one
     if stalled > policy.max_stalled_restarts:
         times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
         return Stop(reason=f"not started again: {times} came no further than step {best}", gives_up=True)
     if halves and not last.can_halve:
         return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
+
+
+def _within_window(policy: RecoveryConfig, failed: Sequence[FailedAttempt]) -> list[FailedAttempt]:
+    """Returns the failures that still count: those of the last ``recovery.restart_window`` steps."""
+    if policy.restart_window is None:
+        return list(failed)
+    reached = max(each.last_step for each in failed)
+    return [each for each in failed if reached - each.last_step < policy.restart_window]
+
+
+def _spent(policy: RecoveryConfig, counted: Sequence[FailedAttempt]) -> str:
+    """Says that the budget is spent, and on what."""
+    window = "" if policy.restart_window is None else f" within recovery.restart_window = {policy.restart_window} steps"
+    lines = [f"    restart {number}: {each}" for number, each in enumerate(counted[:-1], start=1)]
+    return "\n".join([f"not started again: recovery.max_restarts = {policy.max_restarts} is reached{window}", *lines])

@@ -25,7 +25,7 @@ from paceline.health.verdict import HangVerdict
 
 Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
 FailureKind = Literal[
-    "killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused", "preempted"
+    "killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused", "preempted", "hosts"
 ]
 
 # Errors of the program and not of its surroundings: they come again.

@@ -56,6 +56,7 @@ class LaunchJob:
     time: str | None = None
     queue: str | None = None
     hosts: tuple[str, ...] = ()
+    slots: int | None = None  # ranks of each host, where the list of hosts says so
     tasks: str | None = None  # the numbers of an array of runs, as Slurm writes them
     max_requeues: int | None = None
     port: int | None = None
@@ -200,6 +201,7 @@ class TargetMachines:
     where: str  # what they are called in messages
     device_bytes: float | None = None
     host_bytes: float | None = None
+    port: int | None = None  # where the hosts meet, if one was found
     notes: tuple[str, ...] = ()  # what else was found out
 
 

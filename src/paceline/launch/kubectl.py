@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import load_config
+from paceline.config import Config, load_config
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED
 from paceline.launch import background
 from paceline.launch.job import JobState, LaunchJob, TargetMachines, refuse_options
 from paceline.launch.kubernetes import Manifest, labels_of, secret_object, to_text
 from paceline.launch.kubernetes import render as render_manifests
-from paceline.launch.kubernetes_options import KubernetesOptions, read_options
+from paceline.launch.kubernetes_options import KubernetesOptions, read_options, sized
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
@@ -87,7 +87,12 @@ class Kubectl:
         return context
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
-        """Makes all objects, and before them the job's secret where several nodes need one and there is none."""
+        """Makes all objects, and before them the job's secret where several nodes need one and there is none.
+
+        The cluster is asked first whether it would take all of them: a patch may have what it does not know.
+        """
+        whole = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
+        self._call(["apply", "--dry-run=server", "--filename", "-"], given=whole)
         asked = ["get", "secret", self._options.secret_name, "--ignore-not-found", "--output", "name"]
         if self._options.nodes > 1 and not self._call(asked).strip():
             if self._options.secret is not None:
@@ -98,8 +103,7 @@ class Kubectl:
                 )
             made = secret_object(self._options, secrets.token_hex(_SECRET_BYTES))
             self._call(["create", "--filename", "-"], given=json.dumps(made))
-        whole = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
-        self._call(["apply", "--filename", "-"], given=json.dumps(whole))
+        self._call(["apply", "--filename", "-"], given=whole)
 
     def look(self) -> tuple[int | None, list[PodState]]:
         """Returns the exit code of the run, None until it has ended, and its pods."""
@@ -133,7 +137,7 @@ class Kubectl:
         kinds = _RESOURCES[options.kind]
         if options.kind == "trainjob":
             kinds += ",trainingruntime.trainer.kubeflow.org"
-        elif options.placement.gang == "volcano":
+        elif options.gang == "volcano":
             kinds += ",podgroup.scheduling.volcano.sh"
         kinds += ",configmap,service,networkpolicy,deployment"
         selector = f"app.kubernetes.io/instance={options.name}"
@@ -194,7 +198,7 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 def given(job: LaunchJob) -> TargetMachines:
     """Returns what the manifests ask for, which is known without a cluster."""
-    gib = read_options(job).resources.memory_gib
+    gib = sized(read_options(job), _config(job)).memory_gib or 0
     return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30)
 
 
@@ -226,9 +230,12 @@ def cancel(job: LaunchJob) -> None:
     Kubectl(read_options(job)).cancel()
 
 
+def _config(job: LaunchJob) -> Config:
+    return load_config(Path(job.config), [*job.overrides, f"name={job.run}"])  # the pods get it as a file
+
+
 def _manifests(job: LaunchJob) -> list[Manifest]:
-    config = load_config(Path(job.config), [*job.overrides, f"name={job.run}"])  # the pods get it as a file
-    return render_manifests(read_options(job), config)
+    return render_manifests(read_options(job), _config(job))
 
 
 if __name__ == "__main__":

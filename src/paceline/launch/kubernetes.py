@@ -20,6 +20,7 @@ first pod. What follows a failure of a pod depends on its exit code ([Note: exit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,10 @@ import yaml
 from paceline.bounded_yaml import load_shipped
 from paceline.comm.control.wire import SECRET
 from paceline.config import Config, dump_yaml
+from paceline.errors import ConfigError
 from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
-from paceline.launch.kubernetes_options import KubernetesOptions, check_options
+from paceline.launch.kubernetes_options import KubernetesOptions, check_options, sized
+from paceline.launch.pod_patch import WORKER, merge, patch_problems
 
 Manifest = dict[str, Any]
 
@@ -42,7 +45,8 @@ PORT = 29400
 USER_ID = 10001  # of the image's user
 _AFTER_GRACE_S = 30  # to end ranks and to write records, once the time to save is over
 _VALUE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
-# Kubeflow knows the job and the container that train by the name node.
+_OF_ALL_PODS = ("imagePullSecrets", "serviceAccountName")
+# Kubeflow knows the job that trains by the name node.
 _WORKERS = {"jobset": "workers", "trainjob": "node"}
 
 
@@ -67,28 +71,44 @@ def to_text(manifests: Sequence[Manifest]) -> str:
 def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
     """Returns all objects of a run in the order in which kubectl makes them. Raises ConfigError with all problems."""
     check_options(options, config)
+    options = sized(options, config)
     values = _values(options, config)
     values["init_containers"] = [fill("init_container", values)] if options.nodes > 1 else None
-    values["pod"] = fill("pod", values)
+    values["pod"] = _patched_pod(options, values)
     values["job_set_spec"] = fill("job_set_spec", values)
     wanted = {
         "config_map": True,
-        "volume_claim": options.volume.claim is None,
+        "volume_claim": options.claim is None,
         "worker_policy": True,
         "view_policy": options.shows_page,
         "service": options.kind in ("job", "statefulset"),  # the others make their own
-        "pod_group": options.placement.gang == "volcano" and options.kind != "trainjob",
+        "pod_group": options.gang == "volcano" and options.kind != "trainjob",
         "runtime": options.kind == "trainjob",
         options.kind: True,
         "view": options.shows_page,
         "view_service": options.shows_page,
     }
-    return [fill(name, values) for name, is_wanted in wanted.items() if is_wanted]
+    manifests = {name: fill(name, values) for name, is_wanted in wanted.items() if is_wanted}
+    if options.shows_page:  # its pod runs the same image, and trains nothing
+        shared = {key: value for key, value in options.patch.get("spec", {}).items() if key in _OF_ALL_PODS}
+        template = manifests["view"]["spec"]["template"]
+        template["spec"] = merge(template["spec"], shared)
+    return list(manifests.values())
+
+
+def _patched_pod(options: KubernetesOptions, values: Mapping[str, Any]) -> Manifest:
+    pod: Manifest = merge(fill("pod", values), options.patch)
+    if problems := list(patch_problems(pod, values["worker_labels"])):
+        raise ConfigError(problems, source="--patch")
+    for container in pod["spec"].get("containers", []):
+        if container["name"] == WORKER and options.kind == "trainjob":
+            container["name"] = "node"  # by which Kubeflow knows the container that trains
+    return pod
 
 
 def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
     """Returns the object that has the job's secret, which is in no file."""
-    values = {**_names(options), "secret_labels": labels_of(options, "secret"), "secret": secret}
+    values = {**_own_values(options), "secret_labels": labels_of(options, "secret"), "secret": secret}
     return dict(fill("secret", values))
 
 
@@ -126,34 +146,26 @@ def _objects() -> Any:
     return load_shipped(Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8"))
 
 
-def _names(options: KubernetesOptions) -> dict[str, Any]:
-    return {"name": options.name, "namespace": options.namespace, "secret_name": options.secret_name}
+def _own_values(options: KubernetesOptions) -> dict[str, Any]:
+    found = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+    return found | {name: getattr(options, name) for name in ("claim_name", "fewest", "num_ranks", "secret_name")}
 
 
 def _values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
-    volume, placement, kind = options.volume, options.placement, options.kind
-    is_kueue, is_volcano = placement.gang == "kueue", placement.gang == "volcano"
-    queue = {"kueue.x-k8s.io/queue-name": placement.queue} if is_kueue else {}
+    kind, is_kueue, is_volcano = options.kind, options.gang == "kueue", options.gang == "volcano"
+    queue = {"kueue.x-k8s.io/queue-name": options.queue} if is_kueue else {}
+    scraper = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.scrape_from}}}
     labels = {f"{each}_labels": labels_of(options, each) for each in ("config", "runs", "worker", "view", "runtime")}
     step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     return {
-        **_names(options),
+        **_own_values(options),
         **labels,
         **_pod_values(options, config),
         "workload_labels": labels["worker_labels"] | queue,
         "config": dump_yaml(config),
-        "claim": options.claim,
-        "access_mode": volume.access_mode,
-        "size_gib": volume.size_gib,
-        "storage_class": volume.storage_class,
+        "scraper": scraper if options.scrape_from else None,
         "group_policy": {"volcano": {}} if is_volcano else None,
-        "nodes": options.nodes,
-        "fewest": options.fewest,
-        "num_ranks": options.resources.num_ranks,
-        "queue": placement.queue,
         "backoff": options.max_restarts * options.nodes,
-        "max_restarts": options.max_restarts,
-        "time_limit_s": options.time_limit_s,
         "job_limit_s": options.time_limit_s if kind == "jobset" else None,
         # Pods that never found a machine in an elastic run need not come any more.
         "success_policy": {"rules": [{"succeededIndexes": "0"}]} if options.min_nodes is not None else None,
@@ -169,39 +181,36 @@ def _values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
 
 
 def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
-    resources, placement, kind = options.resources, options.placement, options.kind
+    kind, shm_gib = options.kind, options.shm_gib or 0
     head = "-".join([options.name, *([_WORKERS[kind], "0"] if kind in _WORKERS else []), "0"]) + f".{options.name}"
     stays = kind == "statefulset"  # where a container that ends would be started again
-    is_volcano = placement.gang == "volcano"
-    devices = {resources.gpu_resource: str(resources.gpus)} if resources.gpus else {}
-    devices |= {name: str(count) for name, count in resources.network.items()}
-    limits = {"memory": f"{resources.memory_gib}Gi", **devices}
+    is_volcano = options.gang == "volcano"
+    devices = {options.gpu_resource: str(options.gpus)} if options.gpus else {}
+    devices |= {name: str(count) for name, count in options.network.items()}
+    limits = {"memory": f"{options.memory_gib}Gi", **devices}
     secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": options.secret_name, "key": "secret"}}}
-    toleration = {"key": resources.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+    toleration = {"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
     group = {"scheduling.k8s.io/group-name": options.name}
     words = ["train", CONFIG, f"monitor.folder={RUNS}"]
-    if options.nodes == 1 and not resources.gpus:
-        words.append(f"parallel.ranks={resources.ranks}")
+    if options.nodes == 1 and not options.gpus:
+        words.append(f"parallel.ranks={options.ranks}")
     words += ["--resume", "auto"]
     if options.nodes > 1:
         nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
-        words += ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(resources.num_ranks)]
+        words += ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(options.num_ranks)]
     return {
-        "image": options.image,
-        "container": "node" if kind == "trainjob" else "paceline",
+        "container": WORKER,
         "command": [*(["python", "-m", "paceline.launch.pod", "stay"] if stays else []), "paceline"],
         "arguments": words,
         "secret_variable": secret if options.nodes > 1 else None,
-        "requests": {"cpu": str(resources.cpus), **limits},
+        "requests": {"cpu": str(options.cpus), **limits},
         "limits": limits,
-        "capabilities": ["IPC_LOCK"] if resources.network else None,  # RDMA registers memory that must not be paged out
         "restart_policy": "Always" if stays else "Never",
         "grace_s": math.ceil(config.recovery.grace_s) + _AFTER_GRACE_S,
-        "shm_mib": math.ceil(resources.shm_gib * 1024),
-        "node_selector": dict(placement.node_selector) or None,
+        "shm_mib": math.ceil(shm_gib * 1024),
         "annotations": group if is_volcano and kind != "trainjob" else None,
         "scheduler": "volcano" if is_volcano else None,
-        "tolerations": [toleration] if resources.gpus else None,
+        "tolerations": [toleration] if options.gpus else None,
         "subdomain": options.name if kind == "job" else None,
         "runs": RUNS,
         "port": PORT,

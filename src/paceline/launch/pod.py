@@ -5,8 +5,8 @@
     python -m paceline.launch.pod stay COMMAND    runs a command; where it must not be started again, stays behind it
 
 ``alive`` judges no progress, which Paceline itself does: it finds a process that is stopped or dead beside a living
-container. ``stay`` is for a StatefulSet, which starts every container again that ends: a run that is done, was refused
-or gave up would be started for ever.
+container. A process that a debugger holds is alive. ``stay`` is for a StatefulSet, which starts every container again
+that ends: a run that is done, was refused or gave up would be started for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.run.whereami import address_towards
 from paceline.terminal import echo
 
 FINAL = (DONE, REFUSED, NO_PROGRESS)  # after these a start of the same command would change nothing
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DEAD)
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_DEAD)  # not STATUS_TRACING_STOP: a debugger holds it
 _LOOK_S = 1.0
 _WAIT_S = 1800.0  # a cluster may take that long to find a machine for the first pod
 

@@ -103,13 +103,15 @@ class Supervisor:
             found = ended_by(ended, steps, options=self.options, is_cancelled=self.is_cancelled)
             if isinstance(found, int):
                 return found
+            if found.kind == "killed" and self.job.least < self.job.nodes:
+                found = replace(found, kind="hosts")  # it goes on with those that are left
             self.attempts.append(found)
             decision = after_failure(self.policy, self.attempts, max_requeues=self.job.most_requeues)
             if isinstance(decision, Stop):
                 echo("paceline: " + "; ".join(filter(None, [str(found), decision.reason])), err=True)
                 return decision.exit_code(code_of(ended))
             most = self.job.most_requeues if found.kind == "preempted" else self.policy.max_restarts
-            count = f"restart {decision.number} of {most}"
+            count = f"restart {decision.number} of {most}" if decision.number else "hosts that go are not charged"
             echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
             deadline = time.monotonic() + _FREE_S  # the launcher of a lost actor saves first
             while is_in_use(folder) and time.monotonic() < deadline:

@@ -36,6 +36,7 @@ from paceline.untrusted import parse_json_object, read_regular
 
 _MARK = ".launch-mark"
 _MOST_BYTES = 2**20
+_PATIENCE_S = 4.0  # for a launcher whose host is cut off to save
 _PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
@@ -138,13 +139,26 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
         preexec_fn=(lambda: system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))) if is_linux else None,
     )
 
+    heard = threading.Event()
+
     def listen() -> None:
         for line in orders:
+            heard.set()
             with contextlib.suppress(ValueError, KeyError):
                 process.send_signal(int(parse_json_object(line, _MOST_BYTES)["number"]))
         process.send_signal(signal.SIGTERM)
 
+    def end_if_cut_off() -> None:
+        while heard.wait(order["lease_s"]):
+            heard.clear()
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_S)
+        process.kill()
+
     threading.Thread(target=listen, name="orders", daemon=True).start()
+    if order.get("lease_s"):  # whoever holds the run takes a silent host for lost, and goes on without it
+        threading.Thread(target=end_if_cut_off, name="lease", daemon=True).start()
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     code = process.wait()

@@ -6,8 +6,10 @@ same and it sees the folder of the runs. The first host of the list has the serv
     python -m paceline.launch.ssh FOLDER
 
 This process in the background holds the connections until the run has ended. It has one launcher started on each host,
-prints what they print, and leaves with the code of the first host. With hosts to spare (``--nodes 2:4``), one that is
-lost or did not answer is tried again: it joins the run.
+prints what they print, and leaves with the code of the host where the others meet. With hosts to spare (``--nodes
+2:4``), one that is lost or did not answer is tried again: it joins the run. If the host where the others meet is lost,
+they meet at another one and go on from the newest checkpoint. A launcher that hears nothing from here for ``_LEASE_S``
+ends: so the one on a host that was cut off is gone before the others go on without it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,6 +53,9 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "Se
 _AGAIN_S = 5.0
 _LATE_S = 60.0  # for the other hosts, when the first has ended
 _LOST = 255  # ssh's own
+_CANNOT_START = "answers, and Paceline does not start there:"
+_BY_SIGNAL = 128
+_ALIVE_S, _LEASE_S = 2.0, 12.0  # shorter than ssh takes to give up a connection
 
 
 def ssh_command(job: LaunchJob, host: str) -> list[str]:
@@ -77,12 +83,15 @@ def machines(job: LaunchJob) -> TargetMachines:
     if problems := list(compare(job, found, Path(job.config).read_text(encoding="utf-8"))):
         raise ConfigError(problems, source="the hosts")
     answers = [each for each in found.values() if isinstance(each, dict)]
-    silent = [f"{host} {why}: it joins when it answers" for host, why in found.items() if isinstance(why, str)]
+    silent = [f"{host} {why}: it is tried again, and may join" for host, why in found.items() if isinstance(why, str)]
+    if not job.gpus and (idle := answers[0]["gpus"]):
+        silent.append(f"the hosts have GPUs, which stay idle: --gpus-per-node {idle} uses them")
     gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
     return TargetMachines(
         where="the smallest host",
         device_bytes=min(gpus, default=None),
         host_bytes=min(float(each["memory_bytes"]) for each in answers),
+        port=int(answers[0]["port"]),
         notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
     )
 
@@ -105,7 +114,7 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
     if first in silent or job.nodes - len(silent) < job.least:
         for host in silent:
             rule = "the first host of the list has the server" if host == first else f"{job.least} hosts are needed"
-            yield Problem(what=f"host {host} {found[host]}", rule=rule, fix=f"try: ssh {host} true")
+            yield Problem(what=f"host {host} {found[host]}", rule=rule, fix=_how_to_reach(job, host, str(found[host])))
     for host, each in found.items():
         if isinstance(each, str):
             continue
@@ -147,8 +156,18 @@ def _ask(job: LaunchJob, host: str, order: dict[str, Any]) -> dict[str, Any] | s
     try:
         return parse_json_object(answer[0])
     except (IndexError, ValueError):
-        said = done.stderr.strip().splitlines()
-        return f"does not answer: {said[-1] if said else f'exit code {done.returncode}'}"
+        words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"does not answer: {words}" if done.returncode == _LOST else f"{_CANNOT_START} {words}"
+
+
+def _how_to_reach(job: LaunchJob, host: str, why: str) -> str:
+    """Returns what to do about a host that gave no answer, or that answered and could not start Paceline."""
+    if not why.startswith(_CANNOT_START):
+        return f"try: ssh {host} true"
+    if "cd: " in why or "can't cd" in why:
+        return f"make or mount {job.workdir} there: the run starts in this folder on all hosts"
+    install = f"ssh {host} {shlex.quote(job.python)} -m pip install paceline=={__version__}"
+    return f"install it there ({install}), or name the Python of the hosts that has it: --python PATH"
 
 
 def _address(job: LaunchJob, host: str) -> str:
@@ -176,41 +195,75 @@ def submit(job: LaunchJob) -> str:
 class _Supervisor:
     job: LaunchJob
     command: list[str]
+    meets: str  # the host at which the others meet
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     is_over: threading.Event = field(default_factory=threading.Event)
+    is_cancelled: bool = False
+    code: int = FAILED
 
     def run(self) -> int:
-        threads = [threading.Thread(target=self._keep, args=(host,), daemon=True) for host in self.job.hosts[1:]]
-        first = self._start(self.job.hosts[0])
+        hosts = sorted(self.job.hosts, key=lambda host: host != self.meets)
+        threads = [threading.Thread(target=self._keep, args=(host,), daemon=True) for host in hosts]
         for thread in threads:
             thread.start()
-        code = self._follow(self.job.hosts[0], first)
-        self.is_over.set()
+        while not self.is_over.wait(_ALIVE_S):
+            self._order({"do": "alive"})
+        deadline = time.monotonic() + _LATE_S
         for thread in threads:
-            thread.join(_LATE_S)
-        self.signal(signal.SIGTERM)
-        return FAILED if code == _LOST else code
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._order({"do": "signal", "number": int(signal.SIGTERM)})
+        return FAILED if self.code == _LOST else self.code
 
     def signal(self, number: int) -> None:
+        self.is_cancelled = True
+        self._order({"do": "signal", "number": int(number)})
+
+    def _order(self, order: dict[str, object]) -> None:
         for process in list(self.processes.values()):
-            give_order(process, {"do": "signal", "number": int(number)})
+            give_order(process, order)
 
     def _keep(self, host: str) -> None:
         """Has a host take part; again and again, where the run goes on without it."""
-        while True:
+        while not self.is_over.is_set():
+            command = self.command
             code = self._follow(host, self._start(host))
-            if code in (0, 2) or self.job.least == self.job.nodes:
+            if command is not self.command:
+                continue  # it met at a host that is lost
+            has_room = self.job.least < self.job.nodes and not self.is_cancelled
+            if host == self.meets and not (has_room and self._move(host, code)):
+                self.code = code
+                self.is_over.set()
                 return
-            echo(f"{host}: left with exit code {code}; it is tried again in {_AGAIN_S:g} s", err=True)
+            if code in (0, 2) or not has_room:
+                return
+            if command is self.command:
+                echo(f"{host}: left with exit code {code}; it is tried again in {_AGAIN_S:g} s", err=True)
             if self.is_over.wait(_AGAIN_S):
                 return
+
+    def _move(self, lost: str, code: int) -> bool:
+        """Finds another host for the others to meet at, where this one was lost; says whether there is one."""
+        if code != _LOST and code <= _BY_SIGNAL:
+            return False
+        for host in (*(each for each in self.job.hosts if each != lost), lost):
+            address = _address(self.job, host)
+            found = _ask(self.job, host, look_order(self.job, secrets.token_hex(8), address))
+            forget_mark(self.job.runs)
+            if isinstance(found, str) or isinstance(found["port"], str):
+                continue
+            echo(f"host {lost} is lost: from now on the hosts meet at {host} ({address}:{found['port']})", err=True)
+            self.command, self.meets = train_command(self.job, address, int(found["port"])), host
+            self._order({"do": "signal", "number": int(signal.SIGTERM)})  # they start again, and meet there
+            return True
+        return False
 
     def _start(self, host: str) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(ssh_command(self.job, host), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
         self.processes[host] = process
-        give_order(process, run_order(self.job, self.command, self.secret, host))
+        order = run_order(self.job, self.command, self.secret, host)
+        give_order(process, {**order, "lease_s": _LEASE_S if self.job.least < self.job.nodes else None})
         return process
 
     def _follow(self, host: str, process: subprocess.Popen[bytes]) -> int:
@@ -229,7 +282,8 @@ def main(folder: Path) -> int:
     if isinstance(first, str) or isinstance(first["port"], str):
         echo(f"host {job.hosts[0]}: {first if isinstance(first, str) else first['port']}", err=True)
         return FAILED
-    supervisor = _Supervisor(job=job, command=train_command(job, address, int(first["port"])))
+    command = train_command(job, address, int(first["port"]))
+    supervisor = _Supervisor(job=job, command=command, meets=job.hosts[0])
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, lambda number, _: supervisor.signal(number))
     return supervisor.run()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, check_hosts, load_config, with_precision
+from paceline.config.shipped import find_config
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch.job import LaunchJob, Target, TargetMachines, find_target, launches_folder
 from paceline.plan.plan import RunMachine
@@ -47,6 +48,7 @@ def prepare(
     array = [word for word in overrides if "{task}" in word]
     if array and asked.tasks is None:
         raise UsageError(f"{array[0]} without --array\n  {{task}} is the number of an array's task\n  add --array 0-3")
+    path = find_config(path)
     config = load_config(path, [word.replace("{task}", "0") for word in overrides])
     check_folder(run_folder(config), resume=True)
     run = _free_run(config, resumes=resumes)
@@ -58,7 +60,7 @@ def prepare(
         overrides=tuple(overrides),
         workdir=str(Path.cwd()),
         folder=str(launches_folder(Path(config.monitor.folder).absolute()) / run),
-        ranks=ranks_of_node(config, asked.nodes, asked.gpus),
+        ranks=ranks_of_node(config, asked.nodes, asked.gpus, asked.slots),
     )
     try:
         machines = target.machines(job)
@@ -69,9 +71,9 @@ def prepare(
         known = TargetMachines(where=f"--on {asked.target}") if given is None else given(job)
         machines = replace(known, notes=(f"not asked for its machines: {error.headline}",))
     if not checks_memory:
-        machines = TargetMachines(where=machines.where, notes=machines.notes)
+        machines = replace(machines, device_bytes=None, host_bytes=None)
     decided, lines = plan_job(config, machines, job)
-    return target, replace(job, overrides=(*overrides, *decided)), lines
+    return target, replace(job, overrides=(*overrides, *decided), port=job.port or machines.port), lines
 
 
 def start(target: Target, job: LaunchJob) -> LaunchJob:
@@ -112,9 +114,16 @@ def _free_run(config: Config, *, resumes: bool) -> str:
     raise AssertionError("unreachable")
 
 
-def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
+def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = None) -> int:
     """Returns the ranks of each node. Raises ConfigError where the config asks for other ranks than there would be."""
-    asked, each = config.parallel.ranks, gpus or config.parallel.node_ranks
+    asked, each = config.parallel.ranks, gpus or config.parallel.node_ranks or slots
+    if slots is not None and slots != each:
+        given = f"--gpus-per-node is {gpus}" if gpus else f"parallel.node_ranks = {each}"
+        fix = "give the same number, or leave the slots out"
+        problem = Problem(
+            what=f"the hosts have {slots} slots each, and {given}", rule="they are ranks of a host", fix=fix
+        )
+        raise ConfigError([problem], source="launch")
     if isinstance(asked, int):
         each = each or asked // nodes
         if each * nodes != asked:

@@ -4,10 +4,10 @@
     answer = answer_for(inputs)
 
 An answer comes from the functions behind ``paceline plan``, as it judges a config that is written. It imports no torch
-and takes about ten milliseconds. The page gets the command that gives the same config, on top of
-``configs/gpt_7b.yaml``. It is one file, served on the loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it
-shows. The content security policy allows its style and script by their hashes and nothing else, and requests must name
-a loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
+and takes about ten milliseconds. The page gets the command that gives the same config, on top of ``gpt_7b``, which
+ships. The page is one file, served on the loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it shows.
+The content security policy allows its style and script by their hashes and nothing else, and requests must name a
+loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from starlette.routing import Route
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import shipped
 from paceline.config import Config, config_from_dict
+from paceline.config.load import read_values
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.plan.layout import STRATEGIES, Layout
@@ -42,7 +43,7 @@ from paceline.view.gate import HEADERS, Gate
 from paceline.view.html import as_json, security_policy
 from paceline.view.server import as_response
 
-CONFIG_FILE = "configs/gpt_7b.yaml"
+CONFIG_FILE = "gpt_7b"  # it ships
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 # The least and the most of each number, so that no request takes long.
 NUMBERS: Mapping[str, tuple[int, int]] = {
@@ -57,12 +58,6 @@ NUMBERS: Mapping[str, tuple[int, int]] = {
 }
 # What the file does not say as the sliders stand at first: the command always has it.
 _OWN = ("parallel.ranks", "parallel.strategy", "train.microbatch", "train.global_batch")
-_BASE: dict[str, Any] = {
-    "name": "gpt-7b",
-    "model": {"kind": "gpt", "size": "gpt-7b", "vocab_size": 32000, "compile": True},
-    "data": {"kind": "synthetic_tokens", "vocab_size": 32000, "context": 4096, "samples": 65536, "eval_fraction": 0.01},
-    "train": {"steps": 1000, "global_batch": 256, "precision": "bf16_master"},
-}
 # Parts of a step, as the page shows them: those of StepParts that are added up in each.
 STEP_PARTS: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute",),
@@ -80,6 +75,11 @@ MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
     "activations": ("activations",),
     "other": ("temporary", "buffers", "framework", "compression"),
 }
+
+
+@cache
+def _base_values() -> dict[str, Any]:
+    return read_values(CONFIG_FILE)
 
 
 def choices() -> dict[str, tuple[str, ...]]:
@@ -214,7 +214,9 @@ def answer_for(inputs: PlayInputs) -> dict[str, Any]:
     answer: dict[str, Any] = {"about": about, "commands": commands}
     try:
         cluster = load_cluster(inputs.cluster_text)
-        config = config_from_dict(_BASE, "play", [f"{key}={value}" for key, value in inputs.settings().items()])
+        config = config_from_dict(
+            _base_values(), "play", [f"{key}={value}" for key, value in inputs.settings().items()]
+        )
         return answer | {"problems": []} | _priced(config, cluster)
     except ConfigError as error:
         return answer | {"problems": [str(each) for each in error.problems]}

@@ -101,8 +101,20 @@ def read_progress(folder: Path) -> dict[int, TrainedSteps]:
     return found
 
 
+def folder_time(folder: Path) -> float:
+    """Returns what time it is where the run's folder is: hosts that share it may have clocks that differ by minutes."""
+    clock = folder / "logs" / f".clock-{socket.gethostname()}-{os.getpid()}"
+    try:
+        clock.touch()
+        found = clock.stat().st_mtime
+        clock.unlink()
+    except OSError:  # the disk is full, or the folder is gone
+        return time.time()
+    return found
+
+
 def has_trained(folder: Path, *, since: float) -> bool:
-    """Says whether any rank that began after the time ``since`` has trained a step."""
+    """Says whether any rank has trained a step that began after the time ``since``, by the clock of the folder."""
     return any(
         each.last_step > each.first_step and (folder / "logs" / f"rank-{rank}.step").stat().st_mtime >= since
         for rank, each in read_progress(folder).items()
@@ -126,7 +138,7 @@ def note_preemption(folder: Path) -> None:
 
 
 def was_preempted(folder: Path, *, since: float) -> bool:
-    """Says whether ranks noted a preemption after the time ``since``."""
+    """Says whether ranks noted a preemption after the time ``since``, by the clock of the folder."""
     note = folder / "logs" / "preempted"
     return note.is_file() and note.stat().st_mtime >= since
 

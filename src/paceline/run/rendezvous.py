@@ -5,10 +5,12 @@ at the address that the user named, on the host that has it, and every connectio
 rendezvous listens at all addresses, asks nobody who he is, and unpickles what it is sent.
 
 A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
-over. How it ended is told here, and the first account counts for all (``agree_on_end``).
+over. How it ended is told here, and the first account counts for all (``agree_on_end``). A launcher that cannot reach
+the server says so, ends its ranks, and tries to come back for ``_RETURN_S``.
 
 Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
-differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
+differs refuses to take part, and names itself and the first; where the run needs it, the others learn why. In each
+round they find out whether they reach one another (``links.py``); a host that others do not reach is left out.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,21 +31,24 @@ from typing import Any
 
 from torch.distributed.elastic import rendezvous as elastic
 
-from paceline.comm.control.server import ControlServer, Hosts, private_server
+from paceline.comm.control.server import Attendance, ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
-from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.comm.control.wire import CUT_S, SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.config import Config
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError, LaunchError, UsageError
+from paceline.health.exit_codes import FAILED, REFUSED
+from paceline.run.links import check_links, data_addresses, explain, left_out
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
 from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
 from paceline.untrusted import parse_json_object, read_regular
 
 BACKEND = "paceline"
-CHANGED = "hosts"  # in the place of an account: some came or went
+CHANGED = "hosts: "  # begins an account of hosts that came or went, which no rank is to blame for
 _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S = 600.0
-_BEAT_S = 0.5
+_RETURN_S = 30.0  # for a server that cannot be reached any more to answer again
+_BEAT_S, _BEATS_PER_S = 0.5, 500  # of a launcher; and of all of them, which one server hears
 _BETTER_S = 5.0  # for a host that knows more to tell it; one that is silent is missed sooner
 _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
@@ -67,7 +72,7 @@ def rendezvous(
             made.variables = {SECRET_FILE: str(secret_file)}
             yield made
             return
-        own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        own = f"{host_name()}/{os.getpid()}/{secrets.token_hex(4)}"
         address, secret = Address(nodes.address, nodes.port), lambda: secret_of(os.environ)
         hosts = Hosts(least=nodes.least, most=nodes.count, last_call_s=LAST_CALL_S)
         try:
@@ -76,9 +81,11 @@ def rendezvous(
             if error.errno not in _ELSEWHERE:
                 raise
         else:
+            _allow_files()  # each host has several connections, and so has each rank
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
+        made.addresses = data_addresses(nodes.own_address())
         if facts is not None:
             made.agree(facts, may_go_without=nodes.least < nodes.count)
         yield made
@@ -97,29 +104,43 @@ class HostsChangedError(Exception):
     """The hosts of a round are no longer those that take part: the attempt is over, and nobody is to blame."""
 
 
+class LeftOutError(LaunchError):
+    """This host cannot take part any more; the others go on without it where they are enough."""
+
+    def __init__(self, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class Rendezvous(elastic.RendezvousHandler):
     """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
 
     def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
+        self._secret = secret
         self._client = ControlClient(address, secret)
         self._beats = ControlClient(address, secret)  # whose one connection ends with this launcher
         self._run_id = run_id
         self._name = attends_as or "alone"
         self._round = 0
-        self._seen: tuple[int, ...] = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
+        self._seen = Attendance()
         self._problem: Exception | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
+        self._thread = self._attendant() if attends_as else None
         self._store = ControlStore(self._client)
         self._stores: list[ControlStore] = []  # of agents, see ControlStore
         self.variables: dict[str, str] = {}  # that ranks are told
         self.has_joined, self.size = False, 1  # hosts of the round
         self.on_join: Callable[[int, int], None] = lambda _place, _size: None  # before ranks are started
+        self.on_look: Callable[[], None] = lambda: None  # while an agent's ranks run
         self.hosts = Hosts()  # those of the server, where this launcher has it
+        self.addresses: list[str] = []  # at which ranks will listen; none: the links are not checked
 
     def __enter__(self) -> Rendezvous:
         with self._told_if_long("for the launcher there"):
-            _explained(self._client.wait_for_server, _SERVER_S)
+            try:
+                self._client.wait_for_server(_SERVER_S)
+            except CommunicationError as error:
+                raise elastic.RendezvousConnectionError(f"{error}{self._hint()}") from error
         if self._thread is not None:
             start_thread(self._thread)
         return self
@@ -150,27 +171,87 @@ class Rendezvous(elastic.RendezvousHandler):
             raise elastic.RendezvousClosedError("the run has ended on another host")
         self._round, rank, self.size = found
         self.has_joined = True
+        if self.addresses and self.size > 1:
+            self._check_links(rank)
         self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
         return elastic.RendezvousInfo(store, rank, self.size, place)
 
+    def _check_links(self, place: int) -> None:
+        """Raises UsageError where hosts that are needed do not reach one another, HostsChangedError to try without.
+
+        LeftOutError ends the launcher that the others go on without. Later than in the first round, LaunchError ends
+        the run: its folder stays.
+        """
+        store = ControlStore(self._client, prefix=f"links/{self._round}/")
+        self._stores.append(store)
+        try:
+            blocked = check_links(store, self._secret, self.addresses, place=place, size=self.size, seed=self._round)
+        except (CommunicationError, TimeoutError) as error:
+            raise HostsChangedError(f"{CHANGED}{error}") from error
+        if not blocked:
+            return
+        deadline = time.monotonic() + self.hosts.silence_s + 2 * _BEAT_S
+        while time.monotonic() < deadline and self._problem is None:  # it may be gone, and not missed yet
+            if self._news().gone:
+                raise HostsChangedError(self._change())
+            self._is_over.wait(_BEAT_S / 10)
+        told, without = explain(blocked), left_out(blocked, self.size, self.hosts.least)
+        if without is None:
+            raise UsageError(told) if self._round == 1 else LaunchError(told)
+        if place in without:
+            raise LeftOutError(f"host {host_name()} is left out of the run\n{told}\n  then start it again", REFUSED)
+        raise HostsChangedError(f"{CHANGED}without {', '.join(without.values())}, as {told}\n ")
+
     def agree_on_end(self, own: str, *, is_sure: bool) -> list[str]:
         """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
 
-        The first account counts, and is ``CHANGED`` where hosts came or went. A launcher that is not sure of its own
-        waits for a better one, while all hosts are there. Raises CommunicationError where the server is gone.
+        The first account counts, and begins with ``CHANGED`` where hosts came or went. A launcher that is not sure of
+        its own waits for a better one, while all hosts are there. Raises CommunicationError where the server is gone,
+        and LeftOutError where it cannot be reached for long.
         """
+        try:
+            if self._problem is not None:
+                self._come_back(self._problem)
+            return self._settle(own, is_sure=is_sure)
+        except (CommunicationError, TimeoutError) as error:
+            if self._thread is None:
+                raise
+            self._come_back(error)
+            return self._settle(own, is_sure=is_sure)
+
+    def _settle(self, own: str, *, is_sure: bool) -> list[str]:
         key, deadline = f"ended/{self._round}", time.monotonic() + _BETTER_S
         while not is_sure and time.monotonic() < deadline and not self._store.check([key]):
             self._raise_refusal()
-            if self._num_seen(2):
-                own = CHANGED
+            if self._news().gone:
+                own = self._change()
                 break
             self._is_over.wait(_BEAT_S / 20)
         self._store.compare_set(key, "", own)
         keys = [f"ended/{number}" for number in range(1, self._round + 1)]
         return [self._store.get(each).decode() for each in keys if self._store.check([each])]
+
+    def _come_back(self, problem: Exception) -> None:
+        """Waits until the server can be reached again. Raises LeftOutError when it cannot."""
+        self._client.close()
+        self._beats.close()
+        try:
+            self._client.wait_for_server(_RETURN_S)
+        except (CommunicationError, TimeoutError):
+            raise LeftOutError(
+                f"host {host_name()} has left the run: {problem}; it tried for {_RETURN_S:g} s to come back\n"
+                "  all hosts meet at that launcher; the others go on if they reach it and are enough\n"
+                "  mend the network between the hosts, or start that launcher again, and then this one"
+            ) from problem
+        say(f"host {host_name()} reaches {self._client.address} again, and comes back")
+        if self._thread is not None:
+            self._thread.join(CUT_S)  # unless the server was well
+            self._problem = None
+            if not self._thread.is_alive():
+                self._thread = self._attendant()
+                start_thread(self._thread)
 
     def side_channel(self) -> SideChannel:
         """Returns a way for texts between the hosts of this round."""
@@ -187,7 +268,7 @@ class Rendezvous(elastic.RendezvousHandler):
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
         """Says what this launcher waits for, unless it comes within seconds."""
-        timer = threading.Timer(_QUIET_S, say, [f"waiting at {self._client.address} {what}"])
+        timer = threading.Timer(_QUIET_S, lambda: say(f"waiting at {self._client.address} {what}{self._hint()}"))
         timer.daemon = True
         if self._thread is not None:  # one among several
             start_thread(timer)
@@ -195,6 +276,17 @@ class Rendezvous(elastic.RendezvousHandler):
             yield
         finally:
             timer.cancel()
+
+    def _hint(self) -> str:
+        """Says what it means that the server cannot be reached, and what to do; nothing where it can be."""
+        if not self._client.why_unreached:
+            return ""
+        port = self._client.address.port
+        return (
+            f"\n  host {host_name()} does not reach it: {self._client.why_unreached.lower()}\n"
+            "  refused: that launcher is not started yet; no answer: that host is down, or a firewall drops what comes "
+            f"from here\n  start it there; let its firewall pass: iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
+        )
 
     def end(self, refusal: str = "") -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
@@ -207,16 +299,35 @@ class Rendezvous(elastic.RendezvousHandler):
             self._is_over.wait(_BEAT_S / 10)
 
     def num_nodes_waiting(self) -> int:
-        if self._problem is not None:
-            raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
-        num_waiting = self._num_seen(1)
-        if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
-            _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
-        return num_waiting
+        """Returns how many hosts wait for a new round, so that the agent ends its ranks; 1 also where this one is over.
 
-    def _num_seen(self, place: int) -> int:
+        Raises RendezvousConnectionError where this launcher cannot reach the server.
+        """
+        self.on_look()
+        news = self._news()
+        if self._problem is not None and not news.is_closed:  # else the others have left as they should
+            raise elastic.RendezvousConnectionError(str(self._problem)) from self._problem
+        if news.newcomers or news.gone:  # told first: ranks of other hosts must not take it for a wish of theirs
+            _explained(self._store.compare_set, f"ended/{self._round}", "", self._change())
+        return len(news.newcomers) or bool(news.gone or news.is_told)
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self._problem is not None
+
+    def _news(self) -> Attendance:
+        """Returns what is known of this round; nothing where the server speaks of another, or the run has ended."""
         seen = self._seen  # which a thread replaces
-        return seen[place] if seen[0] == self._round else 0
+        is_over = seen.is_closed or seen.round != self._round
+        return Attendance(is_closed=seen.is_closed) if is_over else seen
+
+    def _change(self) -> str:
+        """Returns the account of hosts that came or went, with their names."""
+        news = self._news()
+        told = [f"{host} is gone" for host in news.gone]
+        if len(told) == self.size - 1 > 1 and all("nothing was heard" in each for each in told):
+            told = [f"{host_name()} hears of no other host: it is cut off from them, or all are gone"]
+        return CHANGED + "; ".join([*told, *(f"{host} has come" for host in news.newcomers)])
 
     def set_closed(self) -> None:
         with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
@@ -238,14 +349,32 @@ class Rendezvous(elastic.RendezvousHandler):
     def use_agent_store(self) -> bool:
         return True
 
+    def _attendant(self) -> threading.Thread:
+        return threading.Thread(target=self._attend, name="attendance", daemon=True)
+
     def _attend(self) -> None:
-        """Tells the server that this launcher lives, and learns how many hosts wait to be taken in."""
-        while not self._is_over.wait(_BEAT_S):
+        """Tells the server that this launcher lives, and learns which hosts have left or wait to be taken in."""
+        while not self._is_over.wait(max(_BEAT_S, self.hosts.most / _BEATS_PER_S)):
             try:
-                self._seen = tuple(self._beats.ask("attend", self._name))
+                asked = self._round
+                news = Attendance(*self._beats.ask("attend", self._name, f"ended/{asked}"))
+                self._seen = news if news.round == asked else news._replace(is_told=False)  # of the round before
             except (CommunicationError, TimeoutError) as error:
                 self._problem = error
+                if not (self._is_over.is_set() or self._seen.is_closed):
+                    say(
+                        f"host {host_name()} does not reach the launcher where the hosts meet: {error}\n"
+                        "  either the network between them is down, or that launcher has ended; its ranks here end, "
+                        f"and it tries to come back for {_RETURN_S:g} s"
+                    )
                 return
+
+
+def _allow_files() -> None:
+    """Lets this process open as many files as it may ask for: often 1024 is but what it gets without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
 
 
 def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,7 +57,7 @@ from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
 from paceline.run.records import end_records, open_attempts
-from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
+from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
 from paceline.run.warm import WarmRanks
 from paceline.run.watch import Watch, WatchPolicy, watch_policy
@@ -75,19 +76,20 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
     command = rank_command(launcher, first)
     while True:
         ended: FailedAttempt | None = None
+        words = ""
         halved: tuple[str, str] | None = None
         try:
             launcher.start(command)
             return
-        except HostsChangedError:
-            pass
+        except HostsChangedError as error:
+            words = str(error)
         except RunFailedError as error:
             is_asked = error.diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
             halved = halved_config(folder) if is_asked else None
             can_halve = not is_asked or halved is not None
             ended = FailedAttempt.of(error.diagnosis, notes.read_progress(folder), can_halve=can_halve)
-        failed, has_failed, is_ours = launcher.agree_on_end(ended)
-        decision = after_failure(policy, failed) if has_failed else None
+        failed, change, is_ours = launcher.agree_on_end(ended, words)
+        decision = None if change else after_failure(policy, failed)
         if not folder.is_dir():
             if not failed:
                 raise RunFolderError(
@@ -103,7 +105,7 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             checkpoint, where = _starting_point(config, folder, first, own)
         command = rank_command(launcher, checkpoint)
         if decision is None:
-            say(f"hosts have come or gone; restarting {where}")
+            say(f"{change}; restarting {where} (hosts that come or go are not charged)")
             continue
         what, of = str(failed[-1]), policy.max_restarts
         command += ["--restart", json.dumps({"number": decision.number, "of": of, "reason": what})]
@@ -194,7 +196,7 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
     made = Launcher(folder, asked)
     try:  # a signal may come as soon as there are handlers for it, and as long
         with (
-            launcher_signals(made.processes, _stop) as made.signals,
+            launcher_signals(made.living, _stop) as made.signals,
             _environment(_settings(asked)),
             scratch_folder() as scratch,
             rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as made.met,
@@ -205,6 +207,8 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
             except UsageError as error:
                 made.met.end(refusal=str(error))
                 raise
+            except LeftOutError:
+                raise  # the run goes on without this host
             except (PacelineError, RendezvousError):
                 made.met.end()
                 raise
@@ -214,7 +218,9 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
             end_groups(made.processes())
             reason = made.end_by(error.sigval)
         raise reason from None
-    except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
+    except RendezvousError as error:
+        raise LaunchError(str(error)) from error
+    except (RuntimeError, OSError) as error:  # the agent itself failed
         raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
     finally:
         # The system uses process numbers again.
@@ -231,7 +237,10 @@ class Launcher:
     signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
     ranks: range = range(0)
     _started: float = field(default_factory=time.time)  # of the attempt
+    _noted: float = 0.0  # the same by the clock of the folder
     _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _pids: dict[int, int] = field(default_factory=dict)
+    _left: set[int] = field(default_factory=set)  # ranks that were gone before the agent ended any
 
     @property
     def has_others(self) -> bool:  # launchers of other hosts
@@ -239,6 +248,9 @@ class Launcher:
 
     def processes(self) -> list[int]:
         return list(notes.noted_processes(self.folder, os.getpid()).values())
+
+    def living(self) -> list[int]:
+        return [pid for pid in self.processes() if psutil.pid_exists(pid)]
 
     def start(self, command: Sequence[str]) -> None:
         """Runs ``python -m <command>`` on all processes until they are done: one attempt.
@@ -248,19 +260,20 @@ class Launcher:
         """
         asked = self.asked
         arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
-        self._started = time.time()
-        self.met.on_join = self._begin
+        self._started, self._noted = time.time(), notes.folder_time(self.folder)
+        self.met.on_join, self.met.on_look = self._begin, self._look
         with scratch_folder() as scratch:
             self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
 
-    def agree_on_end(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
-        """Agrees with other hosts on how the attempt ended; None: hosts came or went.
+    def agree_on_end(self, ended: FailedAttempt | None, words: str = "") -> tuple[list[FailedAttempt], str, bool]:
+        """Agrees with other hosts on how the attempt ended; None: hosts came or went, as ``words`` say.
 
-        Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
+        Returns all attempts that have failed, which hosts came or went, if any, and whether the account is this
+        launcher's.
         """
         if self.signals:  # and not all ranks have saved: whoever asked for room gets it
             _stop(self.signals[0])
-        own = CHANGED if ended is None else ended.to_text()
+        own = words or f"{CHANGED}others have come or gone" if ended is None else ended.to_text()
         is_sure = not self.has_others or (ended is not None and ended.is_sure)
         try:
             told = self.met.agree_on_end(own, is_sure=is_sure or ended is None)
@@ -268,13 +281,13 @@ class Launcher:
             if ended is None:
                 raise LaunchError(f"the run cannot go on: {error}") from error
             raise _stopped(ended, Stop(reason="not started again: the launcher where hosts meet is gone")) from error
-        failed = [FailedAttempt.from_text(text) for text in told if text != CHANGED]
-        return failed, told[-1] != CHANGED, told[-1] == own
+        failed = [FailedAttempt.from_text(text) for text in told if not text.startswith(CHANGED)]
+        return failed, told[-1] if told[-1].startswith(CHANGED) else "", told[-1] == own
 
     def end_by(self, number: signal.Signals) -> LaunchError:
         """Ends the records of ranks that a signal has ended, and returns what is said of it."""
-        is_saved = notes.was_preempted(self.folder, since=self._started)
-        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._started)):
+        is_saved = notes.was_preempted(self.folder, since=self._noted)
+        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._noted)):
             self._end_records("stopped", "preempted")
             return RunPreemptedError(is_saved=is_saved)
         self._end_records("stopped", f"ended by {number.name}")
@@ -285,6 +298,7 @@ class Launcher:
         first, num = place * self.asked.ranks, self.asked.num_records or self.asked.ranks
         self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
         notes.forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
+        self._pids, self._left = {}, set()
         if self.asked.watch is not None:
             num = len(self.ranks)
             hosts = {str(each): range(each * num, (each + 1) * num) for each in range(size)}
@@ -292,6 +306,14 @@ class Launcher:
             watch = Watch(self.folder, hosts, self.asked.watch, host=str(place), channel=channel, named=host_name())
             self._watched.callback(watch.stop)
             watch.start()
+
+    def _look(self) -> None:
+        """Notes ranks that have left while the agent takes all for healthy; on one host they need no proof."""
+        if self.has_others:
+            if len(self._pids) < len(self.ranks):
+                with contextlib.suppress(OSError, ValueError):  # a note that is being written
+                    self._pids = notes.noted_processes(self.folder, os.getpid())
+            self._left |= {rank for rank, pid in self._pids.items() if not psutil.pid_exists(pid)}
 
     def _end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self._started)
@@ -304,8 +326,10 @@ class Launcher:
                 elastic_launch(agent, sys.executable)(*arguments)
         except RendezvousError:
             # The launcher where hosts meet may have left first.
-            if notes.was_preempted(self.folder, since=self._started):
+            if notes.was_preempted(self.folder, since=self._noted):
                 raise RunPreemptedError from None
+            if self.met.is_cut_off:
+                raise HostsChangedError from None
             raise
         except ChildFailedError as error:
             with signals_ignored():
@@ -338,6 +362,8 @@ class Launcher:
         found = [failure for failure in told if failure.rank in self.ranks]
         exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
         unfinished = set(open_attempts(self.folder, self.ranks, since=self._started))
+        if self.has_others:  # where one lost a rank of another host, the agent has ended those beside it
+            unfinished &= self._left
         exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
         for rank, code in exit_codes.items():
             if any(failure.rank == rank for failure in found):
@@ -360,9 +386,8 @@ class Launcher:
 
 def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
     nodes = asked.nodes
-    known = LaunchConfig.__dataclass_fields__
     handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
-    newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
+    newer: dict[str, Any] = {"shutdown_timeout": _PATIENCE_S}  # not in torch 2.10
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
         max_nodes=1 if nodes is None else nodes.count,
@@ -377,7 +402,8 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
-        **{name: value for name, value in newer.items() if name in known},  # not in torch 2.6
+        signals_to_handle=handled,
+        **{name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__},
     )
 
 

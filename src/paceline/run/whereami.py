@@ -23,7 +23,7 @@ unrelated run on each host. ``PACELINE_LAUNCHER=none`` says that this process is
 listens at HOST:PORT, and at no other address (``rendezvous.py``); it must stay. All have one secret, which the first
 leaves in the run's folder, or the environment has. When a host goes or comes, all ranks are started again, as many as
 there are now, from the newest checkpoint, and the global batch is cut among them. A host that is gone is missed at once
-if its launcher has ended, and after three seconds if nothing is heard of it; the others then wait ``LAST_CALL_S``.
+if its launcher has ended, and after five seconds if nothing is heard of it; the others then wait ``LAST_CALL_S``.
 """
 
 from __future__ import annotations

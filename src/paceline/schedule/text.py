@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.charts import save_picture
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action, Schedule, parse_action
 from paceline.schedule.measure import ScheduleMeasure, measure_schedule
@@ -26,7 +27,6 @@ from paceline.untrusted import read_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The first chunk's colour and the last one's: those between are mixed of them.
 _COLOURS = {
@@ -214,25 +214,6 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     save_picture(figure, path)
-
-
-def save_picture(figure: Figure, path: Path) -> None:
-    """Writes a picture; its ending (.png, .svg, .pdf) is its format. Raises UsageError for others."""
-    import matplotlib
-
-    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.removeprefix(".")
-    if ending not in formats:
-        raise UsageError(
-            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
-            f"  try {path.with_suffix('.png')}"
-        )
-    figure.tight_layout()
-    dates = {"svg": "Date", "pdf": "CreationDate"}  # left out, so that the same picture is the same file
-    try:
-        with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-            figure.savefig(path, metadata={dates[ending]: None} if ending in dates else None)
-    except OSError as error:
-        raise UsageError(f"the picture cannot be written to {path}: {error}") from error
 
 
 def _draw_bars(axes: Axes, schedule: Schedule, measure: ScheduleMeasure) -> None:

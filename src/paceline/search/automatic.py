@@ -36,6 +36,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from paceline.cluster.detect import Machine
@@ -43,13 +44,14 @@ from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_batch, layout_of, run_checks, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.mesh import divisors
-from paceline.plan.layout import Layout, Offload, Strategy
-from paceline.plan.plan import MARGIN, MemoryEstimate, RunMachine
-from paceline.plan.workload import RECOMPUTES, layout_label
+from paceline.plan.layout import Layout, Offload
+from paceline.plan.plan import MARGIN, RunMachine
+from paceline.plan.workload import RECOMPUTES
 from paceline.predict.formulas.engine_costs import price
+from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.facts import ModelFacts, stage_bounds
 from paceline.predict.memory.memory import StateFacts, estimate_memory, largest_microbatch
-from paceline.search.candidates import TrainingTask
+from paceline.search.candidates import Candidate, TrainingTask, strategies_for
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.request import task_of
 from paceline.units import format_bytes, format_count, format_seconds
@@ -64,41 +66,14 @@ _PLAIN |= {"stages": "estimated", "stage_layers": None}
 _INSIDE = 128.0  # operations in the time in which a byte is sent inside a host
 _BETWEEN = 8 * _INSIDE
 _RECOMPUTED = {"none": 0.0, "matmuls": 0.1, "full": 1 / 3}
-_STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A layout, what it would need, and why it was not taken; empty where it was, or was not looked at."""
-
-    layout: Layout
-    memory: MemoryEstimate
-    overhead: float = 0.0  # of a split model: time beside computing, in parts of it, by a rule of thumb
-    rejected: str = ""
-    seconds: float | None = None  # that a step is predicted to take, where that was asked
-
-    @property
-    def label(self) -> str:
-        return layout_label(self.layout)
-
-    def to_json(self) -> dict[str, Any]:
-        layout = self.layout
-        return {
-            **{name: getattr(layout, name) for name in ("strategy", "microbatch", "pipeline", "tensor", "data")},
-            **{name: getattr(self, name) for name in ("overhead", "rejected", "seconds", "label")},
-            "group": layout.shards,
-            "checkpoint": layout.checkpoint_activations,
-            "offload": layout.offload.parts,
-            "memory": self.memory.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """What was chosen, all candidates in order, and where the ranks are for which they were judged."""
 
-    chosen: Judged
-    ladder: tuple[Judged, ...]
+    chosen: Candidate
+    ladder: tuple[Candidate, ...]
     where: RunMachine
     parameters: int
     left_out: tuple[str, ...] = ()  # what cannot be done here, and why
@@ -155,12 +130,12 @@ def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machin
     return choice if machine is None else _by_time(choice, config, model, machine)
 
 
-def take_first(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine) -> Choice:
+def take_first(ladder: Sequence[Candidate], model: ModelFacts, where: RunMachine) -> Choice:
     """Takes the first candidate that fits, of at least one. Raises ConfigError where none does."""
     chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
     if chosen is not None:
         return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters)
-    least = min(ladder, key=lambda candidate: candidate.memory.device_bytes)
+    least = min(ladder, key=attrgetter("memory_bytes"))
     need, layout = least.memory, least.layout
     parts = ", ".join(
         f"{name} {format_bytes(value)}"
@@ -204,7 +179,7 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
     try:
         cluster, task = _priced(config, model, machine, where)
 
-        def seconds(layout: Layout) -> float | None:
+        def predicted(layout: Layout) -> Prediction | None:
             """Predicts a step of a candidate; None where that cannot be priced, as a sampled model's in parts."""
             size = layout.microbatch
             if layout.checkpoint_activations not in RECOMPUTES or (layout.is_split and task.model.is_sampled):
@@ -217,10 +192,12 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
                 size = max(size for size in divisors(local) if size <= max(1, most))
             return _price(layout, size, task, cluster)
 
-        ladder = tuple(each if each.rejected else replace(each, seconds=seconds(each.layout)) for each in choice.ladder)
+        ladder = tuple(
+            each if each.rejected else replace(each, prediction=predicted(each.layout)) for each in choice.ladder
+        )
     except (UsageError, ConfigError) as error:
         return replace(choice, untimed=error.headline)
-    chosen: Judged | None = None
+    chosen: Candidate | None = None
     least = math.inf
     for each in ladder:
         if each.seconds is not None and each.seconds < ENOUGH * least:
@@ -240,7 +217,7 @@ def first_microbatch(
     where = RunMachine(device=config.parallel.device, ranks=ranks, node_ranks=node_ranks)
     try:
         cluster, task = _priced(config, model, machine, where)
-        seconds = {size: _price(layout, size, task, cluster) for size in sizes}
+        seconds = {size: _price(layout, size, task, cluster).seconds for size in sizes}
     except (UsageError, ConfigError):
         return None
     least = min(seconds.values(), default=0.0)
@@ -257,8 +234,8 @@ def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachi
     return cluster, task_of(with_degrees(config, where.ranks), where.ranks, facts=model)
 
 
-def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> float:
-    """Predicts the seconds of a step, with the buckets and the schedule that are usual."""
+def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster) -> Prediction:
+    """Predicts a step with the buckets and the schedule that are usual."""
     layout = replace(
         layout,
         bucket_mb=task.base.bucket_mb,
@@ -266,10 +243,10 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
         microbatch=microbatch,
         accumulate=max(1, round(task.global_batch / (microbatch * layout.data))),
     )
-    return price(task.workload(layout), cluster).seconds
+    return price(task.workload(layout), cluster)
 
 
-def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Judged]:
+def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Candidate]:
     """Returns all candidates in order; ``left_out`` learns what cannot be done here. What ``memory`` says is kept."""
     keep = frozenset(config.memory.model_fields_set)
     try:
@@ -280,16 +257,18 @@ def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out
         left_out.append(f"data {machine.ranks}: {error.headline}")
         whole = []
 
-    def place(judged: Judged) -> tuple[int, float]:
-        layout = judged.layout
+    def place(candidate: Candidate) -> tuple[int, float]:
+        layout = candidate.layout
         is_full = layout.checkpoint_activations == "full"
-        return 4 if layout.offload.is_any else 2 * is_full + layout.is_split, judged.overhead
+        return 4 if layout.offload.is_any else 2 * is_full + layout.is_split, candidate.overhead
 
     split = _split_ladder(config, model, machine, keep, left_out)
     return sorted([*whole, *split], key=place)  # stable: the simpler strategy first, where all is equal
 
 
-def _judge(model: ModelFacts, layout: Layout, machine: RunMachine, states: StateFacts, overhead: float = 0.0) -> Judged:
+def _judge(
+    model: ModelFacts, layout: Layout, machine: RunMachine, states: StateFacts, overhead: float = 0.0
+) -> Candidate:
     """Estimates what a layout needs; it is rejected, with the reason, if that is more than there is."""
     memory, rejected = estimate_memory(model, layout, states), ""
     on_host = memory.host * machine.local_ranks
@@ -297,21 +276,16 @@ def _judge(model: ModelFacts, layout: Layout, machine: RunMachine, states: State
         rejected = f"needs {format_bytes(memory.device_bytes)}"
     elif on_host > machine.host_bytes * (1 - MARGIN):
         rejected = f"needs {format_bytes(on_host)} of the host's {format_bytes(machine.host_bytes)}"
-    return Judged(layout=layout, memory=memory, overhead=overhead, rejected=rejected)
+    return Candidate(layout=layout, memory=memory, overhead=overhead, rejected=rejected)
 
 
 def whole_ladder(
     model: ModelFacts, asked: Layout, machine: RunMachine, states: StateFacts, keep: frozenset[str] = frozenset()
-) -> list[Judged]:
+) -> list[Candidate]:
     """Returns the candidates of a whole model: ``asked`` in other strategies; ``keep`` names what stays as asked."""
     ranks = machine.ranks
-    strategies: list[tuple[Strategy, int]] = [("ddp", 1), ("zero1", ranks)]
-    if ranks > 1:
-        group = asked.shard_ranks if asked.shard_ranks > 1 else machine.local_ranks
-        strategies.append(("zero2", ranks))
-        if 1 < group < ranks and ranks % group == 0:
-            strategies.append(("hybrid", group))
-    strategies.append(("fsdp", ranks))
+    group = asked.shard_ranks if asked.shard_ranks > 1 else machine.local_ranks
+    strategies = tuple(strategies_for(ranks, group, is_split=False))
     offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if machine.device == "cuda" else _OFFLOADS[:1]
     found = []
     for offload, checkpoint in itertools.product(offloads, _checkpoints_for(model, asked, keep)):
@@ -340,7 +314,7 @@ def _smallest(layout: Layout, config: Config) -> Layout:
 
 def _split_ladder(
     config: Config, model: ModelFacts, machine: RunMachine, keep: frozenset[str], left_out: list[str]
-) -> Iterator[Judged]:
+) -> Iterator[Candidate]:
     """Iterates over meshes, strategies and checkpointing of split models; says of a mesh that cannot be why."""
     if machine.ranks == 1:
         return
@@ -366,9 +340,8 @@ def _split_ladder(
             left_out.append(f"pipeline {pipeline} x tensor {tensor}: {error.headline}")
             continue
         base = replace(_smallest(layout, config), **_PLAIN)
-        strategies = _STRATEGIES if layout.data > 1 else _STRATEGIES[:1]
-        for checkpoint, strategy in itertools.product(_checkpoints_for(model, base, keep), strategies):
-            shards = 1 if strategy == "ddp" else layout.data
+        strategies = strategies_for(layout.data, 1, is_split=True)
+        for checkpoint, (strategy, shards) in itertools.product(_checkpoints_for(model, base, keep), strategies):
             each = replace(base, strategy=strategy, shard_ranks=shards, checkpoint_activations=checkpoint)
             yield _judge(model, each, machine, states, overhead_of(model, each, machine, states.itemsize))
 

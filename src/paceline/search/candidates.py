@@ -9,6 +9,7 @@
                 zb-h1, and zb-v with twice as many microbatches as stages, where nothing is fully sharded or compiled
 
 Buckets, offload and what stays gathered are tried in ``search.py``. What cannot be is counted by reason.
+``automatic.py`` has candidates of its own, in the order of what they cost; both are judged as a ``Candidate``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.cluster.devices import Cluster
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload
+from paceline.plan.plan import MemoryEstimate
+from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload, layout_label
+from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)
@@ -56,6 +60,45 @@ class TrainingTask:
             names_precision=self.names_precision,
         )
         return Workload(model=self.model, layout=layout, run=run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A layout, what a rank needs for it, and why it is not taken; empty where it was, or was not looked at.
+
+    ``prediction``: of a step, where somebody asked for the time. ``overhead``: of a split model in the ladder of
+    ``auto``, the time beside computing, in parts of it, by a rule of thumb.
+    """
+
+    layout: Layout
+    memory: MemoryEstimate
+    overhead: float = 0.0
+    rejected: str = ""
+    prediction: Prediction | None = None
+
+    @property
+    def label(self) -> str:
+        return layout_label(self.layout)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the device of a rank."""
+        return float(self.memory.device_bytes)
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.prediction is None else self.prediction.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        layout = self.layout
+        return {
+            **{name: getattr(layout, name) for name in ("strategy", "microbatch", "pipeline", "tensor", "data")},
+            **{name: getattr(self, name) for name in ("overhead", "rejected", "seconds", "label")},
+            "group": layout.shards,
+            "checkpoint": layout.checkpoint_activations,
+            "offload": layout.offload.parts,
+            "memory": self.memory.to_json(),
+        }
 
 
 def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:
@@ -101,7 +144,7 @@ def _of_mesh(
             left_out["fewer microbatches than stages"] += 1
             continue
         for schedule, chunks in _schedules(task, layers, pipeline, count, left_out):
-            for strategy, shards in _strategies(data, of_node, is_split=pipeline * tensor > 1):
+            for strategy, shards in strategies_for(data, of_node, is_split=pipeline * tensor > 1):
                 layout = replace(base, strategy=strategy, shard_ranks=shards, schedule=schedule, chunks=chunks)
                 layout = replace(layout, microbatch=microbatch, accumulate=count)
                 if layout.splits_backward and layout.is_fully_sharded:
@@ -125,13 +168,13 @@ def _schedules(
         yield "zb-v", 2
 
 
-def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Strategy, int]]:
-    """Strategies, and among how many ranks each shares the states. ``local``: data ranks of a node."""
+def strategies_for(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Strategy, int]]:
+    """Strategies, the cheapest first, and how many ranks share the states in each. ``local``: data ranks of a node."""
     yield "ddp", 1
     if data > 1 or not is_split:  # one rank's for what they may offload
         yield "zero1", data
         if data > 1:
             yield "zero2", data
+        if 1 < local < data and data % local == 0:
+            yield "hybrid", local
         yield "fsdp", data
-    if 1 < local < data and data % local == 0:
-        yield "hybrid", local

@@ -29,7 +29,7 @@ from paceline.cluster.wires import over_backend
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import MemoryEstimate
-from paceline.plan.workload import config_values
+from paceline.plan.workload import config_values, layout_text
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, framework_bytes, is_known, rank_estimates
@@ -300,10 +300,10 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
         return [f"fits with {each}" for each in fitting]
     lines = [f"would fit with {each}" for each in changes if winner is None]
     if found.found.nearest is not None:
-        workload, least = found.found.nearest
+        nearest = found.found.nearest
         lines.insert(
             0,
-            f"nothing fits here: of {found.found.looked_at} ways to train it {workload} needs least, "
-            f"{format_bytes(least)} of a rank",
+            f"nothing fits here: of {found.found.looked_at} ways to train it "
+            f"{layout_text(nearest.layout)} needs least, {format_bytes(nearest.memory_bytes)} of a rank",
         )
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]

@@ -139,7 +139,9 @@ class PlanResult(Shown):
             "budget_bytes": found.budget,
             "plans": [_ranked(self, each) for each in found.ranked[:top]],
             "explanations": self.explanations(top),
-            "nearest": None if nearest is None else {**_decided(nearest[0]), "memory_bytes": nearest[1]},
+            "nearest": None
+            if nearest is None
+            else {**_decided(task.workload(nearest.layout)), "memory_bytes": nearest.memory_bytes},
             "as_written": None if written is None else {**_ranked(self, written), "fits": self.as_written_fits},
             "as_written_not_judged": self.not_judged or None,
             "changes_that_fit": [
@@ -222,7 +224,7 @@ def _search(request: PlanRequest, order: Order) -> Search:
         return found[0]
     ranked = [each for one in found for each in one.ranked]
     ranked.sort(key=lambda each: each.memory_bytes if order == "memory" else each.seconds)  # stable: as they are asked
-    nearest = min((one.nearest for one in found if one.nearest), key=lambda each: each[1], default=None)
+    nearest = min((one.nearest for one in found if one.nearest), key=lambda each: each.memory_bytes, default=None)
     return replace(
         found[0],
         ranked=tuple(ranked),
@@ -330,7 +332,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     if winner is None:
         yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
         if found.nearest is not None:
-            workload, need = found.nearest
+            need, workload = found.nearest.memory_bytes, task.workload(found.nearest.layout)
             yield f"nearest: {workload} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
         yield from (f"would fit with {change}" for change in result.changes)
     else:

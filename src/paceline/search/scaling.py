@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.charts import Line, draw_lines, save_picture
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.predict.formulas.step import Prediction
-from paceline.schedule.text import save_picture
 from paceline.search.candidates import TrainingTask
 from paceline.search.search import Order, search
 
@@ -76,6 +76,7 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
+_IDEAL = {"color": "grey", "linestyle": "--", "linewidth": 0.8}
 _STYLES = {"strong": ("tab:blue", "o", "same batch"), "weak": ("tab:orange", "s", "same samples a device")}
 
 
@@ -90,26 +91,22 @@ def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: 
     figure = Figure(figsize=(9.0, 4.0), dpi=110)
     throughput, efficiency = figure.subplots(1, 2)
     planned = {name: found for name, rows in tables.items() if (found := [row for row in rows if row.best])}
+    counts = sorted({row.devices for rows in planned.values() for row in rows})
+    rates, shares = [], [Line(counts, [100.0] * len(counts), look=_IDEAL)]
     for name, rows in planned.items():
         colour, marker, words = _STYLES[name]
-        devices, rates = [row.devices for row in rows], [row.best.tokens_per_s for row in rows if row.best]
-        throughput.plot(devices, rates, color=colour, marker=marker, label=f"{name}: {words}")
-        ends = (devices[0], devices[-1])
-        throughput.plot(ends, [rates[0] / ends[0] * end for end in ends], color=colour, linestyle="--", linewidth=0.8)
-        efficiency.plot(devices, [100 * row.efficiency for row in rows], color=colour, marker=marker, label=name)
+        look = {"color": colour, "marker": marker}
+        devices, tokens = [row.devices for row in rows], [row.best.tokens_per_s for row in rows if row.best]
+        ideal = [tokens[0] / devices[0] * count for count in devices]
+        rates += [
+            Line(devices, tokens, f"{name}: {words}", look),
+            Line(devices, ideal, look=_IDEAL | {"color": colour}),
+        ]
+        shares.append(Line(devices, [100 * row.efficiency for row in rows], look=look))
+    draw_lines(throughput, rates, counts=counts, xlabel="GPUs", ylabel="predicted tokens/s")
     throughput.set_yscale("log", base=2)
     throughput.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value / 1000:,.0f} k")
-    throughput.set_ylabel("predicted tokens/s")
-    throughput.legend(fontsize=8, frameon=False)
-    efficiency.axhline(100, color="grey", linestyle="--", linewidth=0.8)
+    draw_lines(efficiency, shares, counts=counts, xlabel="GPUs", ylabel="predicted efficiency, %")
     efficiency.set_ylim(0, 105 * max(1.0, *(row.efficiency for rows in planned.values() for row in rows)))
-    efficiency.set_ylabel("predicted efficiency, %")
-    counts = sorted({row.devices for rows in planned.values() for row in rows})
-    for axes in (throughput, efficiency):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.set_xlabel("GPUs")
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{title}: predicted, not measured", fontsize=10)
     save_picture(figure, path)

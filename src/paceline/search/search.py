@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Literal, TypeAlias
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.plan import MARGIN
+from paceline.plan.plan import MARGIN, MemoryEstimate
 from paceline.plan.workload import Value, Workload, config_values, count_differences
 from paceline.predict.formulas.engine_costs import (
     BUCKETS_MB,
@@ -31,7 +32,7 @@ from paceline.predict.formulas.engine_costs import (
 )
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.candidates import TrainingTask, candidates_for
+from paceline.search.candidates import Candidate, TrainingTask, candidates_for
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
@@ -42,6 +43,8 @@ NOT_ALLOWED = "the config forbids them"
 HOST_TOO_SMALL = "more memory than the host has"
 _TIMED_BY_MEMORY = 200  # of the smallest candidates, where the smallest are asked for
 _WORTH_TUNING = 0.995
+# Of a layout that the model's layers cannot be cut for.
+_NO_MEMORY = MemoryEstimate(parameters=float("inf"), gradients=0, optimizer=0, activations=0, framework=0)
 # Parts of a step in words: where a slower candidate spends more.
 _PARTS = {
     "compute": "computing",
@@ -57,7 +60,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What was found, and how many fit; ``nearest``: where nothing does, what needs least, and how much."""
+    """What was found, and how many fit; ``nearest``: where nothing does, what needs least."""
 
     task: TrainingTask
     cluster: Cluster
@@ -65,7 +68,7 @@ class Search:
     ranked: tuple[Prediction, ...]
     num_fit: int
     left_out: dict[str, int]
-    nearest: Sized | None = None
+    nearest: Candidate | None = None
     host_memory: float = float("inf")
 
     @property
@@ -99,29 +102,32 @@ def search(
     where the batch can be shared by no mesh of these devices.
     """
     left_out: Counter[str] = Counter()
-    fitting: list[Sized] = []
-    nearest: Sized | None = None
-    any_mesh = False
+    fitting: list[Candidate] = []
+    nearest: Candidate | None = None
+    any_mesh, by_memory = False, attrgetter("memory_bytes")
     for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
         if not keep(layout):
             left_out[NOT_ALLOWED] += 1
             continue
-        forms, smallest, lacks_host = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
-        if not forms:
-            left_out[HOST_TOO_SMALL if lacks_host else TOO_LARGE] += 1
-            if nearest is None or smallest.num_bytes < nearest.num_bytes:
-                nearest = smallest
-        fitting += forms
+        forms = list(judge_forms(layout, task, cluster, host_memory, every=order == "memory"))
+        fitting += (found := [each for each in forms if not each.rejected])
+        if not found:
+            left_out[HOST_TOO_SMALL if any(each.rejected == HOST_TOO_SMALL for each in forms) else TOO_LARGE] += 1
+            too_large = [each for each in forms if each.rejected == TOO_LARGE]
+            least = min(too_large, key=by_memory, default=Candidate(layout=layout, memory=_NO_MEMORY))
+            nearest = least if nearest is None else min(nearest, least, key=by_memory)
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
     if order == "memory":
-        fitting = sorted(fitting, key=lambda each: each.num_bytes)[:_TIMED_BY_MEMORY]
-        ranked = [replace(price(each.workload, cluster), memory_bytes=each.num_bytes) for each in fitting]
+        fitting = sorted(fitting, key=by_memory)[:_TIMED_BY_MEMORY]
+        ranked = [
+            replace(price(task.workload(each.layout), cluster), memory_bytes=each.memory_bytes) for each in fitting
+        ]
         ranked.sort(key=lambda each: (each.memory_bytes, each.seconds))
     else:
-        ranked = [_tuned(*each, cluster, task.need) for each in fitting]
+        ranked = [_tuned(each, task, cluster) for each in fitting]
         ranked.sort(key=lambda each: (each.seconds, each.memory_bytes))
     return Search(
         task=task,
@@ -136,12 +142,12 @@ def search(
 
 
 def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Prediction:
-    return replace(price(workload, cluster), memory_bytes=_bytes_of(workload, need))
+    return replace(price(workload, cluster), memory_bytes=float(_memory_of(workload, need).device_bytes))
 
 
-def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
+def _memory_of(workload: Workload, need: EngineMemory | None) -> MemoryEstimate:
     """Returns what a rank needs: by the estimate of the engines, as ``paceline predict`` shows it; else by formula."""
-    return engine_footprint(workload).device_bytes if need is None else need(workload.layout)
+    return engine_footprint(workload) if need is None else need.estimate(workload.layout) or _NO_MEMORY
 
 
 def host_bytes(workload: Workload) -> float:
@@ -152,38 +158,32 @@ def node_bytes(workload: Workload, cluster: Cluster) -> float:
     return host_bytes(workload) * cluster.node.devices
 
 
-class Sized(NamedTuple):
-    workload: Workload
-    num_bytes: float
-
-
-def fitting_forms(
+def judge_forms(
     layout: Layout, task: TrainingTask, cluster: Cluster, host_memory: float, *, every: bool = False
-) -> tuple[list[Sized], Sized, bool]:
-    """Returns the forms of a layout that fit, the one that needs least, and whether hosts are too small for some.
+) -> Iterator[Candidate]:
+    """Iterates over the forms of a layout, with the reason where one does not fit, until none after it can be faster.
 
     Offload is looked at as long as it lets less be computed again; on one rank alone all kinds are: parameters that
     come from the host come ahead there, and may be faster. ``every``: all forms, not only those that may be fastest.
+    What fits neither the device nor the host is left out.
     """
-    found, lacks_host, budget = list[Sized](), False, budget_of(cluster)
-    smallest = Sized(task.workload(layout), float("inf"))
+    budget = budget_of(cluster)
     for offload in _offloads(layout, cluster):
         moved = replace(layout, offload=offload)
         has_room = node_bytes(task.workload(moved), cluster) <= host_memory
         for checkpoint in task.checkpoints:
-            workload = task.workload(replace(moved, checkpoint_activations=checkpoint))
-            each = Sized(workload, _bytes_of(workload, task.need))
-            if not has_room:
-                lacks_host = lacks_host or each.num_bytes <= budget
+            form = replace(moved, checkpoint_activations=checkpoint)
+            memory = _memory_of(task.workload(form), task.need)
+            is_small = memory.device_bytes <= budget
+            if not is_small and not has_room:
                 continue
-            smallest = min(smallest, each, key=lambda form: form.num_bytes)
-            if each.num_bytes <= budget:
-                found.append(each)
-                if checkpoint == "none" and not every and not (offload.is_any and layout.shards == 1):
-                    return found, smallest, lacks_host
-                if not every:
-                    break
-    return found, smallest, lacks_host
+            rejected = TOO_LARGE if not is_small else "" if has_room else HOST_TOO_SMALL
+            yield Candidate(layout=form, memory=memory, rejected=rejected)
+            if rejected or every:
+                continue
+            if checkpoint == "none" and not (offload.is_any and layout.shards == 1):
+                return
+            break
 
 
 def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
@@ -198,10 +198,11 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
         yield Offload(optimizer=True, parameters=True)
 
 
-def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Prediction:
-    """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
-    layout, untuned = workload.layout, price_untuned(workload, cluster)
-    usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=num_bytes)
+def _tuned(candidate: Candidate, task: TrainingTask, cluster: Cluster) -> Prediction:
+    """Prices a candidate in its fastest tuning; in the usual one, unless another gains enough and fits."""
+    layout, workload = candidate.layout, task.workload(candidate.layout)
+    untuned = price_untuned(workload, cluster)
+    usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=candidate.memory_bytes)
     tunings: list[Layout] = []
     if layout.is_fully_sharded:
         if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
@@ -211,7 +212,7 @@ def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineM
     for each in tunings:
         other = with_tuning(untuned, replace(workload, layout=each), cluster)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
-            other = replace(other, memory_bytes=_bytes_of(other.workload, need))
+            other = replace(other, memory_bytes=float(_memory_of(other.workload, task.need).device_bytes))
             best = other if other.memory_bytes <= budget_of(cluster) else best
     return best
 
@@ -332,4 +333,4 @@ def what_would_fit(found: Search) -> Iterator[Change]:
 
 def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster) -> bool:
     layouts = (each for each in candidates_for(task, cluster, Counter()) if each.microbatch == 1)
-    return any(fitting_forms(each, task, cluster, found.host_memory)[0] for each in layouts)
+    return any(not form.rejected for each in layouts for form in judge_forms(each, task, cluster, found.host_memory))

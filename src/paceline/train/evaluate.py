@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -138,32 +138,27 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype, metrics: Mapping[str, Metric] | None = None
+    engine: Engine,
+    loader: EvalLoader | Iterable[tuple[Any, int]],
+    loss: Loss,
+    dtype: torch.dtype | None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device."""
-    engine.share_buffers()
-    device = engine.device
-    modes = [(module, module.training) for module in engine.module.modules()]
-    engine.eval()
-    names, score = list(metrics or {}), score_all(loss, metrics or {})
+    """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device.
+
+    ``loader``: of the whole set; or this rank's batches with their samples, as ``apply_to_each`` takes them.
+    """
+    device, names = engine.device, list(metrics or {})
+    batches = zip(loader, loader.local_samples(), strict=True) if isinstance(loader, EvalLoader) else loader
     # Summed loss, elements, right answers, samples, batches without a count of right answers; of metrics sum and count.
     sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64, device=device)
-    try:
-        for batch, samples in zip(loader, loader.local_samples(), strict=True):
-            if batch is None:
-                engine.join_pass()
-                continue
-            with engine.precision.context(device):
-                scored = engine.apply_loss(score, place(batch, device, dtype))
-            if scored is None:  # another stage of the pipeline has it
-                continue
-            value, rest = scored
-            correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
-            row = [value.total, value.count, correct, float(samples), unscored, *rest]
-            sums += torch.stack([on_device(number, device) for number in row])
-    finally:
-        for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
-            module.training = was_training
+    for scored, samples in apply_to_each(engine, batches, score_all(loss, metrics or {}), dtype):
+        if scored is None:  # another stage of the pipeline has it
+            continue
+        value, rest = scored
+        correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
+        row = [value.total, value.count, correct, float(samples), unscored, *rest]
+        sums += torch.stack([on_device(number, device) for number in row])
     engine.add_up(sums)
     total, count, correct_sum, num_samples, num_unscored, *rest = sums.tolist()  # sync point
     return Evaluation(
@@ -172,6 +167,29 @@ def evaluate(
         samples=int(num_samples),
         metrics={name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else math.nan for i, name in enumerate(names)},
     )
+
+
+def apply_to_each(
+    engine: Engine, batches: Iterable[tuple[Any, int]], function: Metric, dtype: torch.dtype | None
+) -> Iterator[tuple[Any, int]]:
+    """Yields what a function of model and batch gives, with the batch's samples, in evaluation mode.
+
+    Every rank has as many batches; a batch of None is one of other ranks alone, which this one joins.
+    """
+    engine.share_buffers()
+    modes = [(module, module.training) for module in engine.module.modules()]
+    engine.eval()
+    try:
+        for batch, samples in batches:
+            if batch is None:
+                engine.join_pass()
+                continue
+            with engine.precision.context(engine.device):
+                found = engine.apply_loss(function, place(batch, engine.device, dtype))
+            yield found, samples
+    finally:
+        for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
+            module.training = was_training
 
 
 @torch.no_grad()

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, MODEL, Line, State, line_from, prefixed
-from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards, fill_model
+from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, Line, State, line_from, prefixed
+from paceline.checkpoint.optimizer import held_by, restore
+from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
@@ -36,7 +36,6 @@ from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import ConsumedIds
 from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
-from paceline.errors import CheckpointError, MisfitError
 from paceline.models.lora import adapters
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
@@ -99,9 +98,8 @@ class RunState:
     def collect_state(self) -> State:
         """Returns this rank's part of the state, without a copy of any tensor. Nothing is sent."""
         parts, comm = self.parts, self.parts.engine.world
-        held = list(parts.engine.shards())
-        optimizer, found = optimizer_shards(parts.optimizer, held)
-        shards = [*prefixed(MODEL, held), *optimizer, *file_shards(parts.files, comm.rank)]
+        shards, found = held_by(parts.engine, parts.optimizer)
+        shards += file_shards(parts.files, comm.rank)
         values: dict[str, Any] = {
             "bad_steps": self.bad_steps.state_dict(),
             "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
@@ -139,19 +137,14 @@ class RunState:
         With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
         """
         parts, comm, values = self.parts, self.parts.engine.world, checkpoint.values
-        try:
-            fill_model(checkpoint, parts.engine)
-            if not checkpoint.manifest.about.get("weights_only"):  # else the optimizer begins anew
-                groups = parts.optimizer.param_groups
-                asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-                load_optimizer(checkpoint, parts.optimizer, list(parts.engine.shards()))
-                # Rates and decay stay what the config asks for now.
-                for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
-                    peak = settings.get("initial_lr", settings["lr"])
-                    group.update(settings, lr=peak, initial_lr=peak)
-        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-            what = f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}"
-            raise CheckpointError(f"{what}\n  resume with the config that the run was started with") from error
+        optimizer = None if checkpoint.manifest.about.get("weights_only") else parts.optimizer  # else it begins anew
+        groups = parts.optimizer.param_groups
+        asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        restore(checkpoint, parts.engine, optimizer, "resume with the config that the run was started with")
+        if optimizer is not None:  # rates and decay stay what the config asks for now
+            for group, settings in zip(optimizer.param_groups, asked, strict=True):
+                peak = settings.get("initial_lr", settings["lr"])
+                group.update(settings, lr=peak, initial_lr=peak)
         self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))

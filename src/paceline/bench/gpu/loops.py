@@ -42,6 +42,7 @@ from paceline.bounded_yaml import load_yaml
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, OptimConfig, config_from_dict, dump_yaml, load_config
+from paceline.config.shipped import find_config
 from paceline.data.datasets import DataShape
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch
@@ -66,7 +67,7 @@ class GpuWorkload:
 
     model: str
     shipped: str = ""
-    values: Mapping[str, Any] = field(hash=False)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     steps: int
     warm_up: int
     kinds: Sequence[str] = field(hash=False)
@@ -74,9 +75,9 @@ class GpuWorkload:
     device: OnDevice = "cuda"
 
     def config_file(self, folder: Path) -> Path:
-        """Returns the config that ships, or writes the one that stands for it into a folder."""
-        if self.shipped and Path(self.shipped).is_file():
-            return Path(self.shipped).absolute()
+        """Returns the config that ships, or writes one with these values into a folder."""
+        if self.shipped:
+            return find_config(self.shipped).absolute()
         path = folder / f"{self.model}.yaml"
         path.write_text(dump_yaml(config_from_dict(self.values)), encoding="utf-8")
         return path

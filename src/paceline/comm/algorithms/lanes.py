@@ -93,7 +93,7 @@ class InFlight:
         self._operations: deque[RoundsWork] = deque()
 
     def issue(self, lanes: list[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
-        """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""
+        """Posts the first round; ``deliver`` puts the result in place. ``window``: of lanes that receive; None: all."""
         operation = RoundsWork(self, lanes, deliver, window or len(lanes))
         self._operations.append(operation)
         return operation

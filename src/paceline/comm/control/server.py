@@ -16,41 +16,52 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from paceline.comm.control import wire
 from paceline.comm.control.wire import encode, from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
-_MOST_STRANGERS = 256  # connections that have not proven the secret yet
+_MOST_STRANGERS, _OF_HOST = 256, 16  # connections that have not proven the secret yet; of each host, with its ranks
 _LOOK_S = 0.02
+_SLOW_S = 1.0  # a server that looked so late was not running, and has heard nobody
 _PATIENCE_S = 2.0  # for other hosts to leave, once this one is done
 _Seals = tuple[wire.Seal, wire.Seal]
 
 
 class ControlServer:
-    def __init__(self, listener: socket.socket, secret: wire.Secret, hosts: Hosts | None = None, own: str = "") -> None:
-        """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: wire.Secret,
+        hosts: Hosts | None = None,
+        own: str = "",
+        more: Sequence[socket.socket] = (),
+    ) -> None:
+        """``own`` is the host that this server is on: it waits for the others a little when it is closed.
+
+        It serves at its ``listener`` and at ``more`` of the same kind, and closes them.
+        """
         self.secret = secret
         self.hosts = hosts or Hosts()
         self._num_strangers = 0
         self._links: set[asyncio.StreamWriter] = set()
-        self._listener = listener
+        self._listeners = [listener, *more]
         self._own = own
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done = asyncio.Event()
+        self._turn = asyncio.Event()  # set when a round begins, and made anew
+        self._attending: dict[str, asyncio.StreamWriter] = {}  # the newest connection of each launcher
         self._is_serving = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
-        self._operations: dict[str, Callable[..., Any]] = {
-            **Values().operations(),
-            "join": self._join,
-            "attend": self._attend,
-            "close": lambda: setattr(self.hosts, "is_closed", True),
-        }
+        values = Values().operations()
+        self._has: Callable[[list[str]], bool] = values["check"]
+        self._operations: dict[str, Callable[..., Any]]
+        self._operations = {**values, "join": self._join, "attend": self._attend, "close": self._close}
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -68,15 +79,21 @@ class ControlServer:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_serving.set()
-        start: Any = asyncio.start_unix_server if self._listener.family == socket.AF_UNIX else asyncio.start_server
-        server = await start(self._attend_to, sock=self._listener, limit=wire.LONGEST_MESSAGE)
+        is_path = self._listeners[0].family == socket.AF_UNIX
+        start: Any = asyncio.start_unix_server if is_path else asyncio.start_server
+        servers = [await start(self._attend_to, sock=each, limit=wire.LONGEST_MESSAGE) for each in self._listeners]
+        looks = asyncio.create_task(self._look_often()) if self.hosts.most > 1 else None
         await self._done.wait()
-        server.close()
+        if looks is not None:
+            looks.cancel()
+        for server in servers:
+            server.close()
         for writer in list(self._links):
             writer.transport.abort()  # at once, also in the middle of a request
 
@@ -89,7 +106,9 @@ class ControlServer:
                 try:
                     length, mark = wire.read_length(await reader.readexactly(wire.HEAD.size))
                     request = from_text(seals[0].check(mark, await reader.readexactly(length)))
-                    host = request[1:2] if request[:1] == ["attend"] else host
+                    if request[:1] == ["attend"]:
+                        host = request[1:2]
+                        self._attending[str(host[0])] = writer
                     writer.write(seals[1].close(wire.to_text(await self._answer(request))))
                 except wire.RefusedError as error:
                     writer.write(seals[1].close(wire.to_text(["refused", str(error)])))
@@ -99,14 +118,16 @@ class ControlServer:
         finally:
             self._links.discard(writer)
             writer.close()
-            if host:
-                self.hosts.leave(host[0])  # the connection of a launcher ends with it
+            if host and self._attending.get(host[0]) is writer:  # it ends with its launcher, or that has a new one
+                del self._attending[host[0]]
+                self.hosts.leave(host[0], "its launcher has ended")
+                self._look()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Seals | None:
         """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
         self._num_strangers += 1
         try:
-            if self._num_strangers <= _MOST_STRANGERS:
+            if self._num_strangers <= max(_MOST_STRANGERS, _OF_HOST * self.hosts.most):
                 nonce = secrets.token_bytes(wire.NONCE_BYTES)
                 writer.write(nonce)
                 async with asyncio.timeout(_HANDSHAKE_S):
@@ -135,23 +156,53 @@ class ControlServer:
 
     async def _join(self, host: str, timeout_s: float) -> list[Any]:
         """Waits until a round has begun that this host is in; returns the round, its place in it, and the hosts."""
-        before, deadline = self.hosts.round, time.monotonic() + float(timeout_s)
+        before = self.hosts.round
         self.hosts.join(check_name(host), time.monotonic())
-        while True:
-            if self.hosts.is_closed:
-                return []
-            self.hosts.update(now := time.monotonic())
-            members = self.hosts.members
-            if self.hosts.round > before and host in members:
-                return [self.hosts.round, members.index(host), len(members)]
-            if now > deadline:
-                raise TimeoutError
-            await asyncio.sleep(_LOOK_S)
+        self._look()
+        async with asyncio.timeout(float(timeout_s)):
+            while not self.hosts.is_closed:
+                members = self.hosts.members
+                if self.hosts.round > before and host in members:
+                    return [self.hosts.round, members.index(host), len(members)]
+                await self._turn.wait()
+        return []
 
-    def _attend(self, host: str) -> list[int]:
-        """Notes that a launcher lives; returns the round, how many hosts wait, and how many are gone from it."""
+    def _attend(self, host: str, ended: str) -> Attendance:
+        """Notes that a launcher lives; returns what it must know. The key ``ended`` is set once its round is over."""
         self.hosts.hear(check_name(host), time.monotonic())
-        return [self.hosts.round, self.hosts.num_waiting, self.hosts.num_gone]
+        news = self.hosts.newcomers, self.hosts.gone
+        return Attendance(self.hosts.round, *news, self._has([ended]), self.hosts.is_closed)
+
+    def _close(self) -> None:
+        self.hosts.is_closed = True
+        self._take_turn()
+
+    async def _look_often(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            late_s, before = time.monotonic() - before, time.monotonic()
+            if late_s > _SLOW_S:
+                self.hosts.forgive(late_s)
+            self._look()
+
+    def _look(self) -> None:
+        if self.hosts.update(time.monotonic()):
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+
+class Attendance(NamedTuple):
+    """What a launcher is told when it says that it lives: hosts that wait for the next round, and that have left."""
+
+    round: int = 0
+    newcomers: Sequence[str] = ()
+    gone: Sequence[str] = ()  # each with why
+    is_told: bool = False  # how the round ended
+    is_closed: bool = False  # the run has ended
 
 
 @contextlib.contextmanager
@@ -258,13 +309,14 @@ class Hosts:
     least: int = 1
     most: int = 1
     last_call_s: float = 3.0
-    silence_s: float = 3.0
+    silence_s: float = 5.0
     round: int = 0
     members: tuple[str, ...] = ()  # of the round, as it began
     is_closed: bool = False
     _staying: set[str] = field(default_factory=set)  # of the members
     _waiting: set[str] = field(default_factory=set)
     _heard: dict[str, float] = field(default_factory=dict)
+    _why_gone: dict[str, str] = field(default_factory=dict)
     _enough_since: float | None = None
 
     def join(self, host: str, now: float) -> None:
@@ -276,17 +328,23 @@ class Hosts:
     def hear(self, host: str, now: float) -> None:
         self._heard[host] = now
 
-    def leave(self, host: str) -> None:
+    def leave(self, host: str, why: str) -> None:
         self._staying.discard(host)
         self._waiting.discard(host)
         self._heard.pop(host, None)
+        self._why_gone[host] = why
 
-    def update(self, now: float) -> None:
+    def forgive(self, late_s: float) -> None:
+        """Takes it that hosts lived for so long, in which nobody listened."""
+        self._heard = {host: heard + late_s for host, heard in self._heard.items()}
+
+    def update(self, now: float) -> bool:
+        """Misses hosts that are silent, and begins a round where it is time to; says whether it has."""
         for host in [host for host, heard in self._heard.items() if now - heard > self.silence_s]:
-            self.leave(host)
+            self.leave(host, f"nothing was heard of it for {self.silence_s:g} s")
         if self._staying or len(self._waiting) < self.least:
             self._enough_since = None
-            return
+            return False
         if self._enough_since is None:
             self._enough_since = now
         if len(self._waiting) >= self.most or now - self._enough_since >= self.last_call_s:
@@ -295,17 +353,25 @@ class Hosts:
             self._staying = set(self.members)
             self.round += 1
             self._enough_since = None
+            self._why_gone = {}
+            return True
+        return False
 
     @property
-    def num_waiting(self) -> int:
-        """How many hosts wait that the next round has room for."""
-        return min(len(self._waiting), self.most - len(self._staying))
+    def newcomers(self) -> list[str]:
+        """The hosts that wait, and that the next round has room for, by their plain names."""
+        return [_plain(host) for host in sorted(self._waiting)[: self.most - len(self._staying)]]
 
     @property
-    def num_gone(self) -> int:
-        """How many hosts of the round have left or are not heard of any more."""
-        return len(set(self.members) - self._heard.keys())
+    def gone(self) -> list[str]:
+        """The hosts of the round that have left or are not heard of any more, with the reason."""
+        left = [host for host in self._why_gone if host not in self._heard and host in self.members]
+        return [f"{_plain(host)} ({self._why_gone[host]})" for host in left]
 
     @property
     def present(self) -> set[str]:
         return set(self._heard)
+
+
+def _plain(host: str) -> str:
+    return host.partition("/")[0]

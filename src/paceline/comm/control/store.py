@@ -21,7 +21,7 @@ _REPLY_S = 30.0  # for what the server answers at once
 _RETRY_S = 0.05
 _FRESH_S = 0.1
 _SECRET_S = 5.0  # a launcher may just be making the job's secret
-_CONNECT_S = 10.0  # for one attempt to reach a server that may not be there yet
+_CONNECT_S = 4.0  # for one attempt to reach a server that may not be there yet
 _SILENT_S = 15.0  # a launcher on a busy host may greet late
 _C10D: Any = dist  # whose stores torch does not declare
 
@@ -34,6 +34,7 @@ class ControlClient:
         self._secret = secret
         self._idle: list[WireLink] = []
         self._owner = os.getpid()
+        self.why_unreached = ""  # the last time that somebody waited for the server
 
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
         """Returns the server's answer, within so long and a little more. Raises TimeoutError or CommunicationError."""
@@ -42,7 +43,7 @@ class ControlClient:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
         except BaseException as error:
             link.close()
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            if isinstance(error, OSError) and (error.errno or not isinstance(error, TimeoutError)):
                 raise self._unreachable(error) from error
             raise
         self._idle.append(link)
@@ -55,6 +56,7 @@ class ControlClient:
             try:
                 self._idle.append(self._connect(min(within_s, _CONNECT_S)))
                 self.ask("count")
+                self.why_unreached = ""
                 return
             except (CommunicationError, TimeoutError) as error:
                 patience_s = _SILENT_S if isinstance(error, SilentServerError) else within_s
@@ -82,7 +84,7 @@ class ControlClient:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: OSError) -> CommunicationError:
-        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
+        self.why_unreached = why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         return CommunicationError(f"the control server at {self.address} cannot be reached: {why}")
 
 

@@ -35,6 +35,7 @@ DEEPEST_MESSAGE = 8
 FEWEST_SECRET_BYTES = 16
 LONGEST_UNIX_PATH = 100  # Linux takes 107 bytes, macOS 103
 HEAD = struct.Struct("!I32s")
+CUT_S = 6.0  # until a connection that carries nothing any more is given up
 
 SECRET, SECRET_FILE = "PACELINE_SECRET", "PACELINE_SECRET_FILE"  # in the environment
 
@@ -86,6 +87,7 @@ class Seal:
         return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
+        """Returns the text. Raises RefusedError if the mark is not that of the next message from the other side."""
         if not hmac.compare_digest(mark, self._mark(text)):
             raise RefusedError("a control message has a wrong seal")
         return text
@@ -136,6 +138,7 @@ def from_text(text: bytes) -> list[Any]:
 
 class WireLink:
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
+        """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
         self._is_proven = True  # what the server thinks of this side's secret; nothing so far
         self._socket = _connect(address, timeout_s)
@@ -196,6 +199,7 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
     if not address.is_path:
         link = socket.create_connection((address.host, address.port), timeout=timeout_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_cut(link)
         return link
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -205,6 +209,15 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
         link.close()
         raise
     return link
+
+
+def _notice_cut(link: socket.socket) -> None:
+    """Has the system end a connection whose other side does not even acknowledge bytes; a slow server does that."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_S))
 
 
 def listen(address: Address) -> socket.socket:

@@ -3,7 +3,7 @@
 Data is on the meta device: it has shapes and no values, and a collective leaves it as it is. Numbers that the host
 reads (``control_device``) are real, and are what they would be if all ranks were alike:
 
-    sum    size x own          avg, min, max, broadcast    own          all_gather    size copies of own
+    sum    size x own    product    own^size    avg, min, max, broadcast    own    all_gather    size copies of own
 
 Ranks of a pipeline are not alike: a stage learns from the one before what it will get. So the ranks of one ``DryWorld``
 are run one after another, first stages first, and control messages and broadcasts of earlier ranks reach later ones.
@@ -26,7 +26,7 @@ import torch
 from paceline.cluster.costs import Algorithm
 from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
-from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_peer, check_split
+from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work, WrappedCommunicator, check_peer, check_split
 from paceline.errors import UsageError
 from paceline.predict.replay.program import Issue
 
@@ -117,12 +117,11 @@ class DryCommunicator(Communicator):
     def set_values(self, call: Call) -> None:
         """Gives tensors that the host reads their values."""
         output, tensor, own = call.output.detach(), call.tensor.detach(), self._own
-        times = self.size if call.op == "sum" else 1
-        if call.kind == "all_reduce" and times > 1:
-            tensor.mul_(times)
+        if call.kind == "all_reduce":
+            tensor.copy_(self._reduced(tensor, call.op))
         elif call.kind == "reduce_scatter":
             piece = tensor.reshape(self.size, -1)[self.rank].clone()
-            output.view(-1).copy_(piece * times if times > 1 else piece)
+            output.view(-1).copy_(self._reduced(piece, call.op))
         elif call.kind == "all_gather":
             output.view(self.size, -1).copy_(tensor.reshape(1, -1).clone().expand(self.size, -1))
         elif call.kind == "broadcast":  # what the source has sent, if it was run before
@@ -151,6 +150,9 @@ class DryCommunicator(Communicator):
                     "  run the ranks of the first stages first"
                 )
             tensor.copy_(found)
+
+    def _reduced(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return tensor * self.size if op == "sum" else tensor**self.size if op == "product" else tensor
 
     def barrier(self) -> None:
         self.record("barrier", 0).wait()

@@ -1,5 +1,7 @@
 """Operations that go on whenever their process enters the communicator, without a thread of their own.
 
+Moving bytes takes a core's time whichever thread does it, and a thread costs two switches for each small operation.
+
 An operation is a generator: it does what can be done, and yields the ranks that it waits for. Operations of a queue
 take their turns in the order of issue. Issuing one moves all of them on without waiting; waiting for one moves all of
 them on until it is done, those of other groups too: two ranks that wait for two groups in opposite order still meet.

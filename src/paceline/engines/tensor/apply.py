@@ -3,35 +3,19 @@
 Everything is checked before anything is changed, and all problems are reported at once. Every rank comes with the same
 whole model, in values or on the meta device; of each tensor it keeps its part, in memory of its own, so that the whole
 is freed. A parameter stays the object that it was: ties hold, and so does an optimizer that was made before.
-
-A plan is a list of name patterns. A pattern is compared with the last parts of a module's name, part by part, and ``*``
-stands for any text within one: ``layers.*.attention.query`` fits ``model.layers.3.attention.query``. A rule gives what
-it fits one of these roles:
-
-    input      a split part begins here: the module's first argument is the whole stream
-    column     a linear layer with some of the outputs       row        one with some of the inputs: a split part ends
-    shared     whole parameters inside a split part, that work on some of the heads
-    embedding  has some rows of the vocabulary               head       the output layer, with the same rows
-    between    whole parameters between split parts, that work on a part of the sequence under sequence parallelism
-    positions  an embedding of positions, between split parts
-    begin      before this module the sequence is whole, under sequence parallelism      end   behind it again
-
-A plan without begin and end splits the sequence from the embedding to the output layer. A model whose code between
-looks at the sequence's length has them around its blocks, and pays one all-reduce and one all-gather more in a step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.bounded_yaml import load_shipped
 from paceline.comm.base import Communicator
 from paceline.engines.nodes import TensorRegion
 from paceline.engines.tensor.layers import (
@@ -39,21 +23,24 @@ from paceline.engines.tensor.layers import (
     RowLinear,
     SequencePositions,
     SharedLayer,
+    SplitExperts,
     SplitLayer,
     VocabularyEmbedding,
     VocabularyHead,
     causal_loss,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
+from paceline.engines.tensor.plans import Role, SplitRule, TensorPlan, library_plan, plan_for
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
-from paceline.models.lora import A, Adapted, B, matches, mixed
+from paceline.models.lora import A, Adapted, B, mixed
 
 _KINDS: dict[Role, type[nn.Module]] = {
     "column": ColumnLinear,
     "row": RowLinear,
     "embedding": VocabularyEmbedding,
     "head": VocabularyHead,
+    "experts": SplitExperts,
     "shared": SharedLayer,
     "between": SharedLayer,
     "positions": SequencePositions,
@@ -74,18 +61,19 @@ def apply_tensor_parallel(
     ``gathers_logits`` whole ones; Hugging Face's causal models take ``labels=`` in either case. Without a plan, the
     ready one that fits is taken. Raises UsageError with all that does not fit.
     """
-    plan = plan or plan_for(model)
-    changes = [
-        _LayerChange(name=name, module=module, rule=rule, splits=dict(_splits(module, rule)))
-        for name, module, rule in plan.fitting(model, *_KINDS)
-        if sequence or rule.role not in ("between", "positions")  # else what lies between stays as it is
-    ]
-    problems = [*_plan_problems(model, plan, changes, sequence=sequence), *_fit_problems(model, changes, comm.size)]
+    asked, plan = plan, plan or plan_for(model)
+    changes, problems = _changes(model, plan, sequence=sequence)
+    if problems and asked is None and not sequence and (other := library_plan(model)) is not None:
+        plan = other  # names as in a ready plan, and more between them than that knows
+        changes, problems = _changes(model, plan, sequence=sequence)
+    problems += _fit_problems(model, changes, comm.size)
     if problems:
         raise UsageError(
             f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
             + "\n".join(problems)
         )
+    for note in plan.notes if comm.rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
     whole = {name: tuple(t.shape) for name, t in _tensors(model)}
     region = TensorRegion(comm, is_sequence=sequence)
     ends = TensorRegion(comm, is_sequence=sequence and all(rule.role != "begin" for rule in plan.rules))
@@ -113,12 +101,26 @@ class _LayerChange:
     splits: dict[str, Split]  # of its own parameters
 
 
+def _changes(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> tuple[list[_LayerChange], list[str]]:
+    """Returns the layers that a plan changes, and what it misses."""
+    changes = [
+        _LayerChange(name=name, module=module, rule=rule, splits=dict(_splits(module, rule)))
+        for name, module, rule in plan.fitting(model, *_KINDS)
+        if sequence or rule.role not in ("between", "positions")  # else what lies between stays as it is
+    ]
+    return changes, list(_plan_problems(model, plan, changes, sequence=sequence))
+
+
 def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
     transposed = _is_transposed(module)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         dim: int | None = None
+        if rule.role == "experts":
+            dim, groups = rule.cuts[name]
+            yield name, Split(shape=tuple(parameter.shape), dim=dim, groups=groups)
+            continue
         if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
             dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
         elif rule.role in ("column", "embedding", "head"):
@@ -136,6 +138,9 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, sequence: bool) -> Iterator[str]:
     """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
+    if sequence and not plan.splits_sequence:
+        yield "  it does not say what lies between the split layers: set parallel.sequence_parallel = false"
+        return
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
     changed = {id(change.module) for change in changes}
@@ -147,6 +152,9 @@ def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChang
     split = {id(p) for c in changes for n, p in c.module._parameters.items() if n in c.splits and c.splits[n].dim == 0}
     begun = {id(module) for _, each, _ in plan.fitting(model, "input") for module in each.modules()}
     for change in changes:
+        width = getattr(model.get_submodule(change.name.rpartition(".")[0]), "head_dim", None)
+        if change.rule.role == "shared" and any(p.shape[-1] != width for p in change.module.parameters()) and width:
+            yield f"  {change.name} works on all heads together, of which a rank has some: leave them whole"
         if change.rule.role == "column" and id(change.module) not in begun:
             yield (
                 f"  {change.name} is inside no module with the role input, so what it reads would get a part of its "
@@ -211,6 +219,7 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
     if isinstance(module, SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
         attributes["is_transposed"] = is_transposed
+        attributes["is_whole"] = change.rule.is_whole
     if isinstance(module, VocabularyEmbedding | VocabularyHead):
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
@@ -257,88 +266,3 @@ def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-Role = Literal["input", "column", "row", "shared", "embedding", "head", "between", "positions", "begin", "end"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRule:
-    """What becomes of the modules that a pattern fits."""
-
-    pattern: str
-    role: Role
-    heads: str | None = None  # split between heads: the attribute of the module above that says how wide one is
-    groups: int = 1  # matrices that lie side by side in the weight, each of them split
-    head_parts: int = 1  # matrices of which each head has its rows side by side, so that heads are that much wider
-    resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlan:
-    """Rules for a family of models. Of the rules for layers, the first that fits a module counts."""
-
-    name: str
-    rules: tuple[SplitRule, ...]
-
-    def fitting(self, model: nn.Module, *roles: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """Iterates over the modules of these roles, with their names and rules."""
-        rules = [rule for rule in self.rules if rule.role in roles]
-        for name, module in model.named_modules():
-            found = next((rule for rule in rules if matches(name, rule.pattern)), None)
-            if found is not None:
-                yield name, module, found
-
-    def missing(self, model: nn.Module) -> list[str]:
-        """Returns the patterns that fit no module, and are not optional."""
-        names = [name for name, _ in model.named_modules()]
-        return [
-            rule.pattern
-            for rule in self.rules
-            if not rule.is_optional and not any(matches(name, rule.pattern) for name in names)
-        ]
-
-
-def plan_for(model: nn.Module) -> TensorPlan:
-    """Returns the ready plan that fits a model. Raises UsageError that says what the nearest lacks."""
-    lacks = [(plan.missing(model), plan) for plan in ready_plans().values()]
-    missing, plan = min(lacks, key=lambda row: len(row[0]) / len(row[1].rules))
-    if not missing:
-        return plan
-    raise UsageError(
-        f"there is no tensor-parallel plan for {type(model).__name__}: the nearest is {plan.name!r}, and "
-        f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''} fit none of its modules\n"
-        f"  a plan says by name which layers are split; ready are those for {', '.join(ready_plans())}\n"
-        "  give a TensorPlan with a rule for each linear layer inside its blocks, or set parallel.tensor = 1"
-    )
-
-
-@functools.cache
-def ready_plans() -> dict[str, TensorPlan]:
-    """Returns the plans of ``plans.yaml`` by name."""
-    found = load_shipped((Path(__file__).parent / "plans.yaml").read_text())
-    rules = {name: tuple(rule for row in rows for rule in _rules(**row)) for name, rows in found.items()}
-    return {name: TensorPlan(name=name, rules=each) for name, each in rules.items()}
-
-
-def _rules(
-    prefix: str = "",
-    width: str = "head_dim",
-    groups: int = 1,
-    head_parts: int = 1,
-    resized: Sequence[str] = (),
-    **names: str,
-) -> Iterator[SplitRule]:
-    """Makes rules from a text of names for each role; ``?``: some models lack it; ``heads``: cut between heads."""
-    for role, text in names.items():
-        for name in text.split():
-            yield SplitRule(
-                pattern=prefix + name.rstrip("?"),
-                role="column" if role == "heads" else cast("Role", role),
-                heads=width if role == "heads" else None,
-                groups=groups,
-                head_parts=head_parts,
-                resized=tuple(resized),
-                is_optional=name.endswith("?"),
-            )

@@ -25,14 +25,16 @@ nothing: each rank has the probabilities of its own part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
@@ -51,6 +53,7 @@ class SplitLayer(nn.Module):
     region: TensorRegion  # of a vocabulary layer: as the stream is behind the embedding, and before the output layer
     splits: Mapping[str, Split]  # of its own parameters
     is_transposed: bool = False  # the weight is (inputs, outputs)
+    is_whole: bool = False  # what a column layer returns, and what a row layer reads, is whole on every rank
     float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
@@ -104,7 +107,11 @@ class ColumnLinear(SplitLayer):
     """A linear layer with some of the outputs. What it reads has entered the split part."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, cast("Tensor | None", self.bias))
+        y = self._product(x, cast("Tensor | None", self.bias))
+        if not self.is_whole:
+            return y
+        features = self.splits["weight"].shape[-1 if self.is_transposed else 0]
+        return self.region.join_features(y, Split(shape=(*y.shape[:-1], features), dim=y.ndim - 1))
 
 
 class RowLinear(SplitLayer):
@@ -112,6 +119,8 @@ class RowLinear(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, and the bias once."""
+        if self.is_whole:
+            x = self.region.take_features(x, Split(shape=tuple(x.shape), dim=x.ndim - 1))
         y = self.region.leave(self._product(x))
         bias = cast("Tensor | None", self.bias)
         if bias is None:
@@ -160,6 +169,17 @@ class VocabularyHead(_Vocabulary):
     """An output layer with the logits of some tokens."""
 
     forward = _Vocabulary.project
+
+
+class SplitExperts(nn.Module):
+    """Experts with some of their inner features. Ranks route alike, and each has a part of every token's result."""
+
+    region: TensorRegion
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the sum of the ranks' results; what came in with a gradient gets that of all ranks."""
+        enter = functools.partial(tree_map_only, Tensor, self.region.enter)
+        return self.region.leave(super().forward(*enter(args), **enter(kwargs)))
 
 
 class SharedLayer(nn.Module):
@@ -246,6 +266,19 @@ class SplitLogits:
         first, last = self.first, self.first + self.local.shape[-1]
         # Not a method of this object, which would keep the logits until backward, where every rank has all gradients.
         return moved(self.local, lambda local: split.gather(local, comm), lambda gradient: gradient[..., first:last])
+
+    def __mul__(self, factor: float) -> SplitLogits:
+        return replace(self, local=self.local * factor)
+
+    def __truediv__(self, divisor: float) -> SplitLogits:
+        return replace(self, local=self.local / divisor)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise UsageError(
+            f"torch.{function.__name__} of split logits\n  each rank has a part of the vocabulary\n"
+            "  gather() them, or let apply_tensor_parallel(..., gathers_logits=True) make the model return whole logits"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -409,6 +409,7 @@ class _DataParallelTime:
 def reduce_behind(pieces: int, backward: float, reduce: float, ends: float = 0.0) -> tuple[float, float]:
     """Returns exposed and hidden seconds of reductions: one behind each piece of a backward, and one of the ends."""
     timeline = Timeline()
+    last = timeline.add("compute", 0.0)  # a stage may have an end of the model alone
     for _ in range(pieces):
         last = timeline.add("compute", backward)
         timeline.add("link", reduce, after=(last,))

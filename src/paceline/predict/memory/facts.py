@@ -75,7 +75,11 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as the estimates see it: repeated blocks, and the rest as one block called root."""
+    """A model as the estimates see it: repeated blocks, and the rest as one block called root.
+
+    ``ModelShape`` says what a model looks like; these are the bytes and operations of its parts on one device, which
+    follow from a shape, a batch's sample and a precision, or were measured of a module that has no shape.
+    """
 
     blocks: tuple[BlockFacts, ...]
     root: BlockFacts

@@ -255,10 +255,6 @@ class EngineMemory:
         facts = describe_model(config, device)
         return None if facts is None else cls(facts=facts, states=StateFacts.of(config, device))
 
-    def __call__(self, layout: Layout) -> float:
-        found = self.estimate(layout)
-        return float("inf") if found is None else float(found.device_bytes)
-
     def estimate(self, layout: Layout) -> MemoryEstimate | None:
         """Returns bytes by category; None where the model cannot be cut so."""
         flight = min(layout.accumulate, 2 * layout.pipeline * layout.chunks)  # more are never in flight

@@ -181,7 +181,9 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
 
 def _recast(events: Sequence[Event]) -> list[Event]:
     """Moves transposed copies of 8 bits to the backward, as torch's partitioner does: it keeps their sources."""
-    makers = {tensor: each.operation for each in events if isinstance(each, Run) for tensor, _ in each.operation.writes}
+    if not any(isinstance(event, Run) and _is_transposed_cast(event) for event in events):
+        return list(events)
+    made_of: dict[int, dict[int, int]] = {}  # of what the forward computes number by number: the tensors behind it
     moved: dict[int, Run] = {}
     found: list[Event] = []
     for event in events:
@@ -189,12 +191,16 @@ def _recast(events: Sequence[Event]) -> list[Event]:
             found.append(event)
             continue
         kernel = event.operation
+        sources = dict(source for each in kernel.reads for source in made_of.get(each[0], dict([each])).items())
         if _is_transposed_cast(event) and kernel.phase == "forward":
-            again = replace(kernel, reads=tuple(_sources(kernel, makers).items()), phase="backward")
+            again = replace(kernel, reads=tuple(sources.items()), phase="backward")
             moved[kernel.writes[0][0]] = Run(again, event.block)
             continue
         if kernel.phase != "forward":
             found.extend(moved.pop(tensor) for tensor, _ in kernel.reads if tensor in moved)
+        is_by_number = kernel.family in ("pointwise", "curve", "convert") and kernel.phase == "forward"
+        for each in kernel.writes:
+            made_of[each[0]] = sources if is_by_number else dict([each])
         found.append(event)
     return found
 
@@ -202,18 +208,6 @@ def _recast(events: Sequence[Event]) -> list[Event]:
 def _is_transposed_cast(event: Run) -> bool:
     kernel = event.operation
     return bool(event.block) and kernel.family == "strided" and kernel.dtype == "fp8" and len(kernel.writes) == 1
-
-
-def _sources(kernel: Operation, makers: dict[int, Operation]) -> dict[int, int]:
-    """Returns the tensors that a cast is made of, behind what is computed number by number."""
-    found: dict[int, int] = {}
-    for tensor, size in kernel.reads:
-        maker = makers.get(tensor)
-        if maker is not None and maker.family in ("pointwise", "curve", "convert") and maker.phase == "forward":
-            found |= _sources(maker, makers)
-        else:
-            found[tensor] = size
-    return found
 
 
 def _delayed(events: Sequence[Event]) -> list[Event]:

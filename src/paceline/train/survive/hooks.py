@@ -84,7 +84,7 @@ class Saver:
         try:
             if self.last_saved is not None and result.step < self.last_saved:
                 self.last_saved = None  # the run went back
-            if self._writer is None and self._saves_on_the_way and not result.is_last:
+            if self._writer is None and self._config.may_use_background and not result.is_last:
                 self._prepare(trainer)
             reason = self._reason(trainer, result)
             if reason:
@@ -134,11 +134,6 @@ class Saver:
             if self._trainer is not None:
                 self._tell(self._trainer)
 
-    @property
-    def _saves_on_the_way(self) -> bool:
-        config = self._config
-        return config.asynchronous is not False and any((config.every_steps, config.every_epochs, config.every_minutes))
-
     def _prepare(self, trainer: Trainer) -> CheckpointWriter:
         """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
         self._writer = CheckpointWriter(self.folder, trainer.parts.engine.world, self._retention, self._storage)
@@ -146,7 +141,7 @@ class Saver:
             # Goes on with the trainer's line, or a new one where later steps lie that it did not come along.
             here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
             trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
-        if self._saves_on_the_way:
+        if self._config.may_use_background:
             worth = _WORTH_BYTES if self._config.asynchronous == "auto" else 0
             self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)
         return self._writer

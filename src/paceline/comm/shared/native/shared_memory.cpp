@@ -16,7 +16,7 @@ namespace {
 
 enum Counter { ARRIVED = 0, REDUCED = 1, DONE = 2 };
 enum Kind { ALL_REDUCE = 1, REDUCE_SCATTER = 2, ALL_GATHER = 3, BROADCAST = 4 };  // as in board.py
-enum Op { SUM = 0, AVG = 1, MIN = 2, MAX = 3 };
+enum Op { SUM = 0, AVG = 1, MIN = 2, MAX = 3, PRODUCT = 4 };
 enum Type { FLOAT64 = 0, FLOAT32 = 1, FLOAT16 = 2, BFLOAT16 = 3, INT64 = 4, INT32 = 5, BYTES = 8 };
 enum Status { FINISHED = 0, WAITING = 1, MISMATCH = 2 };
 
@@ -110,9 +110,9 @@ template <int OP, typename T> inline T pair(T one, T other) {
     if constexpr (OP == MAX) return is_nan(one) || (!is_nan(other) && one > other) ? one : other;
     if constexpr (std::is_integral_v<T>) {
         using U = std::make_unsigned_t<T>;
-        return T(U(one) + U(other));  // wraps, as tensors do
+        return T(OP == PRODUCT ? U(one) * U(other) : U(one) + U(other));  // wraps, as tensors do
     } else {
-        return one + other;
+        return OP == PRODUCT ? one * other : one + other;
     }
 }
 
@@ -165,6 +165,7 @@ void reduce(const char* const* pieces, int64_t num_pieces, char* const* outputs,
     const W factor = op == AVG && exact ? W(1) / W(num_pieces) : W(1);
     if (op == MIN) combine<T, MIN>(from, num_pieces, to, num_outputs, length, W(1), false);
     else if (op == MAX) combine<T, MAX>(from, num_pieces, to, num_outputs, length, W(1), false);
+    else if (op == PRODUCT) combine<T, PRODUCT>(from, num_pieces, to, num_outputs, length, W(1), false);
     else combine<T, SUM>(from, num_pieces, to, num_outputs, length, factor, op == AVG && !exact);
 }
 

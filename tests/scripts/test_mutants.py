@@ -1,0 +1,64 @@
+"""Small mistakes: where they can be made, and which tests are asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+LIMIT = 3 * 4
+
+
+def first(a, b):
+    if a < b and a:
+        print(a)
+    return a - b
+
+
+@cached
+def second():
+    return 1
+"""
+
+
+@pytest.fixture
+def mutants() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_operator_is_turned_and_a_call_left_out(mutants: ModuleType) -> None:
+    rows = SOURCE.split("\n")
+    made = [rows[line - 1][:a] + new + rows[line - 1][b:] for line, a, b, new in mutants.mistakes_in(SOURCE)]
+    expected = ["LIMIT = 3 + 4", "    if a <= b and a:", "    if a < b or a:", "        pass", "    return a + b"]
+    assert sorted(made) == sorted(expected)
+    assert [mutants.function_at(SOURCE, line) for line in (2, 6, 8, 13)] == [0, 5, 5, 11]  # a decorator belongs to it
+
+
+def test_the_tests_of_a_mistake_are_those_that_enter_its_function(mutants: ModuleType) -> None:
+    file, (line, *_) = "clock.py", next(mutants.mistakes_in((mutants.PACKAGE / "clock.py").read_text()))
+    function = mutants.function_at((mutants.PACKAGE / file).read_text(), line)
+    tests = ["tests/comm/test_a.py::test_long", "tests/comm/test_a.py::test_short", "tests/run/test_b.py::test_it"]
+    touched = {
+        "functions": {f"{file}:{function}": [*tests, "tests/comm/test_a.py::test_broken"], "x.py:1": ["another"]},
+        "times": {tests[0]: 2.0, tests[1]: 0.1, tests[2]: 0.1, "tests/comm/test_a.py::test_broken": 1.0},
+        "failed": ["tests/comm/test_a.py::test_broken"],
+    }
+    own, others = mutants.tests_for({"file": file, "line": line, "room": "comm"}, touched)
+    assert own[:2] == [tests[1], tests[0]]
+    assert all("::" not in each for each in own[2:])  # files that the map does not know
+    assert others == [tests[2]]
+
+
+def test_a_share_is_of_all_that_were_tried(mutants: ModuleType) -> None:
+    known = [{"noticed": who} for who in ("room", "room", "other", "nobody")]
+    found = mutants.summary_of(known)
+    assert (found["mistakes"], found["by_all"], found["by_room"]) == (4, 0.75, 0.5)
