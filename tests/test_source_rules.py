@@ -40,7 +40,7 @@ LINES = {
     "doctor": 900,
     "engines": 10_000,
     "health": 1_500,
-    "launch": 2_950,
+    "launch": 3_000,
     "learn": 1_650,
     "models": 2_150,
     "plan": 1_500,

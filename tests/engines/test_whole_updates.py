@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,9 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_ranks(
         if how == "checkpoint":
             checkpoint.load(tmp_path, engine, optimizer)
         else:
-            engine.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
+            weights, state = copy.deepcopy(saved)  # torch's own loading keeps the tensors, which ranks here would share
+            engine.load_state_dict(weights)
+            optimizer.load_state_dict(state)
         train(engine, optimizer, range(2, STEPS), 6)
         return dict(engine.state_dict())
 

@@ -109,6 +109,7 @@ def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
             {**IMAGE, "patch": "spec: {a: !!binary aGk=}"},
             "it is YAML, with nothing that JSON has not: Object of type bytes",
         ),
+        ({**IMAGE, "patch": "spec: {affinity: {$patch: keep}}"}, "$patch is delete or replace"),
         ({**IMAGE, "patch": "spec: {volumes: [{name: [a]}]}"}, "volumes is a list of items that have a name"),
     ],
 )

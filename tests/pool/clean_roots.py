@@ -103,6 +103,6 @@ def make_repository(folder: Path) -> None:
     """Makes a repository of all files of this one that git knows, as they are now, with a branch main."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     folder.mkdir(parents=True)
-    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", str(folder)], cwd=ROOT, input=listed, check=True)
+    subprocess.run(["xargs", "-0", "cp", "-P", "--parents", "-t", str(folder)], cwd=ROOT, input=listed, check=True)
     for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "all files"]):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@example.com", *words], cwd=folder, check=True)

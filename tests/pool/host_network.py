@@ -127,7 +127,8 @@ def start_sshd(made: HostNetwork, host: int, before: str = "true") -> subprocess
     log = (made.folder / f"sshd-{host}.log").open("ab")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     log.close()
-    asked = ["ip", "netns", "exec", made.network.host(0), *made.ssh.split(), f"h{host}", "true"]
+    last = made.network.host(made.network.num_hosts - 1)
+    asked = ["ip", "netns", "exec", last, *made.ssh.split(), f"h{host}", "true"]
     for _ in range(100):
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return process

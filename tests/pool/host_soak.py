@@ -141,22 +141,20 @@ class Soak:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def give_back(self, host: int) -> None:
-        """Mends what was done to a host, and waits until it takes part again."""
-        event, start, before = self.away.pop(host), self.now(), len(starts(self.folder))
-        if event.kind != "kill":
-            self.network.mend(host)
-        if event.kind != "cut":
-            process = start_sshd(self.network, host)
-            self.stack.callback(process.wait)
-            self.stack.callback(process.kill)
-        wanted = HOSTS - len(self.away)
-
-        def is_back() -> bool:
-            return len(starts(self.folder)) > before and self.members() == wanted
-
-        if self.wait(is_back, f"{event.host} has come back", PATIENCE_S):
-            event.back_s = round(self.now() - start, 1)
+    def give_back(self) -> None:
+        """Mends what was done to the hosts that are away, in any order, and waits until all take part again."""
+        start, before, returned = self.now(), len(starts(self.folder)), list(self.away.values())
+        for host in self.draw.sample(sorted(self.away), len(self.away)):
+            event = self.away.pop(host)
+            if event.kind != "kill":
+                self.network.mend(host)
+            if event.kind != "cut":
+                process = start_sshd(self.network, host)
+                self.stack.callback(process.wait)
+                self.stack.callback(process.kill)
+        if self.wait(lambda: len(starts(self.folder)) > before and self.members() == HOSTS, "all are back"):
+            for event in returned:
+                event.back_s = round(self.now() - start, 1)
 
     def finish(self) -> None:
         """Lets the steps that are left take no time, and waits for the end of the run."""
@@ -197,10 +195,9 @@ def run_soak(soak: Soak, num_losses: int, num_steps: int) -> dict[str, Any]:
         time.sleep(soak.draw.random() * 6)
         soak.lose(kind)
         is_last = number == len(kinds) - 1
-        if len(soak.away) == HOSTS - LEAST or is_last or soak.draw.random() < 0.6:
+        if len(soak.away) == HOSTS - LEAST or is_last or soak.draw.random() < 0.2:
             time.sleep(soak.draw.random() * 6)
-            for host in soak.draw.sample(sorted(soak.away), len(soak.away)):
-                soak.give_back(host)
+            soak.give_back()
     soak.finish()
     code = (soak.folder / "runs" / ".launches" / "tiny" / "exit").read_text().strip()
     consumed: dict[str, Any] = open_checkpoint(checkpoints(soak.folder)[-1]).values["consumed"]

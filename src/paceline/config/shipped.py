@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.errors import ConfigError, Problem, did_you_mean
+from paceline.errors import ConfigError, Problem
 
 FOLDER = Path(__file__).parents[1] / "configs"
 _ENDINGS = (".yaml", ".json")
@@ -33,8 +33,3 @@ def find_config(path: str | Path) -> Path:
         fix = f"write {own} for the file, or {shipped} for the other"
         raise ConfigError([Problem(what=what, rule="a name stands for one config", fix=fix)], source=str(asked))
     return shipped
-
-
-def suggest_shipped(path: Path) -> str:
-    """Returns the name of the shipped config that may have been meant by a path that does not exist; else nothing."""
-    return did_you_mean(path.stem, shipped_configs(), cutoff=0.7)

@@ -46,8 +46,8 @@ def read_patch(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"YAML, with nothing that JSON has not: {error}") from None
     parts = found if isinstance(found, dict) else {}
-    is_part = all(isinstance(each, dict) and each.get(_DIRECTIVE) != "delete" for each in parts.values())
-    if not parts or not is_part or not set(parts) <= {"metadata", "spec"}:
+    is_part = set(parts) <= {"metadata", "spec"} and all(isinstance(each, dict) for each in parts.values())
+    if not parts or not is_part:
         raise ValueError("a part of a pod's template: metadata, spec, or both, with what is changed in them")
     _check_shape(parts)
     return parts
@@ -64,6 +64,8 @@ def _check_shape(part: Any, name: str = "") -> None:
                 f"a pod's template, in which {name} has a text for each key: quote numbers, true and false"
             )
     elif isinstance(part, dict):
+        if part.get(_DIRECTIVE, "replace") not in ("delete", "replace"):
+            raise ValueError(f"a pod's template, in which {_DIRECTIVE} is delete or replace")
         for inner, value in part.items():
             if value is not None:
                 _check_shape(value, inner)
@@ -79,9 +81,9 @@ def _is_item(part: Any, key: str) -> bool:
 def merge(old: Any, new: Any, name: str = "") -> Any:
     """Returns ``old`` with what ``new`` changes in it; ``name``: under which key they stand."""
     if isinstance(new, Mapping):
-        kept = dict(old) if isinstance(old, Mapping) and new.get(_DIRECTIVE) != "replace" else {}
+        kept = dict(old) if isinstance(old, Mapping) and _DIRECTIVE not in new else {}
         for key, value in new.items():
-            if value is None or (isinstance(value, Mapping) and value.get(_DIRECTIVE) == "delete"):
+            if value is None:
                 kept.pop(key, None)
             elif key != _DIRECTIVE:
                 kept[key] = merge(kept.get(key), value, key)
