@@ -8,7 +8,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all judges browser soak fuzz slurm hosts ray check format docs bench container clean
+.PHONY: help run test test-all judges browser soak fuzz slurm hosts roots ray check format docs bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -52,6 +52,9 @@ slurm: $(VENV)/ready-dev  ## install and start a Slurm of four nodes on this mac
 
 hosts: $(VENV)/ready-dev  ## hosts in network namespaces with a real sshd, their tests, and a short soak (root; minutes)
 	$(BIN)/python -m pytest -q -m hosts tests/launch
+
+roots: $(VENV)/ready-dev  ## docs/deployment.md and the nodes of infrastructure/ in clean roots of two distributions (root, debootstrap; minutes)
+	$(BIN)/python -m pytest -q -n 0 -m hosts tests/infrastructure
 
 ray: $(VENV)/ready-dev  ## install Ray apart, and run the tests on two Ray nodes of this machine (minutes)
 	test -x $(VENV)/ray/bin/python || $(BIN)/python -m venv $(VENV)/ray

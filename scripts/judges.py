@@ -23,7 +23,7 @@ JUDGES = ROOT / "tests" / "judges"
 RECORD = ROOT / "bench" / "results" / "judges-cpu.json"
 GPU_RECORD = RECORD.with_name("judges-gpu.json")
 MUTANTS_RECORD = RECORD.with_name("mutants-cpu.json")
-GPU_WAYS = ["-n", "6", "--dist", "loadgroup", "-m", "gpu and judge"]  # NCCL ranks in a few workers: they share the GPU
+GPU_WAYS = ["-n", "8", "--dist", "loadgroup", "-m", "gpu and judge"]  # NCCL ranks in a few workers: they share the GPU
 PAGE = ROOT / "docs" / "judges.md"
 
 HEAD = """# Judges from outside

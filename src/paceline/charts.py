@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import UsageError
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A curve: its points (nan: none there), its label in the legend, and matplotlib's options for its look."""
 
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Any  # numbers, in a sequence or an array
+    y: Any
     label: str = ""
-    look: Mapping[str, Any] = field(default_factory=dict)
+    look: Mapping[str, Any] = MappingProxyType({})
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], *, counts: Sequence[int] = (), **labels: str) -> None:

@@ -23,6 +23,7 @@ from paceline.calibrate.kernels import (
     shapes_for,
 )
 from paceline.calibrate.machine import (
+    SIZES,
     LinkFigures,
     MachineFigures,
     RankFigures,
@@ -103,6 +104,7 @@ def _of_entries() -> Iterator[tuple[str, object]]:
         if isinstance(text, str) and text.startswith("#"):
             for backend in ("gloo", "shared_memory"):
                 yield f"rescaled {name} {backend}", rescale(text, 1.23456, 0.8, backend, "run")
+    yield "sizes", [SIZES, Wanted().samples, timing.MOST_SPREAD, timing.LEAST_SHARE]
     yield "best", best_rates(RATES)
     yield "rounded", [rounded(value) for value in (1.23456, 123456.0, 0.000123456)]
 

@@ -22,7 +22,7 @@ def kill(folder: Path, number: int, ranks: int = 0) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])}
     shown = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert shown.returncode == 0, shown.stderr
-    return [json.loads(line) for line in shown.stdout.splitlines()]
+    return [json.loads(line) for line in shown.stdout.splitlines() if not line.startswith("[Gloo]")]
 
 
 def check(attempts: list[dict[str, Any]]) -> None:

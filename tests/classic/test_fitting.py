@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import paceline
-from paceline.classic.simulated import _LateView
 from paceline.classic.trainer import DistributedTrainer
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -198,24 +197,3 @@ def test_mixed_precision_on_a_cpu_is_decided_by_what_the_processor_has(
     assert [bool(re.search("no bf16 instructions", str(each.message))) for each in told] == [True] * (name == "fp32")
     (found,) = half_precision(DoctorInputs(environment={}))
     assert found.status == ("ok" if instructions else "note")
-
-
-def test_progress_of_a_simulation_is_shown_when_it_takes_long() -> None:
-    from made_records import RUN, STEP
-
-    shown: list[Any] = []
-
-    class View:
-        def write(self, *records: Any) -> None:
-            shown.extend(records)
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    quick, slow = _LateView(60.0, View), _LateView(0.0, View)
-    quick.write(RUN, STEP)
-    assert shown == []
-    slow.write(RUN, STEP)
-    slow.write(STEP)
-    assert shown == [RUN, STEP, STEP]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.engines.flat import optimizer_state as matrixwise
-from paceline.engines.flat.optimizer_state import check_elementwise
+from paceline.engines.flat.optimizer_state import check_updates
 from paceline.errors import UsageError
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -135,9 +135,24 @@ def pieces() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(0))]
 
 
-def check_refused(optimizer: torch.optim.Optimizer, reason: str) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Lets it update pieces as they are."""
+    check_updates(optimizer, [], are_whole=True)
+    assert not hasattr(optimizer, "updates_whole")
+
+
+def check_whole(make: Callable[[], torch.optim.Optimizer], reason: str) -> None:
+    """Sees that it gets whole parameters, and is refused where there are none."""
+    check_refused(make(), reason, are_whole=False)
+    optimizer = make()
+    check_updates(optimizer, [], are_whole=True)
+    assert hasattr(optimizer, "updates_whole")
+
+
+def check_refused(optimizer: torch.optim.Optimizer, reason: str, *, are_whole: bool = True) -> None:
     with pytest.raises(UsageError, match=reason) as caught:
-        check_elementwise(optimizer)
+        check_updates(optimizer, [], are_whole=are_whole)
+    assert not hasattr(optimizer, "updates_whole")
     assert type(optimizer).__name__ in str(caught.value)
     assert "strategy = 'ddp'" in str(caught.value)
 
@@ -153,35 +168,38 @@ def test_elementwise_optimizers_are_accepted(name: str) -> None:
     check_elementwise(ELEMENTWISE[name](pieces()))
 
 
-def test_optimizers_that_look_at_more_than_an_element_are_refused() -> None:
-    check_refused(torch.optim.Adafactor(pieces()), "another update")
+def test_optimizers_that_look_at_all_parameters_together_are_refused() -> None:
     check_refused(torch.optim.LBFGS(pieces()), "closure")
     check_refused(torch.optim.SparseAdam(pieces()), "sparse")
-    check_refused(Lars(pieces()), "another update")
     check_refused(ClipsTogether(pieces(), lr=0.1), "all parameters together")
-    check_refused(NeedsElements(pieces(), lr=0.1), "without elements")
+
+
+def test_optimizers_that_look_at_a_parameter_get_it_whole() -> None:
+    check_whole(lambda: torch.optim.Adafactor(pieces()), "another update")
+    check_whole(lambda: Lars(pieces()), "another update")
+    check_whole(lambda: NeedsElements(pieces(), lr=0.1), "without elements")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_refused(LarsInFloat32(pieces()), "another update")
+        check_whole(lambda: LarsInFloat32(pieces()), "another update")
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_refused_whether_it_takes_slices_or_not() -> None:
-    check_refused(torch.optim.Muon([nn.Parameter(torch.randn(4, 4))]), "refuses flat slices")
+def test_muon_gets_whole_matrices_whether_it_takes_slices_or_not() -> None:
+    check_whole(lambda: torch.optim.Muon([nn.Parameter(torch.randn(4, 4))]), "refuses flat slices")
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
-def test_one_group_of_many_is_enough_to_refuse(rate: float) -> None:
+def test_one_group_of_many_is_enough(rate: float) -> None:
     first, second = pieces()
     plain = [{"params": [first]}, {"params": [second], "weight_decay": 0.1}]
     check_elementwise(MatrixByName(plain))
     marked = [{"params": [first]}, {"params": [second], "use_muon": True}]
-    check_refused(MatrixByName(marked, lr=rate), "refuses flat slices")
+    check_whole(lambda: MatrixByName(marked, lr=rate), "refuses flat slices")
 
 
 @pytest.mark.parametrize("rate", [1e-9, 0.0])
 def test_a_rate_of_zero_hides_nothing(rate: float) -> None:
-    check_refused(Lars(pieces(), lr=rate), "another update")
+    check_whole(lambda: Lars(pieces(), lr=rate), "another update")
 
 
 def test_what_cannot_be_tried_out_is_accepted_in_silence() -> None:
@@ -198,9 +216,9 @@ def test_schedulers_do_not_hide_the_step() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0.0
     check_elementwise(optimizer)
-    bad = Lars(pieces(), lr=0.1)
+    bad = ClipsTogether(pieces(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(bad, lambda step: step / 10)
-    check_refused(bad, "another update")
+    check_refused(bad, "all parameters together")
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -216,14 +234,14 @@ def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, Noisy, Lars])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Noisy, ClipsTogether])
 def test_a_trial_leaves_no_trace(make: Any) -> None:
     optimizer = make(pieces(), lr=0.1)
     before = snapshot(optimizer)
     try:
         check_elementwise(optimizer)
     except UsageError:
-        assert make is Lars
+        assert make is ClipsTogether
     for one, other in zip(snapshot(optimizer), before, strict=True):
         if isinstance(other, torch.Tensor):
             assert torch.equal(one, other)
@@ -234,17 +252,17 @@ def test_a_trial_leaves_no_trace(make: Any) -> None:
 
 
 def test_a_class_is_tried_out_once_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, trial = [], matrixwise._reason_against
+    tried, trial = [], matrixwise._reasons_against
 
-    def count(optimizer: torch.optim.Optimizer) -> str | None:
+    def count(optimizer: torch.optim.Optimizer) -> matrixwise.Reasons:
         tried.append(optimizer)
         return trial(optimizer)
 
-    monkeypatch.setattr(matrixwise, "_reason_against", count)
+    monkeypatch.setattr(matrixwise, "_reasons_against", count)
     for _ in range(2):
         check_elementwise(torch.optim.SGD(pieces(), lr=0.1, momentum=0.9))
         check_elementwise(torch.optim.AdamW(pieces(), lr=torch.tensor(0.1), betas=(0.9, 0.99)))
-        check_refused(ClipsTogether(pieces(), lr=0.1, momentum=0.9), "another update")
+        check_refused(ClipsTogether(pieces(), lr=0.1, momentum=0.9), "all parameters together")
     assert len(tried) == 3
     check_elementwise(torch.optim.SGD(pieces(), lr=0.1, momentum=0.9, nesterov=True))
     check_elementwise(torch.optim.SGD([piece.detach().half() for piece in pieces()], lr=0.1, momentum=0.9))

@@ -303,3 +303,29 @@ def test_split_logits_are_scaled_and_refuse_what_needs_them_whole() -> None:
             torch.tanh(logits)
 
     run_virtual(work, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # the compiler looks at gradients that are not there
+@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+def test_compiled_blocks_of_the_librarys_plan_compute_the_same(name: str) -> None:
+    tokens, targets = batch(0)
+
+    def loss_of(model: Any) -> torch.Tensor:
+        logits = model(input_ids=tokens).logits
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    plain = make(name)
+    loss_of(plain).backward()
+
+    def work(comm: VirtualCommunicator) -> None:
+        model: Any = make(name)
+        layout = apply_tensor_parallel(model, comm, gathers_logits=True)
+        for block in model.model.layers:
+            block.compile(backend="eager")
+        loss_of(model).backward()
+        for key, parameter in model.named_parameters():
+            whole = layout.full(key, parameter.grad, comm)
+            assert_near(whole, plain.get_parameter(key).grad, 1e-6, key)
+
+    run_virtual(work, 2)

@@ -131,6 +131,8 @@ class OurGroup(dist.ProcessGroup):
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, _: Any = None) -> OurWork:
         return OurWork([self.comm.all_gather(output.view(-1), tensor.contiguous().view(-1))], result=[output])
 
+    all_gather_single = _allgather_base  # as torch 2.13 names it
+
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> OurWork:
         (output,), (pieces,) = outputs, inputs
         if any(piece.numel() != output.numel() for piece in pieces):
@@ -144,10 +146,14 @@ class OurGroup(dist.ProcessGroup):
         work = self.comm.reduce_scatter(output.view(-1), tensor.contiguous().view(-1), _op(options))
         return OurWork([work], result=[output])
 
+    reduce_scatter_single = _reduce_scatter_base
+
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, to: list[int], source: list[int], _: Any = None
     ) -> OurWork:
         return OurWork([self.comm.all_to_all(output, tensor, to or None, source or None)], result=[output])
+
+    all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], _: Any = None) -> OurWork:
         splits = [[each.numel() for each in tensors] for tensors in (outputs, inputs)]

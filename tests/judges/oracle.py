@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map
+
+from paceline.engines.precision import PRECISIONS
 
 State = dict[str, torch.Tensor]
 # Of the norm of a tensor's move. Compiled kernels keep in float32 what others round to bf16 one after another.
@@ -36,6 +38,7 @@ class Numbers:
     device: str = "cpu"
     precision: str = "float64"
     is_compiled: bool = False
+    casts_buffers: bool = False  # with bf16_master: for a model that adds a buffer to what it computes
 
     @property
     def is_exact(self) -> bool:
@@ -47,10 +50,23 @@ class Numbers:
         return torch.float64 if self.is_exact else torch.float32
 
     @property
+    def eps(self) -> float:
+        """That of AdamW. With a small one a number steps as far as any other if its gradient is not nearly zero.
+
+        Where rounding decides which way, compiled kernels, which round elsewhere, go another one. So there it is large:
+        an update is a share of its gradient, and no further off.
+        """
+        return 1.0 if self.is_compiled else 1e-3
+
+    @property
     def options(self) -> dict[str, Any]:
         """What ``parallelize`` is told."""
         compiled = {"compile": True} if self.is_compiled else {}
-        return compiled if self.is_exact else {"precision": self.precision, **compiled}
+        if self.is_exact:
+            return compiled
+        casts = self.casts_buffers and self.precision == "bf16_master"
+        precision = replace(PRECISIONS[self.precision], buffer_dtype=torch.bfloat16) if casts else self.precision
+        return {"precision": precision, **compiled}
 
     def put(self, tree: Any) -> Any:
         """Returns inputs on the device, floating-point ones in the dtype that models are built in."""
@@ -106,7 +122,8 @@ class Alone:
     """A module of torch in one process.
 
     ``bf16`` is torch's autocast. With ``bf16_master`` the parameters are in bf16, gradients are added up in float32,
-    and an optimizer updates masters in float32, which are cast to the parameters.
+    and an optimizer updates masters in float32, which are cast to the parameters. Layers with running statistics stay
+    in float32, as torch's kernels for GPUs want it.
     """
 
     def __init__(self, module: nn.Module, numbers: Numbers) -> None:
@@ -114,10 +131,15 @@ class Alone:
         self.before = {key: value.detach().cpu().clone() for key, value in module.state_dict().items()}
         self.masters: dict[str, nn.Parameter] = {}
         if numbers.precision == "bf16_master":
+            kept = {each for layer in module.modules() if has_statistics(layer) for each in layer.parameters(False)}
             for name, parameter in module.named_parameters():
+                if parameter in kept:
+                    continue
                 master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 self.masters[name] = master
                 parameter.data = parameter.data.to(torch.bfloat16)
+            for layer in module.modules() if numbers.casts_buffers else ():
+                layer._buffers.update(tree_map(to_bf16, layer._buffers))
 
     @property
     def has_batch_norms(self) -> bool:
@@ -125,7 +147,8 @@ class Alone:
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer updates."""
-        return [each for each in (*self.masters.values(),) or self.module.parameters() if each.requires_grad]
+        held = (self.masters.get(name, parameter) for name, parameter in self.module.named_parameters())
+        return [each for each in held if each.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.masters:
@@ -136,7 +159,7 @@ class Alone:
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
-        for name, parameter in self.module.named_parameters() if self.masters else ():
+        for name, parameter in self._with_masters():
             if parameter.grad is not None:
                 gradient, master = parameter.grad.float(), self.masters[name]
                 master.grad = gradient if master.grad is None else master.grad + gradient
@@ -147,17 +170,24 @@ class Alone:
         """Steps, and forgets the gradients."""
         optimizer.step()
         optimizer.zero_grad()
-        for name, parameter in self.module.named_parameters() if self.masters else ():
+        for name, parameter in self._with_masters():
             parameter.copy_(self.masters[name])
 
     def state(self) -> State:
         """The state of the module, with the masters in the parameters' places."""
         found = {key: value.detach() for key, value in self.module.state_dict().items()}
         held = {parameter: name for name, parameter in self.module.named_parameters()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False) if self.masters else ():
-            if name in found:
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in found and held[parameter] in self.masters:
                 found[name] = self.masters[held[parameter]].detach()
         return found
+
+    def _with_masters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, each) for name, each in self.module.named_parameters() if name in self.masters]
+
+
+def has_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, _NormBase) and layer.running_mean is not None
 
 
 def to_bf16(value: Any) -> Any:

@@ -193,13 +193,13 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
 
-def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[torch.nn.Parameter], numbers: Numbers = FLOAT64) -> torch.optim.Optimizer:
     """AdamW, whose eps is large enough that a gradient of nothing but rounding moves nothing."""
-    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=0.01, eps=1e-3)
+    return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=0.01, eps=numbers.eps)
 
 
 def train_step(model: Any, name: str, ranks: tuple[int, ...], numbers: Numbers = FLOAT64) -> float:
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), numbers)
     loss = loss_of(model, numbers.put(batch_of(name, ranks)))
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -214,7 +214,7 @@ def trained_alone(name: str, numbers: Numbers = FLOAT64) -> tuple[float, Alone]:
     of other sizes are other kernels, which round in other places.
     """
     alone = Alone(build(name, numbers).train(), numbers)
-    optimizer, losses = adamw(alone.parameters()), []
+    optimizer, losses = adamw(alone.parameters(), numbers), []
     is_one = numbers.is_exact or any(isinstance(each, _BatchNorm) for each in alone.module.modules())
     for ranks in [ALL] if is_one else [(rank,) for rank in ALL]:
         loss = loss_of(alone, numbers.put(batch_of(name, ranks))) * (len(ranks) / RANKS)

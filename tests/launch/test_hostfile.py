@@ -32,27 +32,22 @@ def test_hosts_and_their_slots_are_read(named: str, text: str, hosts: tuple[str,
 
 
 def test_all_that_is_wrong_with_a_list_is_told_at_once() -> None:
-    text = "b:2222\nc slots=0\nd slots=2 max_slots=4\ne:2 slots=2\nf port=22\na\ng:two\n"
+    wrong = ["b:2222", "c slots=0", "d slots=2 max_slots=4", "e:2 slots=2", "f port=22", "g:two", "h " + "x" * 10_000]
     with pytest.raises(ConfigError) as refused:
-        read_hosts("a,a", text.splitlines())
+        read_hosts("a,a", [*wrong, "a"])
     told = str(refused.value)
-    for words in (
-        "line 1: host b has slots '2222'",
-        "ssh's port goes into ~/.ssh/config",
-        "line 2: host c has slots '0'",
-        "line 3: 'max_slots=4' of host d",
-        "line 4: slots of host e are given twice, 2 and 2",
-        "line 5: 'port=22' of host f",
-        "line 7: host g has slots 'two'",
-        "host a is listed 3 times",
-        "write a:3 once",
-    ):
-        assert words in told
+    for number, line in enumerate(wrong, 1):
+        assert f"line {number}: {line[:80]!r}" in told
+    assert "it is HOST, HOST slots=N or HOST:N" in told
+    assert "ssh's port goes into ~/.ssh/config" in told
+    assert "a is listed 3 times" in told
+    assert "write a:3 once" in told
+    assert len(told) < 2500
 
 
 @pytest.mark.parametrize("named", ["a:2,b:4", "a:2,b"])
 def test_slots_that_differ_are_refused(named: str) -> None:
-    with pytest.raises(ConfigError, match="the slots of hosts differ: a 2, b"):
+    with pytest.raises(ConfigError, match="slots of hosts differ: a 2, b"):
         read_hosts(named)
 
 

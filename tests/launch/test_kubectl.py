@@ -28,6 +28,7 @@ PROGRAM = r"""#!/bin/sh
 folder=$(dirname "$0")
 shift 2  # --namespace here
 echo "$@" >> "$folder/calls"
+[ "$2" = --dry-run=server ] && [ -e "$folder/refuses" ] && { cat "$folder/refuses" >&2; exit 1; }
 case "$1" in apply|create) cat > "$folder/$1.json" ;; esac
 for file in "$folder/$1-$2".*; do
   [ -e "$file" ] || continue
@@ -64,6 +65,13 @@ def test_the_secret_goes_to_standard_input_alone(program: Path) -> None:
     assert {each["kind"] for each in json.loads(applied)["items"]} >= {"Job", "Service", "ConfigMap"}
     assert secret not in applied
     assert secret not in (program.parent / "calls").read_text()
+
+
+def test_what_the_cluster_would_not_take_makes_no_object(program: Path) -> None:
+    (program.parent / "refuses").write_text('unknown field "spec.template.spec.tolerationz"')
+    with pytest.raises(LaunchError, match=r"kubectl apply failed .*\n  unknown field"):
+        Kubectl(OPTIONS, str(program)).apply(render(OPTIONS, CONFIG))
+    assert (program.parent / "calls").read_text() == "apply --dry-run=server --filename -\n"
 
 
 def test_a_secret_of_the_user_must_be_there(program: Path) -> None:

@@ -104,7 +104,13 @@ def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
         ({**IMAGE, "patch": "spec: {containers: [paceline]}"}, "containers is a list of items that have a name"),
         ({**IMAGE, "patch": "spec: {containers: {name: paceline}}"}, "containers is a list of items that have a name"),
         ({**IMAGE, "patch": "metadata: {labels: {stage: 2}}"}, "labels has a text for each key"),
-        ({**IMAGE, "patch": "spec: ["}, "it is YAML: while parsing"),
+        ({**IMAGE, "patch": "spec: ["}, "it is YAML, with nothing that JSON has not: while parsing"),
+        (
+            {**IMAGE, "patch": "spec: {a: !!binary aGk=}"},
+            "it is YAML, with nothing that JSON has not: Object of type bytes",
+        ),
+        ({**IMAGE, "patch": "spec: {affinity: {$patch: keep}}"}, "$patch is delete or replace"),
+        ({**IMAGE, "patch": "spec: {volumes: [{name: [a]}]}"}, "volumes is a list of items that have a name"),
     ],
 )
 def test_what_is_wrong_is_told_with_what_it_should_be(words: dict[str, str], message: str) -> None:

@@ -29,6 +29,7 @@ CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"},
 # Each changes another part: what is added, what is replaced whole, what is removed.
 PATCHES = (
     EXAMPLE,
+    "spec: {securityContext: {seccompProfile: {$patch: delete}}}",
     "spec: {terminationGracePeriodSeconds: 7, enableServiceLinks: null}",
     "spec: {volumes: [{name: tmp, emptyDir: {sizeLimit: 9Gi}}, {name: shm, $patch: delete}]}",
     "spec: {containers: [{name: paceline, env: [{name: HOME, value: /data}, {name: A, value: b}]}]}",
@@ -111,10 +112,7 @@ def test_what_no_pod_can_be_is_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ["--on", "slurm", "--patch", "patch.yaml"],
-            "--patch patch.yaml with --on slurm: it is an option of Kubernetes",
-        ),
+        (["--on", "slurm", "--patch", "patch.yaml"], "--patch with --on slurm: it is an option of Kubernetes"),
         (["--on", "kubernetes", "--patch", "missing.yaml"], "--patch missing.yaml: No such file"),
         (["--on", "kubernetes", "--patch", "patch.yaml"], "it is a part of a pod's template"),
     ],

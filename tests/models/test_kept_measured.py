@@ -153,7 +153,9 @@ def _of_counts() -> Iterator[tuple[str, object]]:
         return torch.ones(samples, 6), torch.zeros(samples, dtype=torch.int64)
 
     found = measure_activations(model, _loss, batch(4), [model[2], model[2][0]])
-    yield "activations", [found, found.total]
+    work = found.work
+    sizes = [found.outside, found.blocks, found.largest, found.total, work.total_params, work.flops, work.activations]
+    yield "activations", [*sizes, work.kind, found.written_bytes >= work.activations]
     yield "facts", _facts(measure_model(model, _loss, batch, [model[2]]))
     pictures = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     pictures.register_buffer("more", torch.zeros(5))

@@ -26,7 +26,7 @@ from paceline.plan.workload import (
 )
 from paceline.schedule.schedules import make_schedule
 
-GPT = ModelShape(layers=6, width=64, heads=4, kv_heads=2, mlp_width=160, vocab_size=300, context=48)
+GPT = ModelShape(layers=6, width=64, heads=4, kv_heads=2, mlp_width=160, vocab_size=300, context=46)
 MODELS = {
     "gpt": GPT,
     "mlp": ModelShape(kind="mlp", layers=3),
@@ -156,7 +156,7 @@ def _choices() -> dict[str, tuple[Any, ...]]:
     ]
     return {
         "strategy": STRATEGIES,
-        "data": (0, 2, 4),
+        "data": (0, 2, 3, 4),
         "pipeline": (1, 2, 3, 5),
         "tensor": (1, 2, 3, 4),
         "shard_ranks": (0, 2, 3, 8),
@@ -166,7 +166,7 @@ def _choices() -> dict[str, tuple[Any, ...]]:
         "units": (None, ("a",), ("a", "b", "a")),
         "unit_mb": (None, 8.0),
         "prefetch": (1, 2),
-        "reshard_after_forward": (True, False, 0, 2, 3),
+        "reshard_after_forward": (True, False, 0, 1, 2, 3),
         "bucket_mb": (25.0, 0.5),
         "first_bucket_mb": (1.0, 0.5),
         "tunes_buckets": (False, True),
@@ -194,11 +194,23 @@ def _of_rules() -> Iterator[tuple[str, object]]:
         return values[int(random.random() * len(values))]
 
     keys = dict.fromkeys((*names, "ranks", "heads", "kv_heads"), "parallel.")
+    directed: list[dict[str, Any]] = [{"tensor": tensor, "sequence_parallel": True} for tensor in (2, 3, 4)]
+    directed += [{"data": data, "pipeline": 2, "tensor": tensor} for data in (2, 3) for tensor in (1, 2)]
+    directed += [{"strategy": "fsdp", "reshard_after_forward": number} for number in (0, 1, 3)]
+    directed += [
+        {"pipeline": pipeline, "chunks": chunks, "schedule": "interleaved"} for pipeline in (3, 8) for chunks in (2, 3)
+    ]
+    directed += [{"pipeline": 2, "stage_layers": counts} for counts in ((3, 3), (0, 6), (6, 0), (2, 2, 2), (5, 2))]
+    directed += [{"algorithm": "hierarchical", "node_ranks": number} for number in (0, 1, 4, 8)]
+    directed += [{"strategy": "hybrid", "node_ranks": number} for number in (0, 2, 8)]
+    directed += [{"expert": expert, "strategy": strategy} for expert in (3, 4) for strategy in ("ddp", "fsdp")]
     for place in range(320):
         chosen = {of(names) for _ in range(1 + int(random.random() * 4))}
         if place % 2:
             chosen |= {"pipeline", "strategy"}
         asked = {name: of(choices[name]) for name in sorted(chosen)}
+        if place < 2 * len(directed):
+            asked = directed[place // 2]
         ranks, node_ranks, model = of((None, 1, 4, 6, 8, 12)), of((None, 0, 4)), of(sorted(MODELS))
         case = RuleCase(
             Layout(**asked),

@@ -46,6 +46,9 @@ FORKED = (
     "kill_saves",
     "own_loop",
     "deeds",
+    "run_functions",
+    "run_tests",
+    "save_sharded",
 )  # of python -m
 FORKED_CODE = (
     "import gloo_pool;",

@@ -38,10 +38,13 @@ from paceline.comm.objects import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
-from paceline.config.load import load_config
+from paceline.config.load import config_from_dict, load_config
 from paceline.data.token_files import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
+from paceline.launch.kubernetes import render
+from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.pod_patch import read_patch
 from paceline.learn.course import parse_progress
 from paceline.learn.play import PlayInputs, answer_for
 from paceline.profile.merge import beside
@@ -404,6 +407,11 @@ def model_case(draw: random.Random, folder: Path) -> Run:
     return lambda: read_hugging_face(path)
 
 
+def _patch_pods(text: bytes) -> None:
+    config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}})
+    render(KubernetesOptions(name="a", image="a:1", patch=read_patch(_text(text))), config)
+
+
 _TOKENS = json.dumps(
     {
         "format": "paceline-tokens-1",
@@ -416,6 +424,20 @@ _TOKENS = json.dumps(
         "shards": [{"file": "tokens-00000.bin", "tokens": 9, "documents": 1, "sha256": "00"}],
     }
 ).encode()
+_PATCH = {
+    "metadata": {"labels": {"team": "a"}},
+    "spec": {
+        "tolerations": [{"key": "a", "operator": "Exists"}],
+        "volumes": [{"name": "data", "emptyDir": {}}, {"name": "shm", "$patch": "delete"}],
+        "containers": [
+            {
+                "name": "paceline",
+                "env": [{"name": "A", "value": "b"}],
+                "volumeMounts": [{"name": "data", "mountPath": "/d"}],
+            }
+        ],
+    },
+}
 _IMAGES = b'{"size": {"height": 8, "width": 8}, "image_mean": [0.5, 0.5, 0.4], "image_std": [0.5, 0.2, 0.5]}'
 
 TARGETS: tuple[Target, ...] = (
@@ -442,6 +464,7 @@ TARGETS: tuple[Target, ...] = (
     parser(
         "classes of models", parse_class_names, parser_inputs([b'{"id2label": {"0": "cat", "1": "dog"}}']), ValueError
     ),
+    parser("patches of pods", _patch_pods, parser_inputs([_as_bytes(_PATCH)], _as_bytes), ValueError),
     parser("requests for ranks", parse_request, parser_inputs([_REQUEST], _as_bytes), ValueError),
     parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
     parser(

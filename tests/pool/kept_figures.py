@@ -2,7 +2,8 @@
 
 A test file ``test_kept_THING.py`` has a function ``figures()``, which computes them through public functions: names to
 numbers, texts, sequences, mappings and dataclasses. ``assert_kept`` compares them with ``kept_THING.json``, numbers to
-a relative 1e-9. ``python scripts/keep_figures.py ROOM`` writes the files of a room anew.
+a relative 1e-9. Where a change is meant, ``PACELINE_KEEP=1 pytest tests/ROOM/test_kept_*`` writes the files anew; read
+the difference before you commit it.
 
 Figures are the same on every machine, and under every version of torch: no times that were measured, no paths.
 """
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -28,6 +30,8 @@ _MOST_TOLD, _MOST_CHARACTERS = 8, 400
 def assert_kept(test_file: str, figures: Mapping[str, object]) -> None:
     """Fails where figures are not those of the file beside the test; says which moved, from what to what."""
     path, found = kept_path(Path(test_file)), flat_figures(figures)
+    if os.environ.get("PACELINE_KEEP"):
+        keep(Path(test_file), figures)
     kept = read_kept(path)
     moved = [
         f"  {case} {name}: {shown(kept[case], name)} -> {shown(found[case], name)}"
@@ -39,7 +43,7 @@ def assert_kept(test_file: str, figures: Mapping[str, object]) -> None:
     moved += [f"  {case}: is in {path.name} alone" for case in sorted(kept.keys() - found.keys())]
     if moved:
         more = [f"  and {len(moved) - _MOST_TOLD} more"] if len(moved) > _MOST_TOLD else []
-        command = f"python scripts/keep_figures.py {Path(test_file).parent.name}"
+        command = f"PACELINE_KEEP=1 python -m pytest -q tests/{Path(test_file).parent.name}/{Path(test_file).name}"
         told = [f"{len(moved)} figures are not as they were kept:", *sorted(moved)[:_MOST_TOLD], *more]
         raise AssertionError("\n".join([*told, f"where the change is meant, keep the new ones: {command}"]))
 
@@ -67,6 +71,11 @@ def told(call: Callable[[], object]) -> object:
         return call()
     except PacelineError as error:
         return f"refused: {error}"
+
+
+def through_json(value: object) -> object:
+    """Returns a value as a file would have it; fails for one that no file can have."""
+    return json.loads(json.dumps(value))
 
 
 def flat_figures(figures: Mapping[str, object]) -> dict[str, dict[str, Leaf]]:

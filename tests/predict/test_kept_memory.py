@@ -258,7 +258,7 @@ def _of_configs() -> Iterator[tuple[str, object]]:
         layouts = [Layout(**each).for_ranks(8) for each in LAYOUTS[::5]]
         if name != "micro":
             layouts = [each for each in layouts if each.tensor == 1]
-        found = [memory(layout) for layout in layouts]
+        found = [memory.estimate(layout) for layout in layouts]
         deep = replace(Layout(pipeline=2, schedule="gpipe").for_ranks(2), accumulate=100)
         yield (
             f"config {place} {name}",
@@ -267,6 +267,6 @@ def _of_configs() -> Iterator[tuple[str, object]]:
                 rank_estimates(config),
                 found,
                 StateFacts.of(config, "cpu"),
-                [memory(layout) for layout in (deep, replace(deep, pipeline=64, data=1))],
+                [memory.estimate(layout) for layout in (deep, replace(deep, pipeline=64, data=1))],
             ],
         )

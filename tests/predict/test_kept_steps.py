@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout, Offload
@@ -18,7 +18,7 @@ from paceline.predict.formulas.constants import constants_for, fitted_constants,
 from paceline.predict.formulas.engine_costs import part_params, price, zero_bubble_share
 from paceline.predict.formulas.saving import best_interval, lost_share, time_between_failures
 from paceline.predict.formulas.step import Prediction, expected_most, model_flops, predict, slowest_device
-from paceline.predict.scored.measured_table import Row, RowError, Table, read_shipped
+from paceline.predict.scored.measured_table import INPUTS, Row, RowError, Table, read_shipped
 from paceline.predict.scored.published import in_metric, known_model, predict_case, read_case
 from paceline.predict.scored.validation import rows_csv, to_json, validate
 
@@ -32,7 +32,13 @@ _TOLD_OF_ROW = ("model_family", "gpu", "zero_stage_or_fsdp", "precision", "activ
 
 
 def figures() -> dict[str, object]:
-    return {**dict(_of_rows()), **dict(_of_engines()), **dict(_of_frameworks()), **dict(_of_parts())}
+    return {
+        **dict(_of_rows()),
+        **dict(_of_odd_rows()),
+        **dict(_of_engines()),
+        **dict(_of_frameworks()),
+        **dict(_of_parts()),
+    }
 
 
 def test_formulas_give_the_figures_that_were_kept() -> None:
@@ -43,15 +49,73 @@ def _of_rows() -> Iterator[tuple[str, object]]:
     """Every published row in its metric, the scores; one row of each kind with all its parts."""
     table = read_shipped()
     found = validate(table)
-    yield "scores", to_json(replace(found, rows=()))
+    yield "scores", through_json(to_json(replace(found, rows=())))
     yield "rows", {each.row.id: [each.predicted, each.flops, each.fits] for each in found.rows}
     kinds: dict[tuple[str, ...], Row] = {}
     for row in table.rows:
         kinds.setdefault((row.family, *(row.text[name] for name in _TOLD_OF_ROW[1:])), row)
     for row in kinds.values():
         yield f"row {row.id}", told(lambda row=row: _row_parts(row))
+    some = [place for place, row in enumerate(table.rows) if row.family in ("internevo", "titan", "dle", "kempner")]
+    fewer = Table(table.source, *(tuple(side[place] for place in some) for side in (table.rows, table.measured)))
+    yield "dev rows", through_json(to_json(replace(validate(fewer, "dev"), rows=())))
     small = Table(table.source, table.rows[::37], tuple("OOM" if n % 3 == 1 else "7.5" for n in range(22)))
-    yield "some rows", {"csv": rows_csv(validate(small)), "scores": to_json(validate(small))}
+    yield "some rows", {"csv": rows_csv(validate(small)), "scores": through_json(to_json(validate(small)))}
+
+
+ODD_CELLS: list[dict[str, str]] = [
+    *({"params_b": "", "model_family": name} for name in ("Llama 9", "a Qwen", "own")),
+    *({column: ""} for column in ("heads", "kv_heads", "ffn", "vocab", "layers", "global_batch", "micro_batch", "vpp")),
+    *({"gpus_per_node": text} for text in ("4 per tray / 72 per NVLink domain", "8", "none", "16", "17")),
+    *(
+        {"n_gpus": "32", "dp": "32", "interconnect": text}
+        for text in ("8x200 Gb/s RoCE per node", "400 Gb/s RDMA per GPU")
+    ),
+    *({"n_gpus": "32", "dp": "32", "interconnect": text} for text in ("reference 100 Gb/s", "100 Gb/s", "fast")),
+    *(
+        {"zero_stage_or_fsdp": text}
+        for text in ("none", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO stage 4", "HSDP", "FSDP2")
+    ),
+    *(
+        {"zero_stage_or_fsdp": text}
+        for text in ("ZeRO-1 within 4 ranks", "distributed optimizer", "Megatron-LM", "zero", "magic")
+    ),
+    *(
+        {"precision": text}
+        for text in ("fp32", "tf32", "amp_fp16", "pure bf16", "fp8-rowwise", "mxfp8", "nvfp4", "int3")
+    ),
+    *(
+        {"activation_recompute": text}
+        for text in ("selective", "selective attention", "full, sequence parallel", "not stated", "odd")
+    ),
+    *({"compile": text} for text in ("yes", "no", "eager", "inductor", "odd", "some remark")),
+    *({"micro_batch": text} for text in ("4096 tokens", "(2)", "not stated", "64", "1")),
+    *({"tp": "2", "pp": "2", "dp": "2", "vpp": text} for text in ("1", "3", "interleaved", "some remark", "n/a")),
+    *({"dp": "", "tp": tensor, "cp": context} for tensor, context in (("2", "1"), ("1", "4"), ("3", "1"))),
+    *({"model_family": name, "seq_len": "512"} for name in ("BERT-large", "Mixtral 8x7B", "ResNet-50", "GNMT v2")),
+    *(
+        {"hidden": "2050"},
+        {"heads": "16", "kv_heads": "5"},
+        {"metric_name": "odd"},
+        {"gpu": "Z9"},
+        {"layers": "2.5"},
+        {"dp": "3"},
+    ),
+    *({"metric_name": name} for name in ("mem_gib", "mfu_pct", "tflops_per_gpu", "seq_per_s", "step_time_s")),
+    *({"metric_name": "tflops_per_gpu", "activation_recompute": text} for text in ("full", "selective", "none")),
+]
+
+
+def _of_odd_rows() -> Iterator[tuple[str, object]]:
+    """A row with one cell or two changed: what is read of it."""
+    usual = dict.fromkeys(INPUTS, "") | {"vocab": "51200", "seq_len": "2048", "global_batch": "64", "micro_batch": "4"}
+    usual |= {"id": "gpt-1", "model_family": "GPT", "params_b": "1.3", "layers": "24", "hidden": "2048", "heads": "16"}
+    usual |= {"kv_heads": "16", "ffn": "8192", "gpu": "A100-80GB-SXM", "gpus_per_node": "8", "n_gpus": "8", "dp": "8"}
+    usual |= {"tp": "1", "pp": "1", "vpp": "1", "cp": "1", "zero_stage_or_fsdp": "FSDP", "precision": "bf16"}
+    usual |= {"activation_recompute": "none", "compile": "no", "interconnect": "NVLink", "metric_name": "step_time_s"}
+    for cells in ODD_CELLS:
+        found: Any = _row_parts(Row(2, {**usual, **cells}))
+        yield f"cells {cells}", found if isinstance(found, str) else [found[0], found[1]["said"], found[1]["fits"]]
 
 
 def _row_parts(row: Row) -> object:

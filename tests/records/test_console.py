@@ -322,3 +322,19 @@ def test_speed_is_told_in_what_the_run_counts_and_as_a_share_of_the_peak(
         view.flush()
         view.close()
         assert told in stream.getvalue()
+
+
+def test_a_run_that_is_over_soon_leaves_no_trace(run_record: RunRecord, step_record: StepRecord) -> None:
+    clock, stream = _Clock(), io.StringIO()
+    view = ProgressView(
+        Console(file=stream, force_terminal=False, width=80), after_s=5.0, plain_every_s=0.0, clock=clock
+    )
+    view.write(run_record, _step(step_record, 1))
+    view.flush()
+    assert stream.getvalue() == ""
+    clock.now += 6.0
+    view.write(_step(step_record, 2))
+    view.write(_step(step_record, 3))
+    first, *steps = stream.getvalue().splitlines()
+    assert run_record.strategy in first
+    assert len(steps) == 2

@@ -135,3 +135,10 @@ def test_a_dry_run_is_started_as_somebody_says_and_gets_the_config(tmp_path: Pat
     asked = {"config": "name: mine", "threads": 2, "cores": [1, 3], "entry": str(entry.absolute())}
     assert [(module, json.loads(text)) for module, text in started] == [("paceline.rehearse.dryrun.expected", asked)]
     assert plain_start(["module", "word"]) == ["-m", "module", "word"]
+
+
+def test_a_dry_run_ends_with_its_launcher() -> None:
+    """A process whose parent is another one than at its start has lost its launcher."""
+    code = "from paceline.rehearse.dryrun.expected import _end_with; _end_with(-1); print('goes on')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")

@@ -21,7 +21,7 @@ from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render
 CASES: list[tuple[str, int, int, int | None]] = [
     (name, ranks, microbatches, None)
     for name in SCHEDULE_NAMES
-    for ranks, microbatches in ((1, 1), (1, 3), (2, 2), (2, 5), (3, 4), (4, 9), (4, 3))
+    for ranks, microbatches in ((1, 1), (1, 3), (2, 1), (3, 1), (2, 2), (2, 5), (3, 4), (4, 9), (4, 3))
 ]
 CASES += [("interleaved", 2, 4, 3), ("interleaved", 3, 7, 2), ("interleaved", 4, 8, 4)]
 OWN = """# schedule=mine placement=0,1 microbatches=2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
@@ -115,7 +115,7 @@ def _of_choices() -> Iterator[tuple[str, object]]:
             yield f"choice {name}", found
             continue
         choice: Any = found
-        shown = choice.to_json()
+        shown: Any = through_json(choice.to_json())
         ladder = shown.pop("ladder")
         short = [
             [each["label"], each["rejected"], each["seconds"], each["overhead"], each["memory"]["device_bytes"]]
@@ -273,6 +273,9 @@ def _of_memory() -> Iterator[tuple[str, object]]:
             large, parallel={"device": "cuda", "ranks": 4, "strategy": "fsdp"}, memory={"offload": ["optimizer"]}
         ),
         "auto": make_config(large, parallel={"device": "cuda", "ranks": 2, "strategy": "auto"}),
+        "every": make_config(
+            large, parallel={"device": "cuda", "ranks": 2}, memory={"checkpoint_activations": "every_2"}
+        ),
     }
     for name, config in cases.items():
         for node_ranks, in_turns in ((None, False), (1, False), (None, True)):
@@ -303,6 +306,7 @@ def _of_memory() -> Iterator[tuple[str, object]]:
         ("stages", GPUS),
         ("offload", replace(GPUS, memory_bytes=1e9)),
         ("gpus", HOST),
+        ("every", GPUS),
     ):
         config = cases[name]
         need = needed(config)

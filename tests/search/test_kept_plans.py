@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import load_cluster
@@ -79,7 +79,7 @@ def make_config(model: dict[str, Any] | None = None, data: dict[str, Any] | None
 
 
 def _plan(result: PlanResult) -> object:
-    found = result.to_json(3)
+    found = through_json(result.to_json(3))
     cheapest = result.cheapest_row()
     return [found, result.to_text(3), told(result.to_yaml), cheapest and cheapest.devices, result._repr_html_()[:300]]
 
@@ -184,6 +184,12 @@ def _of_searches() -> Iterator[tuple[str, object]]:
         "no mesh",
         [told(lambda name=name: search(odd, load_cluster(name)).num_fit) for name in ("2x dgx-a100", "1x dgx-a100")],
     )
+    plain = replace(odd, model=replace(shape, layers=1, heads=1, kv_heads=1))
+    for batch in (6, 7, 12):
+        task = replace(plain, global_batch=batch)
+        for name in ("2x dgx-a100", "1x dgx-a100", "1x g4dn.12xlarge"):
+            found_now = told(lambda task=task, name=name: search(task, load_cluster(name)).num_fit)
+            yield f"no mesh for {batch} on {name}", found_now
     large = TrainingTask(
         model=replace(shape, layers=96, width=8192, heads=64, kv_heads=8, mlp_width=30000),
         global_batch=64,
@@ -192,7 +198,10 @@ def _of_searches() -> Iterator[tuple[str, object]]:
     found = search(large, load_cluster("1x g4dn.12xlarge"))
     yield (
         "nothing fits",
-        [[each.keys for each in what_would_fit(found)], found.nearest and [str(found.nearest[0]), found.nearest[1]]],
+        [
+            [each.keys for each in what_would_fit(found)],
+            found.nearest and [found.nearest.label, found.nearest.memory_bytes],
+        ],
     )
     where = load_cluster("2x dgx-a100")
     yield (
@@ -258,6 +267,8 @@ def _of_requests() -> Iterator[tuple[str, object]]:
                     ],
                 ],
             )
+    by_microbatch = make_config(train={"global_batch": None, "microbatch": 3}, parallel={"strategy": "zero1"})
+    yield "batch of microbatches", request_for(by_microbatch, load_cluster("2x t4")).tasks[0].global_batch
     for overrides in ([], ["train.global_batch=8", "data.context=256"], ["train.precision=bf16"]):
         found = request_for_hugging_face(MIXTRAL, load_cluster("2x t4"), overrides)
         yield (

@@ -528,8 +528,19 @@ def test_a_loss_that_is_not_finite_proves_nothing() -> None:
 def test_a_model_that_cannot_be_trained_so_is_refused() -> None:
     with pytest.raises(UsageError, match="the model has no blocks"):
         paceline.verify(make_model, make_batch, F.cross_entropy, checkpoint_activations="full")
-    with pytest.raises(UsageError, match="Adafactor cannot update sharded parameters"):
-        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="zero1", make_optimizer=torch.optim.Adafactor)
+
+    class ScalesTogether(torch.optim.SGD):
+        """Divides all gradients by the norm of all that it sees."""
+
+        def step(self, closure: Any = None) -> Any:
+            seen = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            total = sum(p.grad.square().sum() for p in seen) ** 0.5
+            for p in seen:
+                p.grad = p.grad / total
+            return super().step(closure)
+
+    with pytest.raises(UsageError, match="ScalesTogether cannot update sharded parameters"):
+        paceline.verify(make_model, make_batch, F.cross_entropy, strategy="zero1", make_optimizer=ScalesTogether)
 
 
 def test_rounding_that_an_optimizer_magnifies_is_told_from_a_wrong_update() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kept_figures import assert_kept, told
+from kept_figures import assert_kept, through_json, told
 from torch import nn
 
 from paceline.config import config_from_dict
@@ -296,6 +296,17 @@ def _of_references() -> Iterator[tuple[str, object]]:
     )
     yield "drawn", str(drawn).partition("losses")[0]
     coarse = run_reference(_case(coarse=True), settings)
+    calls: list[int] = []
+
+    class Unsteady(_Model):
+        """Gives no number every second time."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x) * (NAN if len(calls) % 2 else 1.0)
+
+    unsteady = FunctionCase(model=Unsteady, batch=_batch, loss=nn.functional.cross_entropy)
+    yield "unsteady", str(told(lambda: run_reference(unsteady, settings))).partition("losses")[0]
     yield "coarse", [coarse.coarse.unit, coarse.coarse.dtype, list(coarse.coarse.names)]
     pieces = replace(coarse, pieces=4)
     found_bound = noise_bound(settings, coarse, pieces)
@@ -365,6 +376,18 @@ def _of_places() -> Iterator[tuple[str, object]]:
         [replace(ranks[0], buffers={"n.mean": numbers(2.0)})],
     )
     yield "buffer", str(found)
+    plain = locate(
+        _case(norm=True), settings, bound, with_buffer, [replace(ranks[0], buffers={"n.mean": numbers(2.0)})]
+    )
+    yield "buffer of ranks that synchronise", str(plain)
+    without = locate(
+        _case(),
+        settings.with_layout(sync_batchnorm=False),
+        bound,
+        expected,
+        [replace(ranks[0], loss=expected.loss + 1)],
+    )
+    yield "no norm", str(without)
     tiny = replace(
         expected, gradients={name: None if each is None else each * 0 for name, each in expected.gradients.items()}
     )
@@ -383,12 +406,19 @@ def _of_certificates() -> Iterator[tuple[str, object]]:
         {"strategy": "zero1", "precision": "bf16", "steps": 1},
     ):
         found = verify(_Model, _batch, nn.functional.cross_entropy, ranks=2, **options)
-        told_of = found.to_json()
+        told_of: Any = through_json(found.to_json())
         left = {name: each for name, each in told_of.items() if name not in ("errors", "max_abs_error", "seconds")}
         yield (
             f"certificate {options}",
             [left, found.facts()["what"], found.facts()["result"], found.errors.largest <= found.tolerance],
         )
+
+    for options in ({"coarse": True}, {"coarse": True, "tolerance": 1e-10}, {"norm": True, "precision": "bf16_master"}):
+        model = partial(_Model, **{name: value for name, value in options.items() if name in ("coarse", "norm")})
+        asked = {name: value for name, value in options.items() if name not in ("coarse", "norm")}
+        found = verify(model, _batch, nn.functional.cross_entropy, ranks=2, steps=1, **asked)
+        said = [found.passed, found.measure, found.reference, found.bound.partition(":")[0]]
+        yield f"certificate of {options}", said
 
     def skewed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs, targets) * (1 + len(targets) / 100)

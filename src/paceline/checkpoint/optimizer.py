@@ -63,6 +63,8 @@ def held_by(engine: HasShards, optimizer: torch.optim.Optimizer | None) -> tuple
 
 def restore(checkpoint: Checkpoint, engine: HasShards, optimizer: torch.optim.Optimizer | None, fix: str) -> None:
     """Fills a model and its optimizer. Raises CheckpointError, with ``fix``, where the checkpoint is of others."""
+    if optimizer is not None and hasattr(engine, "check_optimizer"):
+        engine.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
     try:
         fill_model(checkpoint, engine)
         if optimizer is not None:
@@ -90,8 +92,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         params = [next(numbers) for _ in members]
         rows.append({**_saved_settings(checkpoint, optimizer, group, known), **names, "params": params})
+        is_whole = getattr(optimizer, "updates_whole", False)  # and on the rank with the first element alone
         for number, (shard, parameter) in zip(params, members, strict=True):
-            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ())):
+            if is_whole and not shard.region.has_first:
+                continue
+            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()), is_whole):
                 state[number] = values
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
@@ -155,13 +160,15 @@ def _saved_settings(
     return dict(settings)
 
 
-def _saved_state(checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, Any]:
+def _saved_state(
+    checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str], is_whole: bool
+) -> dict[str, Any]:
     """Returns one parameter's state: pieces in memory of their own, filled from the files."""
     entry = checkpoint.found.get(f"{OPTIMIZER}{shard.name}", {"values": {}})
     state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry["values"].items()}
     for key in keys:
         name = f"{OPTIMIZER}{shard.name}/{key}"
-        if checkpoint.manifest.tensors[name].shape != shard.region.shape:
+        if is_whole or checkpoint.manifest.tensors[name].shape != shard.region.shape:
             state[key] = checkpoint.read(name)
         else:
             state[key] = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.config import Config, config_from_dict
-from paceline.errors import Problem, UsageError, did_you_mean
+from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 
 _FEATURES = 784
 _BACKENDS = ("nccl", "gloo", "shared_memory", "auto")
@@ -19,8 +19,7 @@ _SMALLEST = {"world_size": 1, "batch_size": 1, "epochs": 1, "model_dim": 2, "num
 def refuse(who: str, problems: list[Problem]) -> None:
     """Raises UsageError with all problems, if there are any."""
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise UsageError(f"{who}: {count}\n\n" + "\n\n".join(map(str, problems)))
+        raise UsageError(str(ConfigError(problems, source=who)))
 
 
 def plain_number(value: Any) -> Any:

@@ -8,8 +8,7 @@ metrics = trainer.train()                  # real losses and accuracy, times of 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_batch
 from paceline.errors import UsageError
 from paceline.records.console import ProgressView
-from paceline.records.records import Record, RunRecord
-from paceline.records.sinks import Sink
 from paceline.records.summary import RunRecords
 from paceline.rehearse.simulate.recording import write_records, write_trace
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
@@ -93,7 +90,7 @@ class SimulatedTrainer:
         """Trains from the start and returns metrics by epoch; leaves a run's records in ``folder``, if given."""
         if self._workload is None:
             self.setup_model_and_data()
-        with contextlib.closing(_LateView()) as view:
+        with contextlib.closing(ProgressView(after_s=5.0)) as view:
             self.simulation = simulate(self.config, self.conditions, view=view, watch=self._keep)
         if folder is not None:
             write_records(self.simulation.records, Path(folder), self.simulation.hosts)
@@ -119,32 +116,6 @@ class SimulatedTrainer:
             if any(parameter.is_meta for parameter in self.model.parameters()):
                 self.model.to_empty(device="cpu")
             self.model.load_state_dict(state)
-
-
-class _LateView:
-    """Shows progress of work that takes longer than some seconds; nothing of what is over before."""
-
-    def __init__(self, after_s: float = 5.0, make: Callable[[], Sink] = ProgressView) -> None:
-        self._start = time.monotonic() + after_s
-        self._make = make
-        self._first: list[Record] = []
-        self._view: Sink | None = None
-
-    def write(self, *records: Record) -> None:
-        self._first += [record for record in records if isinstance(record, RunRecord)]
-        if self._view is None and time.monotonic() >= self._start:
-            self._view = self._make()
-            self._view.write(*self._first)
-        if self._view is not None:
-            self._view.write(*(record for record in records if not isinstance(record, RunRecord)))
-
-    def flush(self) -> None:
-        if self._view is not None:
-            self._view.flush()
-
-    def close(self) -> None:
-        if self._view is not None:
-            self._view.close()
 
 
 MockDistributedTrainer = SimulatedTrainer

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides, check_word, load_and_tell, print_json, progress_bar
-from paceline.errors import ConfigError, Problem
+from paceline.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    check_file,
+    check_word,
+    load_and_tell,
+    print_json,
+    progress_bar,
+    write_output,
+)
+from paceline.errors import ConfigError, Problem, UsageError
 from paceline.terminal import echo
 from paceline.units import format_bytes
 
@@ -107,25 +117,25 @@ def list_configs() -> None:
     from paceline.config.shipped import shipped_configs
 
     for name, path in shipped_configs().items():
-        with path.open(encoding="utf-8") as file:
-            about = file.readline()
-        words = re.split(r"[.:]\s", about.removeprefix("# "))[0] if about.startswith("# ") else "a model, for --hf"
-        echo(f"{name:<20} {words.strip()}")
+        about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        echo(f"{name:<20} {'a model, for --hf' if path.suffix == '.json' else re.split('[.:]( |$)', about)[0]}")
 
 
-@app.command("copy")
+@app.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A config that ships; paceline config ls lists them.")],
-    target: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Where to; else NAME.yaml in this folder.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A config that ships: see paceline config ls.")],
+    target: Annotated[Path | None, typer.Argument(metavar="FILE", callback=check_file, help="Else NAME.yaml.")] = None,
 ) -> None:
-    """Write a config that comes with Paceline into a file, to change it."""
-    from paceline.config.shipped import copy_config
+    """Write a config that comes with Paceline into a new file."""
+    from paceline.config.shipped import shipped_configs
 
-    file = copy_config(name, target, may_replace=force)
-    echo(f"{file}: a copy of {name}" + ("" if file.suffix == ".json" else f"; to run it: paceline train {file}"))
+    shipped = shipped_configs()
+    check_word("config copy", name, tuple(shipped))
+    file = target or Path(shipped[name].name)
+    if file.exists():
+        raise UsageError(f"{file} is there\n  a copy replaces nothing\n  name another file")
+    write_output(file, shipped[name].read_text(encoding="utf-8"), "config")
+    echo(f"{file}: a copy of {name}")
 
 
 @app.command("import")

@@ -62,19 +62,11 @@ def start(
     no_memory_check: NoMemoryCheck = False,
 ) -> None:
     """Start a run, and follow it; leaves with its exit code."""
+    from paceline.launch import start as launching
     from paceline.launch.hostfile import read_hosts
     from paceline.launch.job import LaunchJob
-    from paceline.launch.start import prepare
-    from paceline.launch.start import start as submit
 
-    if wrong := [word for word in settings or [] if "=" not in word]:
-        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    words = dict(word.split("=", 1) for word in settings or [])
-    for option, value in {"--kind": kind, "--patch": patch}.items():
-        if value is not None and on != "kubernetes":
-            raise typer.BadParameter(f"{option} {value} with --on {on}: it is an option of Kubernetes")
-    words |= {} if kind is None else {"kind": kind}
-    words |= {} if patch is None else {"patch": _text(patch, "--patch")}
+    words = _target_options(on, settings or [], kind, patch)
     named, slots = read_hosts(hosts or "", _text(hostfile, "--hostfile").splitlines() if hostfile else ())
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
@@ -95,14 +87,14 @@ def start(
         settings=words,
         setup=tuple(setup or ()),
     )
-    checks = not no_memory_check
-    target, job, lines = prepare(config, overrides or [], request, resumes=resume, checks_memory=checks, is_dry=dry_run)
+    how = {"resumes": resume, "checks_memory": not no_memory_check, "is_dry": dry_run}
+    target, job, lines = launching.prepare(config, overrides or [], request, **how)
     for line in (f"run {job.run} on {job.target}", *lines):
         echo(line, err=True)
     if dry_run:
         echo(target.render(job), nl=False)
         return
-    job = submit(target, job)
+    job = launching.start(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
     if detach or array is not None:
         echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
@@ -165,6 +157,18 @@ def _counts(text: str) -> tuple[int, int]:
     if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
         raise typer.BadParameter(f"--nodes {text}: it is a number of machines, or the fewest and the most: 2:4")
     return int(least), int(most or least)
+
+
+def _target_options(on: str, settings: list[str], kind: str | None, patch: Path | None) -> dict[str, str]:
+    """Returns the options of the target's own: those of ``--set``, and of Kubernetes."""
+    if wrong := [word for word in settings if "=" not in word]:
+        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
+    for option, value in {"--kind": kind, "--patch": patch}.items():
+        if value is not None and on != "kubernetes":
+            raise typer.BadParameter(f"{option} with --on {on}: it is an option of Kubernetes")
+    words = dict(word.split("=", 1) for word in settings)
+    words |= {} if kind is None else {"kind": kind}
+    return words | ({} if patch is None else {"patch": _text(patch, "--patch")})
 
 
 def _text(file: Path, option: str) -> str:

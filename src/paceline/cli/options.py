@@ -24,9 +24,7 @@ from paceline.terminal import echo, new_console
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
 
-ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a config that ships: digits.")
-]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or one that ships: digits.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
 ]

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger, TrainedParameters
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
+OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 Splits = Sequence[int] | None  # rows of dim 0 for each rank; None: as many for each
 
 
@@ -89,39 +90,39 @@ class Communicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, the same bits on each."""
-        return self.issue(_dense(Call("all_reduce", tensor, tensor, op)))
+        return self.issue(_checked(Call("all_reduce", tensor, tensor, op)))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction of ``tensor`` into ``output``, which may be that slice itself."""
         check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        return self.issue(_dense(Call("reduce_scatter", output, tensor, op)))
+        return self.issue(_checked(Call("reduce_scatter", output, tensor, op)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order, which may be its own slice of ``output``."""
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        return self.issue(_dense(Call("all_gather", output, tensor)))
+        return self.issue(_checked(Call("all_gather", output, tensor)))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
         check_peer("broadcast from", source, self.size)
-        return self.issue(_dense(Call("broadcast", tensor, tensor, "sum", source)))
+        return self.issue(_checked(Call("broadcast", tensor, tensor, "sum", source)))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
         """Sends the i-th piece of ``tensor`` to rank i, and puts that of rank i at place i. Splits: rows of dim 0."""
         splits = (_rows(output, output_splits, self.size), _rows(tensor, input_splits, self.size))
-        return self.issue(_dense(Call("all_to_all", output, tensor, "sum", 0, 0, splits)))
+        return self.issue(_checked(Call("all_to_all", output, tensor, "sum", 0, 0, splits)))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; matched with a receive of the same tag, in the order they were issued."""
         check_peer("send to", to, self.size)
-        return self.issue(_dense(Call("send", tensor, tensor, "sum", to, tag)))
+        return self.issue(_checked(Call("send", tensor, tensor, "sum", to, tag)))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
         check_peer("recv from", source, self.size)
-        return self.issue(_dense(Call("recv", tensor, tensor, "sum", source, tag)))
+        return self.issue(_checked(Call("recv", tensor, tensor, "sum", source, tag)))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -137,12 +138,14 @@ class Communicator:
         return work
 
 
-def _dense(call: Call) -> Call:
+def _checked(call: Call) -> Call:
     if call.tensor.layout is not torch.strided:
         raise UsageError(
             f"{call.kind} of a tensor with layout {call.tensor.layout}\n"
             "  ranks exchange dense tensors\n  call to_dense() first, or exchange its indices and values"
         )
+    if call.op not in OPS:
+        raise UsageError(f"{call.kind} with op {call.op!r}: the ops are {', '.join(OPS)}")
     return call
 
 

@@ -39,7 +39,7 @@ _SLICE_TAG = 2**30
 _PIECE_TAG = 2**30 + 1
 _WHOLE_TAG = 2**30 + 2
 _WORD = 16  # bytes: memory of any dtype is made of whole ones
-_C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
+_C10D: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.10 and 2.15
 
 
 @dataclass(slots=True, eq=False)
@@ -384,8 +384,7 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
 def _all_reduce_options(op: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = op
-    if hasattr(options, "asyncOp"):  # torch 2.7 and newer: on CUDA, use the backend's own stream
-        options.asyncOp = True
+    options.asyncOp = True  # on CUDA, use the backend's own stream
     return options
 
 

@@ -15,11 +15,11 @@ from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import Check, run_checks
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
-from paceline.config.shipped import find_config, suggest_shipped
+from paceline.config.shipped import find_config, shipped_configs
 from paceline.config.suggest import find_field, near_files, section_paths
 from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
-from paceline.errors import ConfigError, Problem
+from paceline.errors import ConfigError, Problem, did_you_mean
 
 # Stands in for a broken section while the others are checked; no rule that reads the section is run.
 _PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
@@ -43,10 +43,7 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
-    """Reads a config from a YAML file or by the name of one that ships, if any, and overrides.
-
-    Raises ConfigError with all problems at once.
-    """
+    """Reads a YAML file, or a config that ships by its name, with overrides. Raises ConfigError with all problems."""
     return load_config_with_sources(path, overrides).config
 
 
@@ -232,7 +229,7 @@ def _read(path: Path) -> str:
 def _suggest_file(path: Path) -> str:
     if near := near_files(path):
         return f"did you mean {' or '.join(near)}?"
-    if near_name := suggest_shipped(path):
+    if near_name := did_you_mean(path.stem, shipped_configs(), cutoff=0.7):
         return f"{near_name} It comes with Paceline: paceline config copy writes it out"
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"

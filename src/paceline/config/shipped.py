@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.errors import ConfigError, Problem
 
 FOLDER = Path(__file__).parents[1] / "configs"
 _ENDINGS = (".yaml", ".json")
@@ -33,26 +33,3 @@ def find_config(path: str | Path) -> Path:
         fix = f"write {own} for the file, or {shipped} for the other"
         raise ConfigError([Problem(what=what, rule="a name stands for one config", fix=fix)], source=str(asked))
     return shipped
-
-
-def suggest_shipped(path: Path) -> str:
-    """Returns the name of the shipped config that may have been meant by a path that does not exist; else nothing."""
-    return did_you_mean(path.stem, shipped_configs(), cutoff=0.7)
-
-
-def copy_config(name: str, target: Path | None = None, *, may_replace: bool = False) -> Path:
-    """Writes a config that ships into a file, by default of its own name and in this folder. Raises UsageError."""
-    shipped = shipped_configs()
-    if name not in shipped:
-        rule = f"the configs that come with Paceline are {', '.join(shipped)}"
-        raise UsageError(f"no config is named {name}\n  {rule}\n  {did_you_mean(name, shipped, 'name one of them')}")
-    file = target or Path(shipped[name].name)
-    if file.is_dir():
-        file = file / shipped[name].name
-    if file.exists() and not may_replace:
-        raise UsageError(f"{file} is there\n  a copy replaces nothing\n  name another file, or add --force")
-    try:
-        file.write_bytes(shipped[name].read_bytes())
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}\n  name another file") from error
-    return file

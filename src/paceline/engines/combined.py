@@ -31,7 +31,7 @@ from paceline.comm.objects import broadcast_object
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, Scale, ignore_phase
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.flat.optimizer_state import (
-    check_elementwise,
+    check_updates,
     gather_optimizer_state,
     global_groups,
     load_by_name,
@@ -177,8 +177,9 @@ class CombinedParallel(Engine):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
-        if self.flat_groups:
-            check_elementwise(optimizer)
+        are_whole = not self.splits_matrices and self.groups.expert.size == 1
+        if self.flat_groups or not are_whole:
+            check_updates(optimizer, self.flat_groups, are_whole=are_whole)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -258,6 +259,7 @@ class CombinedParallel(Engine):
                 values = {key: split.part(name, value) for key, value in values.items()}
             return dict(values)
 
+        self.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), part)
 

@@ -16,12 +16,7 @@ from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import piece_places
-from paceline.engines.flat.optimizer_state import (
-    check_elementwise,
-    gather_optimizer_state,
-    load_optimizer_state,
-    on_cpu,
-)
+from paceline.engines.flat.optimizer_state import check_updates, gather_optimizer_state, load_optimizer_state, on_cpu
 from paceline.engines.flat.shard import dense_stride, full_shape
 from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
 from paceline.engines.precision import Precision
@@ -65,8 +60,8 @@ class ModuleEngine(Engine):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
-        if not self._is_plain:
-            check_elementwise(optimizer)
+        if not self._is_plain or self.experts:
+            check_updates(optimizer, self.flat_groups, are_whole=not self.experts)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -157,6 +152,7 @@ class ModuleEngine(Engine):
         return {} if rank0_only and self.gradient_comm.rank else whole
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
         mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
         load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.engines.tensor.layout import Split
 
 Change = Callable[[Tensor], Tensor]
 Tensors = Sequence[Tensor]
@@ -213,7 +216,7 @@ class TensorRegion:
         self.late: dict[StreamReader, Product] = {}  # of layers that the stream has come to and not yet passed
         self._entered: tuple[Tensor, Tensor] | None = None  # the stream before and behind where it entered last
         # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
-        for name in ("enter", "leave", "take", "join", "share"):
+        for name in ("enter", "leave", "take", "join", "share", "join_features", "take_features"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
@@ -256,6 +259,16 @@ class TensorRegion:
     def join(self, x: Tensor) -> Tensor:
         """Returns the whole stream from the ranks' parts; what follows must be the same on all ranks."""
         return moved(x, self._gather, self._part)
+
+    def join_features(self, x: Tensor, split: Split) -> Tensor:
+        """Returns all ranks' features of the last dim; what follows is the same on all, and so is its gradient."""
+        comm, ((first, last),) = self.comm, split.spans(self.comm.rank, self.comm.size)
+        return moved(x, lambda x: split.gather(x, comm), lambda gradient: gradient[..., first:last])
+
+    def take_features(self, x: Tensor, split: Split) -> Tensor:
+        """Returns this rank's features of what is whole on all ranks."""
+        comm, ((first, last),) = self.comm, split.spans(self.comm.rank, self.comm.size)
+        return moved(x, lambda x: x[..., first:last].contiguous(), lambda gradient: split.gather(gradient, comm))
 
     def share(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Returns parameters for use on a part of the stream or of the heads; backward sums their gradients."""

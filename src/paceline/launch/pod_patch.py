@@ -12,6 +12,7 @@ It is a part of a pod's template, merged as Kubernetes merges strategically: map
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,14 +42,12 @@ def read_patch(text: str) -> dict[str, Any]:
     """Reads a patch in YAML or JSON. Raises ValueError with what it should be."""
     try:
         found = load_yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"YAML: {error}") from None
+        json.dumps(found, allow_nan=False)  # as which it goes to the cluster
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"YAML, with nothing that JSON has not: {error}") from None
     parts = found if isinstance(found, dict) else {}
-    if (
-        not parts
-        or not set(parts) <= {"metadata", "spec"}
-        or not all(isinstance(each, dict) for each in parts.values())
-    ):
+    is_part = set(parts) <= {"metadata", "spec"} and all(isinstance(each, dict) for each in parts.values())
+    if not parts or not is_part:
         raise ValueError("a part of a pod's template: metadata, spec, or both, with what is changed in them")
     _check_shape(parts)
     return parts
@@ -57,7 +56,7 @@ def read_patch(text: str) -> dict[str, Any]:
 def _check_shape(part: Any, name: str = "") -> None:
     """Raises ValueError where a list or a mapping that ``merge`` or the run goes through is something else."""
     key = MERGE_KEYS.get(name)
-    if key and not (isinstance(part, list) and all(isinstance(each, dict) and key in each for each in part)):
+    if key and not (isinstance(part, list) and all(_is_item(each, key) for each in part)):
         raise ValueError(f"a pod's template, in which {name} is a list of items that have a {key}")
     if name in _TEXTS:
         if not (isinstance(part, dict) and all(isinstance(each, str) for each in part.values())):
@@ -65,6 +64,8 @@ def _check_shape(part: Any, name: str = "") -> None:
                 f"a pod's template, in which {name} has a text for each key: quote numbers, true and false"
             )
     elif isinstance(part, dict):
+        if part.get(_DIRECTIVE, "replace") not in ("delete", "replace"):
+            raise ValueError(f"a pod's template, in which {_DIRECTIVE} is delete or replace")
         for inner, value in part.items():
             if value is not None:
                 _check_shape(value, inner)
@@ -73,10 +74,14 @@ def _check_shape(part: Any, name: str = "") -> None:
             _check_shape(value)
 
 
+def _is_item(part: Any, key: str) -> bool:
+    return isinstance(part, dict) and isinstance(part.get(key), str | int)
+
+
 def merge(old: Any, new: Any, name: str = "") -> Any:
     """Returns ``old`` with what ``new`` changes in it; ``name``: under which key they stand."""
     if isinstance(new, Mapping):
-        kept = dict(old) if isinstance(old, Mapping) and new.get(_DIRECTIVE) != "replace" else {}
+        kept = dict(old) if isinstance(old, Mapping) and _DIRECTIVE not in new else {}
         for key, value in new.items():
             if value is None:
                 kept.pop(key, None)
@@ -100,7 +105,7 @@ def patch_problems(pod: Mapping[str, Any], labels: Mapping[str, str]) -> Iterato
     if changed:
         rule = "the run and its network policy find pods by them"
         yield Problem(what=f"the patch changes the labels {', '.join(sorted(changed))}", rule=rule, fix="add others")
-    volumes = {each.get("name") for each in pod["spec"].get("volumes", [])}
+    volumes = [each["name"] for each in pod["spec"].get("volumes", [])]
     for container in [*pod["spec"].get("containers", []), *pod["spec"].get("initContainers", [])]:
         if "image" not in container:
             rule = f"the container that trains is {WORKER}, and one that the patch adds needs an image"
@@ -109,5 +114,5 @@ def patch_problems(pod: Mapping[str, Any], labels: Mapping[str, str]) -> Iterato
         for mount in container.get("volumeMounts", []):
             if mount.get("name") not in volumes:
                 what = f"the patch mounts {mount.get('name')} at {mount.get('mountPath')}"
-                rule = f"the pod's volumes are {', '.join(sorted(map(str, volumes)))}"
+                rule = f"the pod's volumes are {', '.join(map(str, volumes))}"
                 yield Problem(what=what, rule=rule, fix="add it to spec.volumes")

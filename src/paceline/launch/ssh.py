@@ -84,14 +84,15 @@ def machines(job: LaunchJob) -> TargetMachines:
         raise ConfigError(problems, source="the hosts")
     answers = [each for each in found.values() if isinstance(each, dict)]
     silent = [f"{host} {why}: it is tried again, and may join" for host, why in found.items() if isinstance(why, str)]
-    idle = [f"the hosts have GPUs, which stay idle: --gpus-per-node {n} uses them" for n in (answers[0]["gpus"],) if n]
+    if not job.gpus and (idle := answers[0]["gpus"]):
+        silent.append(f"the hosts have GPUs, which stay idle: --gpus-per-node {idle} uses them")
     gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
     return TargetMachines(
         where="the smallest host",
         device_bytes=min(gpus, default=None),
         host_bytes=min(float(each["memory_bytes"]) for each in answers),
         port=int(answers[0]["port"]),
-        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent, *([] if job.gpus else idle)),
+        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
     )
 
 

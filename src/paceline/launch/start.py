@@ -120,8 +120,10 @@ def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = Non
     if slots is not None and slots != each:
         given = f"--gpus-per-node is {gpus}" if gpus else f"parallel.node_ranks = {each}"
         fix = "give the same number, or leave the slots out"
-        what = f"the hosts have {slots} slots each, and {given}"
-        raise ConfigError([Problem(what=what, rule="slots are the ranks of a host", fix=fix)], source="launch")
+        problem = Problem(
+            what=f"the hosts have {slots} slots each, and {given}", rule="they are ranks of a host", fix=fix
+        )
+        raise ConfigError([problem], source="launch")
     if isinstance(asked, int):
         each = each or asked // nodes
         if each * nodes != asked:

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.notebook import cell_display, show_bar
+from paceline.notebook import cell_display, is_notebook, show_bar
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from paceline.terminal import new_console
@@ -36,18 +36,25 @@ class ProgressView:
     """Shows a run as its records arrive: a bar with a line per evaluation and event, on a terminal and in a notebook.
 
     Elsewhere plain lines, one update every ``plain_every_s`` seconds at most. Several threads may write. A reader that
-    went away (a closed pipe, a lost terminal) makes the view silent and never stops the run.
+    went away (a closed pipe, a lost terminal) makes the view silent and never stops the run. In its first ``after_s``
+    seconds it shows nothing: a run that is over by then leaves no trace.
     """
 
     def __init__(
-        self, console: Console | None = None, *, plain_every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        *,
+        plain_every_s: float = 5.0,
+        after_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._starts_at, self._first = clock() + after_s, list[Record]()
         self._console = console if console is not None else new_console()
-        self._cell = cell_display() if console is None else None
+        self._has_cell, self._cell = console is None and is_notebook(), None  # which is made when it is first drawn
         self._lines: deque[str] = deque(maxlen=_CELL_LINES)
         is_seen = self._console.is_terminal if console is not None else self._console.file.isatty()  # not FORCE_COLOR
-        self._is_live = is_seen and not self._console.is_dumb_terminal and self._cell is None
-        self._every_s = _DRAW_EVERY_S if self._is_live or self._cell is not None else plain_every_s
+        self._is_live = is_seen and not self._console.is_dumb_terminal and not self._has_cell
+        self._every_s = _DRAW_EVERY_S if self._is_live or self._has_cell else plain_every_s
         self._clock, self._lock = clock, RLock()
         self._progress = _RunProgress()
         self._live: Live | None = None
@@ -60,12 +67,18 @@ class ProgressView:
         with self._lock:
             for record in records:
                 self._progress.take(record)
-                self._show(record)
+                if self._clock() >= self._starts_at:
+                    for each in (*self._first, record):
+                        self._show(each)
+                    self._first = []
+                elif isinstance(record, RunRecord):
+                    self._first = [record]
 
     def flush(self) -> None:
         """Shows the newest step, whether or not it is time to."""
         with self._lock:
-            self._show_step()
+            if self._clock() >= self._starts_at:
+                self._show_step()
 
     def close(self) -> None:
         """Leaves the terminal as it was and gives the console its stream back."""
@@ -99,7 +112,7 @@ class ProgressView:
 
     def _show_step(self) -> None:
         self._shown_at = self._clock()
-        if self._cell is not None:
+        if self._has_cell:
             self._draw_cell()
         elif self._live is not None:
             self._live.refresh()
@@ -113,7 +126,7 @@ class ProgressView:
             self._live = None
 
     def _print(self, line: Text) -> None:
-        if self._cell is not None:
+        if self._has_cell:
             self._lines.append(line.plain)
             self._draw_cell()
             return
@@ -123,8 +136,8 @@ class ProgressView:
             self._live.refresh()
 
     def _draw_cell(self) -> None:
-        if self._cell is not None:
-            show_bar(self._cell, self._progress.share, "\n".join([self._progress.line().plain, *self._lines]))
+        self._cell = self._cell or cell_display()
+        show_bar(self._cell, self._progress.share, "\n".join([self._progress.line().plain, *self._lines]))
 
 
 def format_loss(loss: float | None) -> str:

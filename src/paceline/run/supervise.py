@@ -386,9 +386,8 @@ class Launcher:
 
 def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
     nodes = asked.nodes
-    known = LaunchConfig.__dataclass_fields__
     handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
-    newer: dict[str, Any] = {"signals_to_handle": handled, "shutdown_timeout": _PATIENCE_S}
+    newer: dict[str, Any] = {"shutdown_timeout": _PATIENCE_S}  # not in torch 2.10
     return LaunchConfig(
         min_nodes=1 if nodes is None else nodes.least,
         max_nodes=1 if nodes is None else nodes.count,
@@ -403,7 +402,8 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
-        **{name: value for name, value in newer.items() if name in known},  # not in torch 2.6
+        signals_to_handle=handled,
+        **{name: value for name, value in newer.items() if name in LaunchConfig.__dataclass_fields__},
     )
 
 

@@ -16,17 +16,18 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
 
 from paceline import __version__
+from paceline.charts import Line, draw_lines
 from paceline.errors import PacelineError, RunFolderError
 from paceline.records.records import strict_json
 from paceline.records.report import COMMUNICATION, RunSummary, headline, plain_tables, summarize
@@ -35,10 +36,6 @@ from paceline.search.expectation import Compared
 from paceline.units import format_bytes, format_seconds
 from paceline.view.document import Window, config_of, describe, differences, heat, rounded, timeline
 from paceline.view.runs import ShownRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 _INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
@@ -149,40 +146,31 @@ def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
         ("memory_bytes", "memory of the largest rank, GiB", 2**-30),
     )
     for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
-        _lines(axis, runs, name, title, scale)
+        draw_lines(axis, list(_lines(runs, name, scale)), title=title, xlabel="step")
     columns, phases, heat_map = runs[0].columns, axes[1, 1], axes[1, 2]
     parts = [1e3 * np.nan_to_num(columns.curves()[name]) for name in PHASES]
     names = [name.removesuffix("_s") for name in PHASES]
     phases.stackplot(columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
-    _finish(phases, "phases of a step, mean of the ranks, ms", has_legend=True)
+    phases.legend(fontsize=8, loc="upper right")
+    draw_lines(phases, [], title="phases of a step, mean of the ranks, ms", xlabel="step")
     ranks, steps, values = columns.heat("step_s", slice(None), 600)
     if values.size:
         low, high = 1e3 * np.nanpercentile(values, (2, 98))
         extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
         shown = heat_map.imshow(1e3 * values, aspect="auto", extent=extent, vmin=low, vmax=high)
         figure.colorbar(shown, ax=heat_map, shrink=0.8)
-    _finish(heat_map, "step time by rank and step, ms", has_legend=False)
+    heat_map.set(title="step time by rank and step, ms", xlabel="step")
     figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
     made = io.BytesIO()
     figure.savefig(made, format=kind, dpi=130)
     write_file(path, made.getvalue())
 
 
-def _lines(axis: Axes, runs: Sequence[ShownRun], name: str, title: str, scale: float | None) -> None:
+def _lines(runs: Sequence[ShownRun], name: str, scale: float | None) -> Iterator[Line]:
     for place, run in enumerate(runs):
         factor = scale if scale is not None else 1.0 if run.lead is None else run.lead.units_per_sample
-        values = run.columns.curves()[name] * factor
-        color = _COLORS[place % len(_COLORS)]
-        axis.plot(run.columns.steps, values, color=color, linewidth=1.0, label=_plain(run.name))
-    _finish(axis, title, has_legend=len(runs) > 1)
-
-
-def _finish(axis: Axes, title: str, *, has_legend: bool) -> None:
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel("step", fontsize=9)
-    axis.tick_params(labelsize=8)
-    if has_legend:
-        axis.legend(fontsize=8, loc="upper right")
+        values, label = run.columns.curves()[name] * factor, _plain(run.name) if len(runs) > 1 else ""
+        yield Line(run.columns.steps, values, label, {"color": _COLORS[place % len(_COLORS)], "linewidth": 1.0})
 
 
 def _plain(name: str) -> str:

@@ -25,7 +25,10 @@ from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError, UsageError
 from paceline.train.assemble import build_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # DCP of torch 2.10 reads it
+]
 
 
 def state_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

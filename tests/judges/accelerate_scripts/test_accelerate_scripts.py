@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate"),
 ]
-RUNNER = Path(__file__).parent / "run_functions.py"
+RUNNER = "run_functions"  # beside this file; by name, so that the tests' server may fork it
 FLAGS = list(itertools.product((False, True), repeat=3))
 SCRIPTS: dict[str, list[tuple[Any, ...]]] = {
     "test_sync": [
@@ -77,10 +77,11 @@ def run_calls(calls: list[tuple[Any, ...]], output: Path) -> None:
     """Runs some functions of the scripts by torchrun; behind one that fails it starts anew."""
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
     rows: list[Any] = []
     while len(rows) < len(calls):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", *launcher, "localhost:0", str(RUNNER), f"{folder}/out"]
+            command = [sys.executable, "-m", *launcher, "localhost:0", "--module", RUNNER, f"{folder}/out"]
             left = json.dumps(calls[len(rows) :])
             done = subprocess.run(
                 [*command, left], env=environment, cwd=folder, capture_output=True, text=True, timeout=550, check=False

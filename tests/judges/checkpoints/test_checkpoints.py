@@ -7,6 +7,7 @@ is written under torch's own ``fully_shard``.
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,9 +113,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that torch's DCP wrote of a model under ``fully_shard`` on two ranks."""
     folder = tmp_path_factory.mktemp("theirs")
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    script = str(Path(__file__).parent / "save_sharded.py")
-    command = [sys.executable, "-m", *launcher, "localhost:0", script, str(folder / "dcp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-m", *launcher, "localhost:0", "--module", "save_sharded", str(folder / "dcp")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "dcp"
 

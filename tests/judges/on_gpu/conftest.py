@@ -1,6 +1,6 @@
 """The judges on a GPU: ranks that share it, virtual ones and those of NCCL; without a GPU each case is skipped.
 
-    python -m pytest -m "gpu and judge" --all-judges tests/judges -n 6 --dist loadgroup --judges-record FILE
+    python -m pytest -m "gpu and judge" --all-judges tests/judges -n 8 --dist loadgroup --judges-record FILE
 
 ``--judges-device cpu`` rehearses them: on a CPU, with Gloo in the place of NCCL. ``--dist loadgroup`` gives the cases
 of NCCL ranks to a few workers, with a pair of ranks each: more pairs only take turns on the one GPU.

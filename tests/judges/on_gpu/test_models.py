@@ -15,6 +15,7 @@ from oracle import Numbers
 pytestmark = [pytest.mark.judge, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 TwoRanks = Callable[..., list[Any]]
 NCCL = pytest.mark.parametrize("two_ranks", ["nccl"], indirect=True)
+ADDS_A_BUFFER = ("shared parameters",)  # to what its layers compute
 PRECISIONS = dict(zip(STRATEGIES, ("float64", "bf16_master", "bf16", "bf16_master", "float64"), strict=True))
 
 
@@ -24,7 +25,7 @@ PRECISIONS = dict(zip(STRATEGIES, ("float64", "bf16_master", "bf16", "bf16_maste
 def test_a_model_of_torchs_tests_trains_on_nccl_ranks(
     name: str, strategy: str, device: str, two_ranks: TwoRanks
 ) -> None:
-    numbers = Numbers(device=device, precision=PRECISIONS[strategy])
+    numbers = Numbers(device=device, precision=PRECISIONS[strategy], casts_buffers=name in ADDS_A_BUFFER)
     alone = train_alone(name, 2, numbers)
     for state in two_ranks(train_on_a_rank, name, strategy, numbers):
         assert_trained(name, state, alone)
@@ -36,7 +37,8 @@ def test_a_model_of_torchs_tests_trains_on_nccl_ranks(
 def test_a_model_of_torchs_tests_trains_on_virtual_ranks(
     name: str, strategy: str, device: str, two_ranks: TwoRanks
 ) -> None:
-    numbers = Numbers(device=device, precision="bf16" if PRECISIONS[strategy] == "bf16_master" else "bf16_master")
+    precision = "bf16" if PRECISIONS[strategy] == "bf16_master" else "bf16_master"
+    numbers = Numbers(device=device, precision=precision, casts_buffers=name in ADDS_A_BUFFER)
     alone = train_alone(name, 2, numbers)
     for state in two_ranks(train_on_a_rank, name, strategy, numbers):
         assert_trained(name, state, alone)

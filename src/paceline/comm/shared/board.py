@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.comm.base import Call, ReduceOp, reduce_in_order
+from paceline.comm.base import OPS, Call, ReduceOp, reduce_in_order
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
@@ -32,7 +32,6 @@ SLOTS = 5
 SMALL_BYTES = 32 * 1024
 _ALIGN = 16  # elements: slices of two ranks share no cache line
 
-OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.bool, torch.complex64, torch.complex128),

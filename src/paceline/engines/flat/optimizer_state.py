@@ -7,9 +7,10 @@ A state tensor with its piece's shape is a piece too: it is gathered, or cut. Ev
 same on all ranks and stays as it is. Gathering needs memory for the result and for the flat buffer of one group.
 
 SGD, Adam and their kin update an element from its own gradient and state, so a slice of a matrix is updated as the
-whole matrix would be. Muon, Shampoo and Adafactor look at rows and columns, LARS and LAMB at the norm of a tensor,
-Prodigy at all tensors together: on a slice they would compute something else, without a word. No list of names can know
-every optimizer, so one of the same class and settings is tried out on a small matrix, and others of it on slices.
+whole matrix would be. Muon, Shampoo and Adafactor look at rows and columns, LARS and LAMB at the norm of a tensor: they
+get whole parameters (``whole_updates.py``). Prodigy looks at all tensors together, and would compute something else,
+without a word. No list of names can know every optimizer, so one of the same class and settings is tried out on a small
+matrix, and others of it on slices, and on two matrices.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup, piece_places
+from paceline.engines.flat.whole_updates import update_whole
 from paceline.errors import UsageError
 from paceline.shards import load_own_state, own_optimizer_state
 
@@ -96,10 +98,14 @@ def load_optimizer_state(optimizer: Optimizer, groups: Sequence[FlatGroup], stat
             for key, value in state["state"].get(index, {}).items():
                 if not isinstance(value, Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
                     scalars.add(key)
-        mine["state"] = {
-            index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
-            for index, values in state["state"].items()
-        }
+        if getattr(optimizer, "updates_whole", False):
+            others = {i for i, (group, place) in sharded.items() if not group.layout.region(place).has_first}
+            mine["state"] = {i: tree_map(_copied, values) for i, values in state["state"].items() if i not in others}
+        else:
+            mine["state"] = {
+                index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
+                for index, values in state["state"].items()
+            }
     load_own_state(optimizer, mine)
 
 
@@ -322,23 +328,32 @@ _NUM_STEPS = 3
 _LR = 0.01  # enough to see an update
 _PLAIN = (bool, int, float, str, type(None))  # what is told apart by how it is written
 
-_found: dict[tuple[object, ...], str | None] = {}  # what speaks against a class with certain settings
+# What speaks against slices for a class with certain settings, and against whole parameters each on a rank of its own.
+Reasons = tuple[str | None, str | None]
+_found: dict[tuple[object, ...], Reasons] = {}
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises UsageError for an optimizer that is known to treat slices otherwise, and does not join them itself."""
+def check_updates(optimizer: Optimizer, groups: Sequence[FlatGroup], *, are_whole: bool) -> None:
+    """Lets an optimizer update pieces: as they are, or put together where ``are_whole`` says that this gives wholes.
+
+    Raises UsageError for one that is known to compute something else then.
+    """
     if getattr(optimizer, "gathers_matrices", False):
         return
     key = _what_counts(optimizer)
-    reason = _found[key] if key in _found else _reason_against(optimizer)
+    in_slices, by_parameter = _found[key] if key in _found else _reasons_against(optimizer)
     if key is not None:
-        _found[key] = reason
-    if reason is not None:
-        raise UsageError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: {reason}\n"
-            "  a rank holds a flat slice of each parameter, so every element must be updated by itself alone\n"
-            "  use strategy = 'ddp', where ranks hold whole parameters, an optimizer such as AdamW, or paceline.Muon"
-        )
+        _found[key] = in_slices, by_parameter
+    if in_slices is None:
+        return
+    if by_parameter is None and are_whole:
+        update_whole(optimizer, groups)
+        return
+    raise UsageError(
+        f"{type(optimizer).__name__} cannot update sharded parameters: {in_slices}\n"
+        "  ranks hold parts of the parameters, so each element, or each parameter, must be updated by itself alone\n"
+        "  use strategy = 'ddp', where ranks hold whole parameters, or an optimizer such as AdamW"
+    )
 
 
 def _what_counts(optimizer: Optimizer) -> tuple[object, ...] | None:
@@ -353,12 +368,12 @@ def _what_counts(optimizer: Optimizer) -> tuple[object, ...] | None:
     return type(optimizer), type(optimizer).step, first.device, first.dtype, written
 
 
-def _reason_against(optimizer: Optimizer) -> str | None:
+def _reasons_against(optimizer: Optimizer) -> Reasons:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step() needs a closure, and looks at all parameters together"
+        return ("its step() needs a closure, and looks at all parameters together",) * 2
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return "it takes sparse gradients, and that of a slice is dense"
+        return ("it takes sparse gradients, and that of a slice is dense",) * 2
     first = optimizer.param_groups[0]["params"][0]
     for device, dtype in dict.fromkeys([(torch.device("cpu"), torch.float64), (first.device, first.dtype)]):
         with _undisturbed(device):
@@ -368,9 +383,19 @@ def _reason_against(optimizer: Optimizer) -> str | None:
             except Exception:  # nosec B112  # not an optimizer that can be tried out here
                 continue
             if not torch.equal(whole, again):
-                return None  # it draws random numbers: what it does cannot be compared
-            return _compare(optimizer, values, gradients, whole)
-    return None
+                return None, None  # it draws random numbers: what it does cannot be compared
+            if (in_slices := _compare(optimizer, values, gradients, whole)) is None:
+                return None, None
+            is_alone = _is_same_update(_run(optimizer, values, gradients, beside=2), whole, values)
+            return in_slices, None if is_alone else "it looks at all parameters together, of which a rank has some"
+    return None, None
+
+
+def _is_same_update(found: Tensor, whole: Tensor, values: Tensor) -> bool:
+    update = (whole - values).flatten(1).abs().amax(1)
+    difference = (found - whole).flatten(1).abs().amax(1)
+    tolerance = 1e-6 if values.dtype == torch.float64 else 1e-2
+    return bool((difference <= tolerance * update).all())
 
 
 def _compare(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], whole: Tensor) -> str | None:
@@ -383,10 +408,7 @@ def _compare(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], 
         slices = torch.cat([run_slice(0, _CUT), run_slice(_CUT, values.numel())], dim=1)
     except Exception as error:
         return f"it refuses flat slices ({_first_line(error)})"
-    update = (whole - values).flatten(1).abs().amax(1)
-    difference = (slices - whole.flatten(1)).abs().amax(1)
-    tolerance = 1e-6 if values.dtype == torch.float64 else 1e-2
-    if bool((difference > tolerance * update).any()):
+    if not _is_same_update(slices.view_as(whole), whole, values):
         return "it looks at whole matrices, or at all parameters together, and gives slices another update"
     try:
         run_slice(_CUT, _CUT)
@@ -399,17 +421,21 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _run(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Returns what an optimizer of the same class makes of ``values``, for each of the parameter groups' settings."""
+def _run(optimizer: Optimizer, values: Tensor, gradients: Sequence[Tensor], beside: int = 0) -> Tensor:
+    """Returns what an optimizer of the same class makes of ``values``, alone or ``beside`` others, for each setting."""
     settings = _distinct_settings(optimizer)
     tensors = [nn.Parameter(values.clone()) for _ in settings]
-    groups = [{"params": [tensor], **each} for tensor, each in zip(tensors, settings, strict=True)]
+    others = [[nn.Parameter(values * (2 + number)) for number in range(beside)] for _ in settings]
+    rows = zip(tensors, others, settings, strict=True)
+    groups = [{"params": [tensor, *more], **each} for tensor, more, each in rows]
     make: Any = type(optimizer)
     accepted = inspect.signature(make).parameters
     twin = make(groups, **{key: value for key, value in _adapted(optimizer.defaults).items() if key in accepted})
     for gradient in gradients:
         for tensor in tensors:
             tensor.grad = gradient.clone()
+        for number, other in enumerate(other for more in others for other in more):
+            other.grad = gradient * (5 + number)
         twin.step()
     return torch.stack([tensor.detach() for tensor in tensors])
 

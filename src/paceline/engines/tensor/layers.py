@@ -110,7 +110,8 @@ class ColumnLinear(SplitLayer):
         y = self._product(x, cast("Tensor | None", self.bias))
         if not self.is_whole:
             return y
-        return _joined(y, self.splits["weight"].shape[-1 if self.is_transposed else 0], self.region.comm)
+        features = self.splits["weight"].shape[-1 if self.is_transposed else 0]
+        return self.region.join_features(y, Split(shape=(*y.shape[:-1], features), dim=y.ndim - 1))
 
 
 class RowLinear(SplitLayer):
@@ -119,7 +120,7 @@ class RowLinear(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, and the bias once."""
         if self.is_whole:
-            x = _own_features(x, self.region.comm)
+            x = self.region.take_features(x, Split(shape=tuple(x.shape), dim=x.ndim - 1))
         y = self.region.leave(self._product(x))
         bias = cast("Tensor | None", self.bias)
         if bias is None:
@@ -168,20 +169,6 @@ class VocabularyHead(_Vocabulary):
     """An output layer with the logits of some tokens."""
 
     forward = _Vocabulary.project
-
-
-def _joined(local: Tensor, features: int, comm: Communicator) -> Tensor:
-    """Returns all ranks' features, of the last dim; what follows is the same on all, and so is its gradient."""
-    split = Split(shape=(*local.shape[:-1], features), dim=local.ndim - 1)
-    first, last = split_range(features, comm.size, comm.rank)
-    return moved(local, lambda x: split.gather(x, comm), lambda gradient: gradient[..., first:last])
-
-
-def _own_features(x: Tensor, comm: Communicator) -> Tensor:
-    """Returns this rank's features of what is whole on all ranks."""
-    split = Split(shape=tuple(x.shape), dim=x.ndim - 1)
-    first, last = split_range(x.shape[-1], comm.size, comm.rank)
-    return moved(x, lambda x: x[..., first:last].contiguous(), lambda gradient: split.gather(gradient, comm))
 
 
 class SplitExperts(nn.Module):
@@ -275,7 +262,10 @@ class SplitLogits:
 
     def gather(self) -> Tensor:
         """Returns the logits of the whole vocabulary, on every rank. What follows must be the same on all of them."""
-        return _joined(self.local, self.vocab_size, self.comm)
+        split, comm = Split(shape=tuple(self.shape), dim=self.local.ndim - 1), self.comm
+        first, last = self.first, self.first + self.local.shape[-1]
+        # Not a method of this object, which would keep the logits until backward, where every rank has all gradients.
+        return moved(self.local, lambda local: split.gather(local, comm), lambda gradient: gradient[..., first:last])
 
     def __mul__(self, factor: float) -> SplitLogits:
         return replace(self, local=self.local * factor)

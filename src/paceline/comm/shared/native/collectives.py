@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.base import Call
+from paceline.comm.base import OPS, Call
 from paceline.comm.shared import board as plain
 from paceline.comm.shared.board import Board
 from paceline.comm.shared.progress import ProgressLoop, Steps
@@ -187,7 +187,7 @@ class CompiledCollectives(plain.Collectives):
         first = board.take(rounds + meets)
         operation = _CompiledOperation(
             *(tensor.data_ptr(), output.data_ptr()),
-            *(plain.KINDS.index(kind), type_, plain.OPS.index(call.op), source, is_small, length),
+            *(plain.KINDS.index(kind), type_, OPS.index(call.op), source, is_small, length),
             *(first if meets else 0, first + meets, rounds, stamp, place),
         )
         group, address = ctypes.addressof(self._group), ctypes.addressof(operation)
