@@ -41,6 +41,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "docs/checkpoint-tools.md": {"95.8 %": EXAMPLE, "93.6 %": EXAMPLE},
     "docs/collectives.md": {"1.2 GB": SETTING},
     "docs/config.md": {"4.096 us": "the unit of NCCL_IB_TIMEOUT"},
+    "docs/deployment.md": {"1.25 times": SETTING},
     "docs/dry-run.md": {"1.5 times": EXAMPLE},
     "docs/gpu.md": {"57.9 ms": "predicted: a test below", "11.7 GiB": "predicted: a test below"},
     "docs/links.md": {"95.6 %": FORMULA, "4.4 %": FORMULA},
