@@ -45,6 +45,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "docs/dry-run.md": {"1.5 times": EXAMPLE},
     "docs/gpu.md": {"57.9 ms": "predicted: a test below", "11.7 GiB": "predicted: a test below"},
     "docs/links.md": {"95.6 %": FORMULA, "4.4 %": FORMULA},
+    "docs/monitoring.md": {"0.6 MB": FORMULA, "0.1 MB": FORMULA},
     "docs/muon.md": {"1.5 times": SETTING},
     "docs/prediction.md": {"6.2 %": VALIDATED},
     "docs/report.md": {"1.67 times": FORMULA},
