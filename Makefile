@@ -8,7 +8,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all judges browser soak fuzz slurm hosts roots ray check format docs bench container clean
+.PHONY: help run test test-all judges browser soak fuzz slurm hosts roots ray compat lock hooks check format docs bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -61,6 +61,19 @@ ray: $(VENV)/ready-dev  ## install Ray apart, and run the tests on two Ray nodes
 	$(VENV)/ray/bin/python -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'paceline.pth').write_text('import site; site.addsitedir(%r)\n' % '$(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')"
 	$(VENV)/ray/bin/python -m pip install --quiet 'ray[train]>=2.40'
 	$(VENV)/ray/bin/python -m pytest -q -n 0 -m ray tests/launch
+
+compat: $(VENV)/ready-dev  ## run the tests with the oldest and with the newest packages that pyproject.toml allows, and write the record (an hour)
+	$(BIN)/python scripts/compat.py
+
+# torch for CPUs has an index of its own, whose hashes are not known here: locks/cpu.txt has all but torch and what it needs of CUDA.
+LOCK = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate -c constraints.txt pyproject.toml
+lock: $(VENV)/ready  ## write locks/cuda.txt and locks/cpu.txt: the exact packages to run with, and their hashes
+	$(PIP) uv
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(LOCK) -o locks/cuda.txt
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(LOCK) -o locks/cpu.txt $$(grep -oE '^(nvidia|cuda|triton|torch)[a-z0-9-]*' locks/cuda.txt | grep -v nvidia-ml-py | sed 's/^/--no-emit-package /')
+
+hooks:           ## have git run the quick checks before each commit
+	git config core.hooksPath .githooks
 
 check: $(VENV)/ready-dev  ## ruff, mypy --strict, bandit
 	$(BIN)/ruff format --check src tests bench scripts
