@@ -316,7 +316,10 @@ class GrowingFile:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
-        self._mark = self._look_for_mark() if offset else b""
+        self._mark = b""
+        if offset:
+            with open_regular(path) as file:
+                self._mark = thinned_mark(file)
 
     def lines(self) -> Iterator[bytes]:
         """Yields each line that has come since and ends in a newline. Raises OSError, or ValueError for a long one."""
@@ -334,10 +337,6 @@ class GrowingFile:
                     return
                 self.offset += len(line)
                 yield line
-
-    def _look_for_mark(self) -> bytes:
-        with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
-            return thinned_mark(file)
 
 
 def thinned_mark(file: IO[bytes]) -> bytes:

@@ -268,20 +268,14 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
         yield "time in communication", format_seconds(summary.comm_s), share
     if summary.memory.peak_bytes:
         yield "memory", format_bytes(summary.memory.peak_bytes), "of the rank that needs most"
-    yield "steps", f"{summary.steps:,}", _added_up(summary)
+    took = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in summary.step_percentiles.items())
+    told = f"older ones in lines of up to {summary.steps_per_line:,} each; one took {took}"
+    yield "steps", f"{summary.steps:,}", told if summary.steps_per_line > 1 else ""
     yield "duration", format_seconds(summary.seconds), ""
     if summary.start:  # parts that took next to nothing are left out
         parts = {STARTING[name]: summary.start[name] for name in STARTING if summary.start.get(name, 0.0) >= 0.05}
         told = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
         yield "first step after", format_seconds(summary.start["seconds"]), told
-
-
-def _added_up(summary: RunSummary) -> str:
-    """Says how many steps a line of the records stands for, and how long single ones took."""
-    if summary.steps_per_line == 1:
-        return ""
-    told = (f"{name} {format_seconds(seconds)}" for name, seconds in summary.step_percentiles.items())
-    return f"older ones in lines of up to {summary.steps_per_line:,} each; one took {', '.join(told)}"
 
 
 def plain_tables(summary: RunSummary) -> list[PlainTable]:

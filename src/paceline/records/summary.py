@@ -260,10 +260,6 @@ class StepTable:
 
     def without_warm_up(self) -> StepTable:
         """Leaves out the first tenth of the steps, and at least one, unless nothing would be left."""
-        return self._warm
-
-    @cached_property
-    def _warm(self) -> StepTable:
         return StepTable(without_warm_up(self.rows) or self.rows)
 
     @cached_property

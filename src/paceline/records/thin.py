@@ -72,9 +72,8 @@ def thin_lines(data: bytes, most: int) -> bytes | None:
     kept = list(_added_up(lines[:tail], records, places, starts, size))
     body, rest = sum(map(len, kept)), b"".join(lines[tail:])
     removed = len(data) - len(mark) - len(rest) - body + marked(mark, "removed")
-    told = EventRecord(
-        name="thinned", step=cut, detail={"each": size, "body": body, "removed": removed}, time=time.time()
-    )
+    detail = {"each": size, "body": body, "removed": removed}
+    told = EventRecord(name="thinned", step=cut, detail=detail, time=time.time())
     return b"".join([kept[0], to_line(told).encode(), *kept[1:], rest])
 
 
@@ -149,15 +148,14 @@ def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
         values[name] = max((size for each in records if (size := getattr(each, name)) is not None), default=None)
     for name in _MEANS:
         values[name] = _mean(((getattr(each, name), each.steps) for each in records), _NO_MEAN[name])
-    losses = [loss for each in records for loss in _extremes(each) if loss is not None]
     return SpanRecord(
         **values,
         loss=values["loss_sum"] / values["count"] if values["count"] else None,
         steps=sum(each.steps for each in records),
         skipped=sum(each.num_skipped for each in records),
-        slowest_s=max(each.slowest_s if isinstance(each, SpanRecord) else each.step_s for each in records),
-        least_loss=min(losses, default=None),
-        most_loss=max(losses, default=None),
+        slowest_s=max(getattr(each, "slowest_s", each.step_s) for each in records),
+        least_loss=min(_finite(getattr(each, "least_loss", each.loss) for each in records), default=None),
+        most_loss=max(_finite(getattr(each, "most_loss", each.loss) for each in records), default=None),
         lengths=" ".join(f"{number}:{count}" for number, count in sorted(lengths_of(records).items())),
     )
 
@@ -199,11 +197,8 @@ def percentile(lengths: Mapping[int, int], share: float) -> float:
     return 0.0
 
 
-def _extremes(record: StepRecord) -> tuple[float | None, float | None]:
-    if isinstance(record, SpanRecord):
-        return record.least_loss, record.most_loss
-    is_known = record.loss is not None and math.isfinite(record.loss)
-    return (record.loss, record.loss) if is_known else (None, None)
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _mean(pairs: Iterable[tuple[float | None, int]], otherwise: float | None = None) -> float | None:
