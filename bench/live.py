@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pool"))
 from browser import Browser, Page
 
 from paceline.bench.timing import BenchRecord
-from paceline.records.records import StepRecord, complete_lines, parse_line
+from paceline.records.records import StepRecord, read_records
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_pydoc.yaml"
 ARMS = ("nobody", "page", "browser")
@@ -86,8 +86,7 @@ def serving(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def steps_of(path: Path) -> list[StepRecord]:
-    records = (parse_line(line) for line, _ in complete_lines(path, 0))
-    return [record for record in records if isinstance(record, StepRecord)]
+    return [record for record in read_records(path) if isinstance(record, StepRecord)]
 
 
 def answer_for(url: str, seconds: float) -> None:

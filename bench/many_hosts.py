@@ -1,6 +1,6 @@
 """The start of a run on many hosts, with fake agents on this machine: what launchers do before ranks are started.
 
-    python bench/many_hosts.py --hosts 1000 --output bench/results/many-hosts-cpu.json
+    python bench/many_hosts.py --hosts 100 300 --output many-hosts.json
 
 Every agent is the real rendezvous of a launcher (``run/rendezvous.py``), with its own address on the loopback; the
 one that has the control server has a process of its own. Fake is that no ranks follow, and that agents share processes

@@ -4,11 +4,11 @@ Writes what the ranks and hosts of a run of so many ranks and steps would have w
 write with, and measures, each in a process of its own:
 
     disk        bytes of records/, beside those of a line for each step and rank
-    report      from the start of ``paceline report RUN`` to its end
+    report      from the start of ``paceline report RUN`` to its end; the best of three, as all times here
     html        the same, with ``--html FILE``
     page        from the start of ``paceline watch RUN`` to the answer that has all records, as the page asks for it
     metrics     the first answer of /metrics of a run that goes on
-    thin        what a rank takes to add up its older steps, and how many steps it does that for
+    thin        what a rank takes of a processor to add up its older steps, and after how many steps it does so
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pool"))
 
 from made_records import END, RUN, STEP
@@ -34,7 +36,7 @@ from made_records import END, RUN, STEP
 from paceline.bench.timing import BenchRecord
 from paceline.records.records import CommRecord, HostRecord, Record, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
-from paceline.records.thin import lines_kept
+from paceline.records.thin import lines_kept, thin_lines
 
 _HOST_RANKS = 8
 _SENSORS = ("hw.gpu.utilization", "hw.gpu.memory.usage", "hw.power", "hw.temperature")
@@ -70,19 +72,12 @@ def steps_of(steps: int, slow: float) -> list[Record]:
 
 
 def make_run(folder: Path, ranks: int, steps: int, most: int | None) -> dict[str, float]:
-    """Writes the records: each rank's through a sink once, of two kinds of ranks; the others are the same."""
+    """Writes the records: two ranks' and a host's through a sink; those of the others are the same."""
     (folder / "records").mkdir(parents=True)
-    times = []
     for rank, slow in ((0, 1.0), (1, 1.02)):
         with contextlib.closing(JsonlSink(folder / "records" / f"rank-{rank}.jsonl", most=most)) as sink:
             sink.write(replace(RUN, rank=rank, world_size=ranks, total_steps=steps, host="node-0"))
-            made = steps_of(steps, slow)
-            for first in range(0, len(made), 64):
-                start = time.perf_counter()
-                sink.write(*made[first : first + 64])
-                sink.flush()
-                times.append(time.perf_counter() - start)
-            sink.write(replace(END, step=steps, time=RUN.time + 0.33 * steps + 1, seconds=0.33 * steps))
+            sink.write(*steps_of(steps, slow), replace(END, step=steps, time=RUN.time + 0.33 * steps + 1))
     for rank in range(2, ranks):
         first, rest = (folder / "records" / f"rank-{rank % 2}.jsonl").read_bytes().split(b"\n", 1)
         run = parse_line(first)
@@ -92,20 +87,37 @@ def make_run(folder: Path, ranks: int, steps: int, most: int | None) -> dict[str
     values = {f"{name}/{number}": 0.5 + number for name in _SENSORS for number in range(_HOST_RANKS)}
     samples = [HostRecord(host="node-0", values=values, time=RUN.time + n) for n in range(int(0.33 * steps))]
     with contextlib.closing(JsonlSink(folder / "records" / "host-node-0.jsonl", most=most)) as sink:
-        for first in range(0, len(samples), 64):
-            sink.write(*samples[first : first + 64])
+        sink.write(*samples)
     text = (folder / "records" / "host-node-0.jsonl").read_text()
     for host in range(1, ranks // _HOST_RANKS):
         (folder / "records" / f"host-node-{host}.jsonl").write_text(text.replace("node-0", f"node-{host}"))
     (folder / "config.yaml").write_text(f"name: large\ntrain: {{steps: {steps}}}\n")
-    slow_s = [each for each in times if each > 5 * median(times)]
-    return {"thin_ms": round(1e3 * median(slow_s), 1) if slow_s else 0.0, "thin_count": len(slow_s) / 2}
+    return {} if most is None else thin_times(folder, steps, most)
 
 
-def timed(*words: str) -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "paceline", *words], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+def thin_times(folder: Path, steps: int, most: int) -> dict[str, float]:
+    """Times what a rank does every ``most`` / 2 steps: it adds up those that are new."""
+    data = (folder / "records" / "rank-0.jsonl").read_bytes().rpartition(b'{"type":"end"')[0]
+    more = [replace(STEP, step=step, time=RUN.time + 0.33 * step) for step in range(steps + 1, steps + most // 2 + 1)]
+    data += "".join(map(to_line, more)).encode()
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        thin_lines(data, most)
+        times.append(time.process_time() - start)
+    return {"thin_ms": 1e3 * median(times), "thin_every_steps": most // 2}
+
+
+def timed(name: str, *words: str) -> dict[str, float]:
+    """Returns what a command takes, the best of three; and of a processor, where the machine is busy."""
+    found = []
+    for _ in range(3):
+        start, before = time.perf_counter(), os.times()
+        subprocess.run([sys.executable, "-m", "paceline", *words], check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        processor = after.children_user + after.children_system - before.children_user - before.children_system
+        found.append((time.perf_counter() - start, processor))
+    return {f"{name}_s": min(wall for wall, _ in found), f"{name}_processor_s": min(each for _, each in found)}
 
 
 def page_times(folder: Path) -> dict[str, float]:
@@ -133,6 +145,8 @@ def page_times(folder: Path) -> dict[str, float]:
         start = time.perf_counter()
         ask("/metrics")
         times["metrics_s"] = time.perf_counter() - start
+        process = psutil.Process(served.pid).cpu_times()
+        times["page_processor_s"] = process.user + process.system
         served.terminate()
     return times
 
@@ -152,19 +166,16 @@ def main() -> None:
         line = len(to_line(steps_of(asked.steps, 1.0)[-1]))
         row |= {"disk_mb": sum(sizes.values()) / 1e6, "rank_kb": sizes["rank-0.jsonl"] / 1e3}
         row |= {"host_kb": sizes["host-node-0.jsonl"] / 1e3, "every_step_mb": line * asked.steps * asked.ranks / 1e6}
-        row |= {"report_s": median(timed("report", str(folder)) for _ in range(3))}
-        row |= {"html_s": timed("report", str(folder), "--html", str(Path(root) / "page.html"))}
-        row |= {name: median(each) for name, each in _columns([page_times(folder) for _ in range(3)]).items()}
+        row |= timed("report", "report", str(folder))
+        row |= timed("html", "report", str(folder), "--html", str(Path(root) / "page.html"))
+        pages = [page_times(folder) for _ in range(3)]
+        row |= {name: min(each[name] for each in pages) for name in pages[0]}
     row = {name: round(value, 3) for name, value in row.items()}
     config = {"ranks": asked.ranks, "steps": asked.steps, "keep_steps": asked.keep, "cores": os.cpu_count()}
     record = BenchRecord(name="records-at-scale", command="python bench/records_at_scale.py", rows=[row], config=config)
     if asked.output is not None:
         record.write(asked.output)
     print(record.to_json())
-
-
-def _columns(rows: list[dict[str, float]]) -> dict[str, list[float]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def soak_hosts(num_losses: int, seed: int, output: Path | None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="paceline-soak-") as folder, soaking(Path(folder), seed) as soak:
         try:
-            found = run_soak(soak, num_losses, num_steps=350 * num_losses)
+            found = run_soak(soak, num_losses, num_steps=60 * num_losses)
         except BaseException:
             print(soak.log, file=sys.stderr)
             raise

@@ -35,6 +35,7 @@ OTHERS = {
     "--ipc": "docker",
     "--install": "update-alternatives",
     "--speed": "python bench/links.py",
+    "--dport": "iptables",
 }
 WRITE_FOR_OTHERS = ("launch/", "comm/shared/native/")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -260,3 +261,15 @@ def test_the_newest_checkpoint_has_several_names_unless_a_folder_has_one(word: s
     assert "no checkpoint in runs/tiny" in called.err
     (project / word).mkdir()
     assert RunOptions(resume=word).resume == word
+
+
+def test_what_others_print_to_a_terminal_that_is_none_has_no_escape_codes() -> None:
+    """Open MPI's ranks have a terminal of their own, whoever reads mpirun's output; torch's store traces C++."""
+    shows = "import os; app.run_command = lambda: print(os.environ['TERM'], os.environ['TORCH_CPP_LOG_LEVEL'])"
+    code = f"import paceline.cli.app as app; {shows}; from paceline.cli.main import main; main()"
+    asked = {"TERM": "xterm", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    plain = {name: value for name, value in os.environ.items() if name not in asked}
+    for variables, told in (({}, "xterm ERROR"), ({"OMPI_COMM_WORLD_RANK": "1"}, "dumb ERROR"), (asked, "xterm INFO")):
+        environment = plain | {"TERM": "xterm"} | variables
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == told

@@ -22,12 +22,16 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def listening(pid: int) -> list[str]:
-    """Returns the addresses at which a process listens, as the system writes them."""
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    """Returns the addresses at which a process listens, as the system writes them; none where it is gone."""
+    try:
+        tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        paths = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # a helper of the launcher, such as a dry run, may end at any moment
+        return []
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     by_inode = {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
     targets = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
+    for path in paths:
         try:
             targets.append(str(path.readlink()))
         except OSError:  # closed since
@@ -52,7 +56,7 @@ class Looking(torch.nn.Linear):
             lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
             seen = {{
                 "launcher": listening(launcher.pid),
-                "others": [address for pid in others if psutil.pid_exists(pid) for address in listening(pid)],
+                "others": [address for pid in others for address in listening(pid)],
                 "address": os.environ["MASTER_ADDR"],
                 "modes": [stat.S_IMODE(path.stat().st_mode) for path in (secret, secret.parent)],
                 "is_secret_shown": any(secret.read_text() in line for line in lines),

@@ -279,7 +279,7 @@ def refused(comm: Communicator) -> list[str]:
         lambda: comm.broadcast(torch.ones(1), source=2),
         lambda: comm.send(torch.ones(1), to=-1),
         lambda: comm.recv(torch.ones(1), source=9),
-        lambda: comm.all_reduce(torch.ones(1), "product"),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(torch.ones(1), "median"),  # type: ignore[arg-type]
         lambda: comm.all_gather(torch.ones(3), torch.ones(2)),
         lambda: comm.all_gather(torch.ones(2, dtype=torch.float64), torch.ones(1)),
         lambda: comm.reduce_scatter(torch.ones(2), torch.ones(2)),

@@ -160,11 +160,11 @@ def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot
     plugin = one.folder / "opt/amazon/ofi-nccl/lib/libnccl-net.so"
     plugin.parent.mkdir(parents=True)
     plugin.touch()
-    output = one.run(command, **variables, TRAINING_EPOCHS="1")
+    output = one.run(command, **variables | {"TRAINING_EPOCHS": "1"})
     assert "installing /srv/source at main" in output
     assert (one.folder / "etc/nccl.conf").read_text() == "NCCL_NET=AWS Libfabric\n"
     assert "/opt/amazon/ofi-nccl/lib\n" in (one.folder / "etc/ld.so.conf.d/paceline-nccl.conf").read_text()
-    again = one.run(command, **variables, TRAINING_EPOCHS="2")
+    again = one.run(command, **variables | {"TRAINING_EPOCHS": "2"})
     assert "installing" not in again
     assert (tmp_path / "runs" / "digits" / "checkpoints").is_dir()
     assert not (tmp_path / "runs" / "digits-2").exists()
@@ -173,7 +173,7 @@ def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot
     (scripts / "set_nccl_env.sh").write_text("export NCCL_NET=gIB NCCL_IB_TC=52\n")
     (one.folder / "usr/local/gib/lib64").mkdir()
     (one.folder / "usr/local/gib/lib64/libnccl-net.so").touch()
-    one.run(command, **{**variables, "NETWORK": "gib"}, TRAINING_EPOCHS="3")
+    one.run(command, **variables | {"NETWORK": "gib", "TRAINING_EPOCHS": "3"})
     assert set((one.folder / "etc/nccl.conf").read_text().split()) == {"NCCL_NET=gIB", "NCCL_IB_TC=52"}
     (one.folder / "etc/nccl.conf").unlink()
 
@@ -186,7 +186,7 @@ def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot
         with second.start(command, **variables) as process:
             try:
                 command, variables = node(first, 0, 2)
-                output = first.run(command, **variables, TRAINING_EPOCHS="2")
+                output = first.run(command, **variables | {"TRAINING_EPOCHS": "2"})
                 limit = first.run("su paceline -c 'ssh 10.77.1.2 ulimit -l'")
                 assert process.poll() is None
             finally:

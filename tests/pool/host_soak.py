@@ -192,6 +192,9 @@ def run_soak(soak: Soak, num_losses: int, num_steps: int) -> dict[str, Any]:
     kinds = [KINDS[number % len(KINDS)] for number in range(num_losses)]
     soak.draw.shuffle(kinds)
     for number, kind in enumerate(kinds):
+        # Steps last longer where they would be over before the losses.
+        is_early = steps(soak.folder)[-1] > num_steps * (number + 1) / (len(kinds) + 2)
+        (soak.folder / "pause").write_text("2" if is_early else str(PAUSE_S))
         time.sleep(soak.draw.random() * 6)
         soak.lose(kind)
         is_last = number == len(kinds) - 1

@@ -235,6 +235,18 @@ def test_memory_of_a_simulated_gpu_is_what_the_gpu_would_hold() -> None:
     assert min(found) > 2 * on_host  # what CUDA itself takes
 
 
+def test_memory_of_a_model_that_nobody_has_described_is_not_told() -> None:
+    values = {
+        "model": {"kind": "factory", "factory": "own_model:Own", "args": {"width": 8}},
+        "data": {"kind": "synthetic_classification", "samples": 16, "features": 64, "classes": 10},
+        "train": {"steps": 1, "global_batch": 4},
+        "parallel": {"device": "cpu", "threads": 1},
+    }
+    cluster = load_cluster("1x dgx-a100")
+    found = simulate(prepare(config_from_dict(values), ranks=2, cluster=cluster), Conditions(cluster=cluster))
+    assert [each.memory_bytes for each in found.records[0] if isinstance(each, StepRecord)] == [0]
+
+
 def test_the_backend_of_a_simulated_run_counts_or_is_refused() -> None:
     config, host = make_config(steps=1), load_cluster("2x cpu-host")
     gloo, shared = (

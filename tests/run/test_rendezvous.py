@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
-from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, Rendezvous, rendezvous
+from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.whereami import Surroundings, host_name
 
 
@@ -65,6 +65,8 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surro
         unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
         assert second.agree_on_end("rank 1 was killed", is_sure=True) == ["rank 1 was killed"] == unsure.result()
         assert first.agree_on_end("rank 0 failed, too", is_sure=True) == ["rank 1 was killed"]
+        while first.num_nodes_waiting() == 0:  # ranks of hosts that do not know it yet are ended, too
+            pass
         first.has_joined = second.has_joined = False
         list(pool.map(Rendezvous.next_rendezvous, (first, second)))
         unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
@@ -100,7 +102,9 @@ def test_another_secret_is_told(nodes: Surroundings, tmp_path: Path, monkeypatch
         pass
 
 
-def test_a_launcher_whose_server_is_gone_says_so(nodes: Surroundings, tmp_path: Path) -> None:
+def test_a_launcher_whose_server_is_gone_says_so_and_comes_back_when_it_can(
+    nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with rendezvous(tmp_path, "run", nodes):
         guest = Rendezvous(Address(nodes.address, nodes.port), lambda: b"s" * 32, "run", attends_as="guest")
         guest.__enter__()
@@ -109,7 +113,15 @@ def test_a_launcher_whose_server_is_gone_says_so(nodes: Surroundings, tmp_path: 
     guest._thread.join()  # it ends when it cannot tell anybody that it lives
     with pytest.raises(RendezvousConnectionError, match="cannot be reached"):
         guest.num_nodes_waiting()
-    guest.__exit__()
+    monkeypatch.setattr("paceline.run.rendezvous._RETURN_S", 0.01)
+    with pytest.raises(LeftOutError, match=r"has left the run: the control server at .* cannot be reached"):
+        guest.agree_on_end("rank 1 lost another", is_sure=False)
+    monkeypatch.setattr("paceline.run.rendezvous._RETURN_S", 30.0)
+    with rendezvous(tmp_path, "run", nodes):  # its host was started again
+        assert guest.is_cut_off
+        assert guest.agree_on_end(f"{CHANGED}others are gone", is_sure=True) == [f"{CHANGED}others are gone"]
+        assert not guest.is_cut_off
+        guest.__exit__()
 
 
 def test_a_program_that_has_the_port_is_told_with_it(

@@ -133,10 +133,11 @@ def _picture(figure: Any) -> object:
         styles = [f"{each.get_color()} {each.get_marker()} {each.get_linestyle()}" for each in axes.lines]
         words = [axes.get_xlabel(), axes.get_ylabel(), [each.get_text() for each in axes.get_xticklabels()]]
         words += [axes.get_xscale(), axes.get_yscale(), [axes.spines[side].get_visible() for side in ("top", "left")]]
-        ticks = [axes.yaxis.get_major_formatter()(value, 0) for value in (12.0, 999.0, 1000.0, 54321.0)]
         legend = axes.get_legend()
-        found += [lines, styles, words, ticks, axes.get_ylim()]
-        found.append(legend and [each.get_text() for each in legend.get_texts()])
+        found += [lines, styles, words, legend and [each.get_text() for each in legend.get_texts()]]
+    rates, shares = figure.axes
+    found.append([rates.yaxis.get_major_formatter()(value, 0) for value in (12.0, 999.0, 1000.0, 54321.0)])
+    found.append(shares.get_ylim())
     return found
 
 

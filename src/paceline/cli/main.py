@@ -52,6 +52,8 @@ def main(*, holds_interrupts: bool = False) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     except KeyboardInterrupt:
         _leave()
+    # Where ranks leave, torch's store warns with a trace of C++; what it means is told in words.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "OMPI_COMM_WORLD_RANK" in os.environ:  # Open MPI gives ranks a terminal, also where their output goes to a file
         os.environ["TERM"] = "dumb"
     if sys.argv[1:2] == ["train"]:

@@ -162,7 +162,7 @@ def _memory(folder: Path, records: RunRecords) -> MemoryUse:
         planned = None
     known = planned.items() if isinstance(planned, dict) else ()
     sizes = {str(name): size for name, size in known if name != "device_bytes" and isinstance(size, int) and size > 0}
-    peak = records.steps.totals().memory_bytes
+    peak = max((each.memory_bytes for row in records.steps.rows for each in row.values()), default=0)
     return MemoryUse(peak_bytes=peak, capacity_bytes=capacity, cuts=cuts, by_category=sizes)
 
 

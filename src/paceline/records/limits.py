@@ -305,7 +305,7 @@ def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]
         found.append(_communication(facts, steps, waited, per_step))
     each_step = chain.from_iterable(row.values() for row in steps.rows)
     waits = [(each.host_s, each.steps) for each in each_step if each.host_s is not None]
-    host = sum(wait * number for wait, number in waits) / steps.totals().total_s
+    host = sum(wait * number for wait, number in waits) / steps.totals().total_s if waits else 0.0
     if host >= _HOST:
         idle, known = sum(number for wait, number in waits if wait > 0), sum(number for _, number in waits)
         told = f"in {idle:,} of {known:,} steps the device had nothing left to do when the host had issued them"

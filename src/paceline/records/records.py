@@ -17,6 +17,7 @@ import json
 import math
 import numbers
 import operator
+import re
 import time as clock
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -25,11 +26,12 @@ from typing import IO, Any, ClassVar, Literal, get_args
 
 from pydantic_core import from_json, to_json
 
-from paceline.untrusted import open_regular, parse_json
+from paceline.untrusted import is_count, open_regular, parse_json, parse_json_object
 
 SCHEMA_VERSION = 1
 _MOST_BYTES = 2**20  # of a line
 STEPS = (b'{"type":"step"', b'{"type":"span"')
+_MANY, _LONG = (*STEPS, b'{"type":"comm"'), re.compile(rb"\d{60}")
 THINNED = b'"name":"thinned"'
 
 EndStatus = Literal["done", "failed", "stopped"]
@@ -128,7 +130,8 @@ class SpanRecord(StepRecord):
     """So many ``steps`` in a row, up to ``step``, added up by ``thin.py``: what it says of one step holds for them.
 
     ``loss_sum``, ``count`` and ``samples`` are sums, ``position``, ``epoch`` and ``time`` those of the last step,
-    memory the most; anything else is the mean. ``lengths`` counts steps by their ``step_s``, in classes 5 % wide.
+    memory the most; anything else is the mean. ``lengths`` has classes of ``step_s``, 5 % wide, with how many steps are
+    in each: ``-48:15 -47:1``.
     """
 
     steps: int  # type: ignore[misc]
@@ -136,7 +139,11 @@ class SpanRecord(StepRecord):
     slowest_s: float
     least_loss: float | None
     most_loss: float | None
-    lengths: dict[str, float] = field(hash=False)
+    lengths: str
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"record of type span has steps = {self.steps}")
 
     @property
     def num_skipped(self) -> int:
@@ -243,8 +250,9 @@ def to_line(record: Record) -> str:
 
 def parse_line(line: str | bytes) -> Record:
     """Reads one line back. Raises ValueError for another JSON value, type or schema, and where a field is missing."""
-    is_plain = isinstance(line, bytes) and line.startswith(STEPS) and len(line) < _MOST_BYTES
-    payload = from_json(line) if is_plain else parse_json(line, _MOST_BYTES)  # steps are many, and have numbers alone
+    # Of those that are many a shorter way will do: they are short, and have no long numbers.
+    is_many = isinstance(line, bytes) and line.startswith(_MANY) and len(line) < 2048 and not _LONG.search(line)
+    payload = from_json(line) if is_many else parse_json(line, _MOST_BYTES)
     if not isinstance(payload, dict):
         raise ValueError(f"a record is a JSON object, not {_excerpt(line)}")
     kind = payload.get("type")
@@ -308,14 +316,17 @@ class GrowingFile:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
-        self._mark = self._look_for_mark() if offset else b""
+        self._mark = b""
+        if offset:
+            with open_regular(path) as file:
+                self._mark = thinned_mark(file)
 
     def lines(self) -> Iterator[bytes]:
         """Yields each line that has come since and ends in a newline. Raises OSError, or ValueError for a long one."""
         with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
             if (mark := thinned_mark(file)) != self._mark and self.offset:
-                gone = removed_bytes(mark) - len(mark) - removed_bytes(self._mark) + len(self._mark)
-                self.offset = max(_tail_of(mark), self.offset - gone) if mark else 0  # none: a new file
+                gone = marked(mark, "removed") - len(mark) - marked(self._mark, "removed") + len(self._mark)
+                self.offset = max(marked(mark, "body") + len(mark), self.offset - gone) if mark else 0
             self._mark = mark
             file.seek(self.offset)
             while line := file.readline(_MOST_BYTES + 1):
@@ -327,10 +338,6 @@ class GrowingFile:
                 self.offset += len(line)
                 yield line
 
-    def _look_for_mark(self) -> bytes:
-        with open_regular(self.path) as raw, io.BufferedReader(raw) as file:
-            return thinned_mark(file)
-
 
 def thinned_mark(file: IO[bytes]) -> bytes:
     """Returns the second line of a file of records if it says that older ones were added up, else nothing."""
@@ -340,14 +347,11 @@ def thinned_mark(file: IO[bytes]) -> bytes:
     return line if THINNED in line[:200] else b""
 
 
-def removed_bytes(mark: bytes) -> int:
-    """Returns how many bytes have gone from a file so far, by its mark."""
-    return int(parse_json(mark)["detail"]["removed"]) if mark else 0
-
-
-def _tail_of(mark: bytes) -> int:
-    """Returns where what was not added up begins."""
-    return int(parse_json(mark)["detail"]["body"]) + len(mark) if mark else 0
+def marked(mark: bytes, name: str) -> int:
+    """Returns a number of the mark of a file: how many bytes were ``removed``, how many the added-up ``body`` has."""
+    detail = parse_json_object(mark).get("detail") if mark else None
+    found = detail.get(name) if isinstance(detail, dict) else None
+    return found if is_count(found) else 0
 
 
 def _excerpt(line: str | bytes) -> str:

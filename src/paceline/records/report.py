@@ -35,6 +35,7 @@ from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run
+from paceline.records.thin import lengths_of, percentile
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 from paceline.untrusted import is_number
@@ -49,6 +50,7 @@ STARTING = {
 }
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
 COMMUNICATION = "communication of a rank"
+_MOST_RANKS = 32  # of a table
 _NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
@@ -96,6 +98,8 @@ class RunSummary(Shown):
     memory: MemoryUse = field(default_factory=MemoryUse)
     test_metrics: dict[str, float] = field(default_factory=dict)  # perplexity, and those of one's own
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
+    steps_per_line: int = 1  # that the records add up at most
+    step_percentiles: dict[str, float] = field(default_factory=dict)  # seconds of single steps of the lowest rank
 
     def facts(self) -> dict[str, object]:
         return {
@@ -130,6 +134,8 @@ def summarize(run_folder: Path) -> RunSummary:
     prediction = _compared(run_folder, records)
     cluster = "" if prediction is None else catalog_name(prediction.predicted.cluster)
     facts = find_facts(run_folder, records, cluster)
+    lead = [record for attempt in records.lead for record in attempt.steps]
+    lengths = lengths_of(lead)
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -153,6 +159,8 @@ def summarize(run_folder: Path) -> RunSummary:
         traffic=facts.traffic,
         memory=facts.memory,
         start=_start(records.lead),
+        steps_per_line=max((record.steps for record in lead), default=1),
+        step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100)},
         **_about(run, samples_per_s),
     )
 
@@ -260,7 +268,9 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
         yield "time in communication", format_seconds(summary.comm_s), share
     if summary.memory.peak_bytes:
         yield "memory", format_bytes(summary.memory.peak_bytes), "of the rank that needs most"
-    yield "steps", f"{summary.steps:,}", ""
+    took = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in summary.step_percentiles.items())
+    told = f"older ones in lines of up to {summary.steps_per_line:,} each; one took {took}"
+    yield "steps", f"{summary.steps:,}", told if summary.steps_per_line > 1 else ""
     yield "duration", format_seconds(summary.seconds), ""
     if summary.start:  # parts that took next to nothing are left out
         parts = {STARTING[name]: summary.start[name] for name in STARTING if summary.start.get(name, 0.0) >= 0.05}
@@ -287,6 +297,8 @@ def new_table(title: str, *columns: str) -> Table:
 def _rank_table(ranks: Sequence[RankSummary]) -> PlainTable:
     """Shows the ranks, with parts of the step as shares, so that a rank that others wait for stands out."""
     width = max(len(str(rank.rank)) for rank in ranks)
+    slowest = sorted(ranks, key=lambda rank: -rank.compute_s)[:_MOST_RANKS]
+    shown = {rank.rank for rank in (slowest if len(ranks) > 2 * _MOST_RANKS else ranks)}
     rows = []
     hosts: dict[str, list[str]] = {}
     parts: dict[tuple[int, int], list[str]] = {}  # ranks that were not there all the time
@@ -294,11 +306,14 @@ def _rank_table(ranks: Sequence[RankSummary]) -> PlainTable:
         name = f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}"
         shares = [f"{100 * getattr(rank, phase) / rank.total_s:.1f}" if rank.total_s > 0 else "-" for phase in PHASES]
         took, memory = format_seconds(rank.step_s), format_bytes(rank.memory_bytes)
-        rows.append((name, format_count(rank.samples), took, *shares, memory))
+        if rank.rank in shown:
+            rows.append((name, format_count(rank.samples), took, *shares, memory))
         hosts.setdefault(rank.host, []).append(str(rank.rank))
         if rank.absent_steps and rank.steps:
             parts.setdefault((rank.steps, rank.steps + rank.absent_steps), []).append(str(rank.rank))
     where = ", ".join(f"{host} (rank {' '.join(own)})" for host, own in hosts.items())
+    if len(shown) < len(ranks):
+        where = f"{len(hosts):,} hosts; of {len(ranks):,} ranks those with most work of their own (--json has all)"
     note = f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
     there = (f"\nrank {' '.join(own)}: there in {steps:,} of {of:,} steps" for (steps, of), own in parts.items())
     columns = ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter, mul
 from pathlib import Path
@@ -38,9 +39,11 @@ from paceline.records.records import (
     HostRecord,
     Record,
     RunRecord,
+    SpanRecord,
     StepRecord,
     read_records,
 )
+from paceline.records.thin import part_until
 
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")  # of a step, as fields of its record
 FINAL_STEPS = 5  # the training loss at the end of a run is that of its last few steps
@@ -150,7 +153,10 @@ def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[Ran
     for attempt in attempts:
         for record in attempt.steps:
             if found and record.step <= next(reversed(found)):
+                later = [(own, made) for step, (own, made) in found.items() if step >= record.step]
                 found = {step: made for step, made in found.items() if step < record.step}
+                if isinstance(span := later[0][1], SpanRecord) and span.step - span.steps < record.step - 1:
+                    found[record.step - 1] = later[0][0], part_until(span, record.step - 1)
             found[record.step] = attempt, record
     return found
 
@@ -241,7 +247,7 @@ class StepTable:
     def __len__(self) -> int:
         return sum(self.weights)
 
-    @property
+    @cached_property
     def weights(self) -> list[int]:
         """How many steps each row stands for."""
         return list(map(steps_of, self.rows))
@@ -256,7 +262,7 @@ class StepTable:
         """Leaves out the first tenth of the steps, and at least one, unless nothing would be left."""
         return StepTable(without_warm_up(self.rows) or self.rows)
 
-    @property
+    @cached_property
     def lengths(self) -> list[float]:
         """The seconds of each step: those of the slowest rank."""
         return [max(record.step_s for record in row.values()) for row in self.rows]

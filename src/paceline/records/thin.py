@@ -15,6 +15,7 @@ says so.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,16 +33,17 @@ from paceline.records.records import (
     RunRecord,
     SpanRecord,
     StepRecord,
+    marked,
     parse_line,
-    removed_bytes,
     to_line,
 )
 
-FEWEST, MOST, ALL_LINES = 128, 4096, 2**16
+FEWEST, MOST, ALL_LINES = 64, 4096, 2**15
 TAIL = 16
 _FIRST = 4
 _COMM_LINES = 16
 _CLASS = math.log(1.05)
+_LENGTHS = re.compile(r"(-?\d{1,4}):(\d{1,12})")
 _SUMS = ("loss_sum", "count", "samples")
 _LAST = ("step", "position", "epoch", "time", "loss_scale", "allocated_bytes", "reserved_bytes")
 _GREATEST = ("memory_bytes", "peak_bytes")
@@ -69,10 +71,9 @@ def thin_lines(data: bytes, most: int) -> bytes | None:
     tail = next((at for at, place in places.items() if at >= max(starts) and place > cut), len(lines))
     kept = list(_added_up(lines[:tail], records, places, starts, size))
     body, rest = sum(map(len, kept)), b"".join(lines[tail:])
-    removed = len(data) - len(mark) - len(rest) - body + removed_bytes(mark)
-    told = EventRecord(
-        name="thinned", step=cut, detail={"each": size, "body": body, "removed": removed}, time=time.time()
-    )
+    removed = len(data) - len(mark) - len(rest) - body + marked(mark, "removed")
+    detail = {"each": size, "body": body, "removed": removed}
+    told = EventRecord(name="thinned", step=cut, detail=detail, time=time.time())
     return b"".join([kept[0], to_line(told).encode(), *kept[1:], rest])
 
 
@@ -147,19 +148,15 @@ def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
         values[name] = max((size for each in records if (size := getattr(each, name)) is not None), default=None)
     for name in _MEANS:
         values[name] = _mean(((getattr(each, name), each.steps) for each in records), _NO_MEAN[name])
-    losses = [loss for each in records for loss in _extremes(each) if loss is not None]
-    lengths: Counter[str] = Counter()
-    for each in records:
-        lengths.update(lengths_of(each))
     return SpanRecord(
         **values,
         loss=values["loss_sum"] / values["count"] if values["count"] else None,
         steps=sum(each.steps for each in records),
         skipped=sum(each.num_skipped for each in records),
-        slowest_s=max(each.slowest_s if isinstance(each, SpanRecord) else each.step_s for each in records),
-        least_loss=min(losses, default=None),
-        most_loss=max(losses, default=None),
-        lengths=dict(lengths),
+        slowest_s=max(getattr(each, "slowest_s", each.step_s) for each in records),
+        least_loss=min(_finite(getattr(each, "least_loss", each.loss) for each in records), default=None),
+        most_loss=max(_finite(getattr(each, "most_loss", each.loss) for each in records), default=None),
+        lengths=" ".join(f"{number}:{count}" for number, count in sorted(lengths_of(records).items())),
     )
 
 
@@ -171,28 +168,37 @@ def add_samples(records: Sequence[HostRecord]) -> HostRecord:
     return replace(records[-1], values=values, samples=sum(each.samples for each in records))
 
 
-def lengths_of(record: StepRecord) -> Mapping[str, float]:
-    """Returns how many steps of a record took how long, by the number of a class that is 5 % wide."""
-    if isinstance(record, SpanRecord):
-        return record.lengths
-    return {str(math.floor(math.log(record.step_s) / _CLASS)): 1} if 0 < record.step_s < math.inf else {}
+def part_until(record: SpanRecord, step: int) -> SpanRecord:
+    """Returns the part of a record up to a step: the run went back into its midst. Sums are by its share."""
+    steps = record.steps - (record.step - step)
+    sums: dict[str, Any] = {name: getattr(record, name) * steps / record.steps for name in _SUMS}
+    sums |= {name: round(sums[name]) for name in ("count", "samples")}
+    return replace(record, step=step, steps=steps, **sums)
 
 
-def percentile(lengths: Mapping[str, float], share: float) -> float:
+def lengths_of(records: Iterable[StepRecord]) -> Counter[int]:
+    """Returns how many steps took how long, by the number of a class that is 5 % wide."""
+    found: Counter[int] = Counter()
+    for each in records:
+        if isinstance(each, SpanRecord):
+            found.update({int(number): int(count) for number, count in _LENGTHS.findall(each.lengths)})
+        elif 0 < each.step_s < math.inf:
+            found[math.floor(math.log(each.step_s) / _CLASS)] += 1
+    return found
+
+
+def percentile(lengths: Mapping[int, int], share: float) -> float:
     """Returns the length that so large a share of the steps does not exceed, to 2.5 %; 0 without any."""
     left = share * sum(lengths.values())
-    for number in sorted(lengths, key=int):
+    for number in sorted(lengths):
         left -= lengths[number]
         if left <= 0:
-            return math.exp((int(number) + 0.5) * _CLASS)
+            return math.exp((number + 0.5) * _CLASS)
     return 0.0
 
 
-def _extremes(record: StepRecord) -> tuple[float | None, float | None]:
-    if isinstance(record, SpanRecord):
-        return record.least_loss, record.most_loss
-    is_known = record.loss is not None and math.isfinite(record.loss)
-    return (record.loss, record.loss) if is_known else (None, None)
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _mean(pairs: Iterable[tuple[float | None, int]], otherwise: float | None = None) -> float | None:

@@ -114,8 +114,9 @@ def check_links(
                 store.append("blocked", json.dumps(told) + "\n")
             store.meet("checked", place, size, within + timedelta(seconds=ANSWER_S))
         except (RuntimeError, TimeoutError) as error:  # torch's error of a store is one
-            missing = [each for each in range(size) if not store.check([f"checked {each}"])]
-            raise CommunicationError(f"hosts did not come to the check of links: places {missing[:_TOLD]}") from error
+            silent = [each for each in partners if not store.check([str(each)])]
+            silent = silent or [each for each in partners if not store.check([f"checked {each}"])]
+            raise CommunicationError(f"hosts did not come to the check of links: places {silent[:_TOLD]}") from error
         lines = store.get("blocked").decode().splitlines() if store.check(["blocked"]) else []
     return sorted((BlockedLink(*parse_json(line.encode())) for line in lines), key=lambda each: list(each.places))
 

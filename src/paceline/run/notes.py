@@ -66,7 +66,9 @@ def noted_processes(folder: Path, launcher: int | None = None) -> dict[int, int]
     """Returns the process of each rank that noted one on this host, by rank; those of one launcher if it is given."""
     found = {}
     for path in (folder / "logs").glob("rank-*.pid"):
-        words = path.read_text(encoding="utf-8").split()
+        words: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # another host begins an attempt, and has removed it
+            words = path.read_text(encoding="utf-8").split()
         is_here = len(words) < 2 or words[1] == socket.gethostname()
         is_ours = launcher is None or len(words) < 3 or int(words[2]) == launcher
         if words and is_here and is_ours:

@@ -3,8 +3,8 @@
 Trackers follow the records, in one thread each, so that none can stop or slow a rank. The files are the queue: a
 tracker that is slow reads them later, and one that fails leaves them as they are. At the end of a run trackers get ten
 seconds to catch up. They take the records of rank 0 and of hosts; of steps the first and the last, 200 evenly spaced
-ones, and those of ``monitor.log_every``, two a second at most. TensorBoard has all ranks: rank 0 in ``tensorboard/``,
-each other rank and host in a folder of its own below.
+ones, and those of ``monitor.log_every``, two a second at most. TensorBoard has the first 16 ranks: rank 0 in
+``tensorboard/``, each other rank and host in a folder of its own below.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _PATIENCE_S = 2.0
 _LOOK_S = 0.5
 _POINTS = 200  # of a run, however short it is
 _END_S = 10.0
+_TENSORBOARD_RANKS = 16
 _MOST_FAILURES = 3  # in a row
 _STEP = re.compile(rb'\{"type":"step","schema":\d+,"step":(\d+),.*?"time":([\d.e+]+)')
 
@@ -273,7 +274,9 @@ class _Follower:
     def _find(self) -> None:
         paths = sorted((self._run.folder / "records").glob("*.jsonl"), key=lambda path: path.stem != "rank-0")
         for path in paths:
-            is_wanted = self.name == "tensorboard" or path.stem == "rank-0" or path.stem.startswith("host-")
+            source, _, rank = path.stem.partition("-")
+            most = _TENSORBOARD_RANKS if self.name == "tensorboard" else 1
+            is_wanted = source == "host" or (rank.isdecimal() and int(rank) < most)
             if is_wanted and path not in self.sources:
                 self.sources[path] = _Source(path, every=self._every, offset=self._known.get(path, 0))
 

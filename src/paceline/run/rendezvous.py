@@ -230,7 +230,7 @@ class Rendezvous(elastic.RendezvousHandler):
                 break
             self._is_over.wait(_BEAT_S / 20)
         self._store.compare_set(key, "", own)
-        keys = [f"ended/{number}" for number in range(1, self._round + 1)]
+        keys = [f"ended/{number}" for number in range(self._round + 1)]  # 0: before it joined
         return [self._store.get(each).decode() for each in keys if self._store.check([each])]
 
     def _come_back(self, problem: Exception) -> None:

@@ -71,7 +71,7 @@ class Columns:
         except (TypeError, ValueError, OverflowError):
             good = [row for row in rows if _is_row(row)]
             return len(rows) - len(good) + (self.take(rank, good) if good else 0)
-        usable = (values[:, 0] >= 0) & (values[:, 0] < _MOST_STEP)
+        usable = (values[:, 0] >= 0) & (values[:, 0] < _MOST_STEP) & (values[:, -1] >= 1)
         values = values[usable]
         if len(values):
             row = self.ranks.setdefault(rank, len(self.ranks))

@@ -37,7 +37,7 @@ RECORDS_AT: Final = COUNTS_AT + NUM_GROUPS * 8
 RECORD_WORDS: Final = RECORD_BYTES // 8
 DONE_WORD: Final = (RECORDS_AT + 32) // 8  # of the first record's last time
 TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
-TABLE_BYTES: Final = 2**20
+TABLE_BYTES: Final = 2**17
 UPDATES_AT: Final = TABLE_AT + TABLE_BYTES
 NUM_UPDATES: Final = 32
 MOST_COUNTERS: Final = 6  # of an update
@@ -198,7 +198,7 @@ _ENDS: dict[int, State] = {FINISHED: "finished", FAILED: "failed"}
 _UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
 _CALL_FIELDS = ("kind", "shape", "dtype", "op", "peer", "tag")
 _DECODE: dict[str, Callable[[Any], Any]] = {
-    "g": lambda value: GroupName(tuple(value[0]), value[1]),
+    "g": lambda value: GroupName(tuple(range(*value[0]) if len(value) > 2 else value[0]), value[1]),
     "c": lambda value: LedgerCall(**dict(zip(_CALL_FIELDS, (value[0], tuple(value[1]), *value[2:]), strict=True))),
     "s": str,
 }

@@ -136,7 +136,11 @@ class Ledger:
         """Names a group; those of the same members differ by the order in which a rank makes them."""
         number = min(self._num_groups, layout.NUM_GROUPS - 1)  # more than anybody makes: those beyond share a place
         self._num_groups += 1
-        self._append("g", number, [list(ranks), self._groups[ranks]])
+        even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] or 1) if len(ranks) > 2 else range(0)
+        if tuple(even) == ranks:  # thousands of ranks in a few characters
+            self._append("g", number, [[even.start, even.stop, even.step], self._groups[ranks], "even"])
+        else:
+            self._append("g", number, [list(ranks), self._groups[ranks]])
         self._groups[ranks] += 1
         return number
 
