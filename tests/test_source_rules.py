@@ -46,7 +46,7 @@ LINES = {
     "plan": 1_500,
     "predict": 4_750,
     "profile": 600,
-    "records": 3_800,
+    "records": 3_850,
     "rehearse": 2_750,
     "run": 6_550,
     "schedule": 1_050,

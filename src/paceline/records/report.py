@@ -99,7 +99,7 @@ class RunSummary(Shown):
     test_metrics: dict[str, float] = field(default_factory=dict)  # perplexity, and those of one's own
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
     steps_per_line: int = 1  # that the records add up at most
-    step_percentiles: dict[str, float] = field(default_factory=dict)  # seconds of single steps of the lowest rank
+    step_percentiles: dict[str, float] = field(default_factory=dict)  # where lines add up: seconds of a step
 
     def facts(self) -> dict[str, object]:
         return {
@@ -135,7 +135,8 @@ def summarize(run_folder: Path) -> RunSummary:
     cluster = "" if prediction is None else catalog_name(prediction.predicted.cluster)
     facts = find_facts(run_folder, records, cluster)
     lead = [record for attempt in records.lead for record in attempt.steps]
-    lengths = lengths_of(lead)
+    steps_per_line = max((record.steps for record in lead), default=1)
+    lengths = lengths_of(lead) if steps_per_line > 1 else {}  # to 2.5 %: single steps are in the records themselves
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -159,8 +160,8 @@ def summarize(run_folder: Path) -> RunSummary:
         traffic=facts.traffic,
         memory=facts.memory,
         start=_start(records.lead),
-        steps_per_line=max((record.steps for record in lead), default=1),
-        step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100)},
+        steps_per_line=steps_per_line,
+        step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100) if lengths},
         **_about(run, samples_per_s),
     )
 
