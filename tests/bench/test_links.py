@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from loaded_script import load_script
 
 from paceline.cluster.costs import Placement
 from paceline.errors import UsageError
@@ -155,12 +155,7 @@ def test_only_what_a_process_that_is_gone_has_left_is_stale() -> None:
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_links", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_without_root_it_says_so_and_ends_with_a_code_of_its_own(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_script import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "scaling_claims.py"
@@ -22,16 +22,7 @@ assert not {"torch", "numpy", "matplotlib"} & set(sys.modules)
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling_claims", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for their own module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,23 +11,14 @@ from typing import Any
 
 import nbformat
 import pytest
+from loaded_script import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "make_notebooks.py"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("learn-*.ipynb"))
 
 
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_notebooks", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where dataclasses look for their own module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script(SCRIPT)
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kept_cases import dry_config
 from kept_figures import assert_kept, told
 
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.kernels import Operation
-from paceline.config import Config, config_from_dict
+from paceline.config import config_from_dict
 from paceline.predict.replay.program import Issue, OnHost, Program, Run, Wait, counted
 from paceline.rehearse.dryrun.held import HeldMemory, mark_host_work
 from paceline.rehearse.dryrun.operators import KnownCalls, Operators, dtype_name, is_free, tensors_of
@@ -278,20 +279,6 @@ def _event(event: Any) -> str:
     return f"{event.block} {_kernel(event.operation)}" if isinstance(event, Run) else str(event)
 
 
-def make_config(**sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "name": "dry",
-        "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 32, "context": 16, "tied": True, "dropout": 0.0},
-        "data": {"kind": "synthetic_tokens", "vocab_size": 64, "context": 16, "samples": 64},
-        "parallel": {"ranks": 4, "device": "cuda"},
-        "train": {"steps": 2, "global_batch": 16, "accumulate": 2},
-        "comm": {"bucket_mb": 0.05, "first_bucket_mb": 0.01},
-    }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    return config_from_dict(values)
-
-
 def _program(program: Program) -> object:
     """What is our own in a recording: what the engine issues; and products, which every torch computes alike."""
     issued = Counter(
@@ -349,11 +336,11 @@ def _of_recordings() -> Iterator[tuple[str, object]]:
     }
     for name, sections in cases.items():
         is_own = name == "classes"
-        config = config_from_dict({"name": "dry", **sections}) if is_own else make_config(**sections)
+        config = config_from_dict({"name": "dry", **sections}) if is_own else dry_config(**sections)
         ranks = config.parallel.decided_ranks
         for program in record_stages(config, ranks=ranks):
             yield f"recorded {name} {program.stage}", _program(program)
-    whole = record_stages(make_config(**cases["pipeline"]), ranks=4, rank=1, is_whole=True)
+    whole = record_stages(dry_config(**cases["pipeline"]), ranks=4, rank=1, is_whole=True)
     yield (
         "whole",
         [
@@ -367,9 +354,9 @@ def _of_recordings() -> Iterator[tuple[str, object]]:
         [
             told(
                 lambda: record_stages(
-                    make_config(parallel={"strategy": "auto"}, comm={"compression": {"policy": "threshold"}}), ranks=4
+                    dry_config(parallel={"strategy": "auto"}, comm={"compression": {"policy": "threshold"}}), ranks=4
                 )
             ),
-            told(lambda: record_stages(make_config(), ranks=4, rank=4)),
+            told(lambda: record_stages(dry_config(), ranks=4, rank=4)),
         ],
     )

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from kept_cases import dry_config
 from kept_figures import assert_kept, told
 from torch import nn
 
 from paceline.cluster.devices import load_cluster
 from paceline.comm.virtual.clock import ClockSpan, VirtualClock
-from paceline.config import Config, config_from_dict
 from paceline.records.records import EndRecord, EvalRecord, StepRecord
 from paceline.rehearse.dryrun.expected import better_of
 from paceline.rehearse.planning import read_source
@@ -31,20 +31,6 @@ def figures() -> dict[str, object]:
 
 def test_simulations_have_the_figures_that_were_kept() -> None:
     assert_kept(__file__, figures())
-
-
-def make_config(**sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "name": "dry",
-        "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 32, "context": 16, "tied": True, "dropout": 0.0},
-        "data": {"kind": "synthetic_tokens", "vocab_size": 64, "context": 16, "samples": 64},
-        "parallel": {"ranks": 4, "device": "cuda"},
-        "train": {"steps": 2, "global_batch": 16, "accumulate": 2},
-        "comm": {"bucket_mb": 0.05, "first_bucket_mb": 0.01},
-    }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    return config_from_dict(values)
 
 
 def _spans() -> tuple[list[VirtualClock], list[list[StepBounds]]]:
@@ -115,7 +101,7 @@ def _of_clocks() -> Iterator[tuple[str, object]]:
     clocks[0].now_s = 9.0
     kept.write(record, evaluation)
     yield "dated", [each.time for each in kept.records]
-    config = prepare(make_config(parallel={"device": "cpu"}, train={"global_batch": 24}), ranks=3)
+    config = prepare(dry_config(parallel={"device": "cpu"}, train={"global_batch": 24}), ranks=3)
     found = Simulation(
         config=config,
         conditions=Conditions(slow={0: 3.0}),
@@ -128,7 +114,7 @@ def _of_clocks() -> Iterator[tuple[str, object]]:
 
 
 def _of_conditions() -> Iterator[tuple[str, object]]:
-    plain = make_config(parallel={"device": "cpu"})
+    plain = dry_config(parallel={"device": "cpu"})
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({}, {"ranks": 2}),
@@ -144,7 +130,7 @@ def _of_conditions() -> Iterator[tuple[str, object]]:
         ({}, {"ranks": 6, "cluster": "2x g4dn.12xlarge"}),
     ]
     for place, (parallel, options) in enumerate(cases):
-        config = make_config(parallel={"device": "cpu", **parallel}, train={"global_batch": 48})
+        config = dry_config(parallel={"device": "cpu", **parallel}, train={"global_batch": 48})
         given = {name: load_cluster(value) if name == "cluster" else value for name, value in options.items()}
         found: Any = told(lambda config=config, given=given: prepare(config, **given))
         yield (
@@ -174,7 +160,7 @@ def _of_conditions() -> Iterator[tuple[str, object]]:
                 type(conditions.rates).__name__,
             ],
         )
-    compiled = prepare(make_config(parallel={"device": "cpu"}, model={"compile": True}), ranks=2)
+    compiled = prepare(dry_config(parallel={"device": "cpu"}, model={"compile": True}), ranks=2)
     yield (
         "compiled",
         [
@@ -203,7 +189,7 @@ def _of_predictions() -> Iterator[tuple[str, object]]:
     ]
     yield "better", [better_of(formula, each) for formula in (first, second, None) for each in dry]
     cluster = load_cluster("2x cpu-host")
-    config = make_config(parallel={"device": "auto", "ranks": 2})
+    config = dry_config(parallel={"device": "auto", "ranks": 2})
     yield (
         "ranks",
         [
@@ -212,7 +198,7 @@ def _of_predictions() -> Iterator[tuple[str, object]]:
             told(lambda: config_on(config, cluster, overrides=["a=b"])),
         ],
     )
-    open_ranks = make_config(parallel={"device": "auto", "ranks": "auto"})
+    open_ranks = dry_config(parallel={"device": "auto", "ranks": "auto"})
     yield "open ranks", config_on(open_ranks, load_cluster("3x cpu-host"))[1]
     yield "bounds", [memory_bound(config, load_cluster(name), 2) for name in ("2x cpu-host", "1x dgx-a100")]
     decided = [{"rank": 2}, {"slow": {2: 1.5}}, {"slow": {0: 0.0}}]
@@ -221,7 +207,7 @@ def _of_predictions() -> Iterator[tuple[str, object]]:
         [told(lambda each=each: predict_decided(config, cluster, 2, **each)) for each in decided],
     )
     yield "too many", told(lambda: predict_decided(config, cluster, 3))
-    half = make_config(parallel={"device": "auto", "ranks": 2}, train={"precision": "bf16"})
+    half = dry_config(parallel={"device": "auto", "ranks": 2}, train={"precision": "bf16"})
     yield "not measured", told(lambda: predict_decided(half, load_cluster("2x cpu-host-alone"), 2))
     found, step = predict_decided(config, load_cluster("1x dgx-a100"), 2, rank=1)
     yield "predicted", [step.shown, found.train.microbatch, step.rough, sorted(step.memory), found.train.precision]

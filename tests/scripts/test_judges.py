@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_script import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def judges() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("judges", ROOT / "scripts" / "judges.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "judges.py")
 
 
 def test_the_page_says_what_the_last_record_says(judges: ModuleType) -> None:

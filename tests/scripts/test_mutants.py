@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_script import load_script
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -27,12 +27,7 @@ def second():
 
 @pytest.fixture
 def mutants() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "mutants.py")
 
 
 def test_an_operator_is_turned_and_a_call_left_out(mutants: ModuleType) -> None:
