@@ -118,7 +118,8 @@ def given_token(path: Path | None) -> str:
         token = os.environ[PAGE_TOKEN] if path is None else read_regular(path, 4096).decode("ascii", "replace")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the token of the page cannot be read: {path}: {why}\n  --token-file names a file") from error
+        rule, fix = "--token-file names a file with the token", "write one there, or leave the option out"
+        raise UsageError(f"the token of the page cannot be read: {path}: {why}\n  {rule}\n  {fix}") from error
     token = token.strip()
     if len(token) < _FEWEST_CHARACTERS or not re.fullmatch(r"[\w.~+/=-]+", token, re.ASCII):
         raise UsageError(
