@@ -33,7 +33,7 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from paceline.comm.control.server import Attendance, ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
-from paceline.comm.control.wire import CUT_S, SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.comm.control.wire import CUT_S, SECRET_FILE, Address, RefusedError, Secret, listen, read_secret, secret_of
 from paceline.config import Config
 from paceline.errors import CommunicationError, LaunchError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
@@ -46,7 +46,7 @@ from paceline.untrusted import parse_json_object, read_regular
 BACKEND = "paceline"
 CHANGED = "hosts: "  # begins an account of hosts that came or went, which no rank is to blame for
 _SERVER_S = 60.0  # for the launcher that has the server to start
-_JOIN_S = 600.0
+_JOIN_S, _WAIT_S = 600.0, 10.0  # for a round to begin; until a launcher says again that it waits
 _RETURN_S = 30.0  # for a server that cannot be reached any more to answer again
 _BEAT_S, _BEATS_PER_S = 0.5, 500  # of a launcher; and of all of them, which one server hears
 _BETTER_S = 5.0  # for a host that knows more to tell it; one that is silent is missed sooner
@@ -165,7 +165,7 @@ class Rendezvous(elastic.RendezvousHandler):
         if self.has_joined:
             raise HostsChangedError
         with self._told_if_long(f"for other hosts: at least {self.hosts.least} are needed"):
-            found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
+            found = _explained(self._join)
         if not found:
             self._raise_refusal()
             raise elastic.RendezvousClosedError("the run has ended on another host")
@@ -177,6 +177,26 @@ class Rendezvous(elastic.RendezvousHandler):
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
         return elastic.RendezvousInfo(store, rank, self.size, place)
+
+    def _join(self) -> Any:
+        """Waits for the next round, and says so again and again: a network that is down for seconds ends what waits."""
+        deadline = time.monotonic() + _JOIN_S
+        while not self._seen.is_closed:
+            if self._problem is not None:
+                self._come_back(self._problem)
+            try:
+                return self._client.ask("join", self._name, _WAIT_S, self._round, within_s=_WAIT_S)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+            except RefusedError:
+                raise
+            except CommunicationError:
+                if self._thread is None:
+                    raise
+                self._client.close()
+                self._is_over.wait(_BEAT_S)  # where the server is gone, the thread that attends finds out
+        return []
 
     def _check_links(self, place: int) -> None:
         """Raises UsageError where hosts that are needed do not reach one another, HostsChangedError to try without.

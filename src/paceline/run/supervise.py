@@ -324,12 +324,14 @@ class Launcher:
                 self._watched.callback(logging.disable, logging.root.manager.disable)
                 logging.disable(logging.CRITICAL)  # the agent's many loggers: what matters is told in our words
                 elastic_launch(agent, sys.executable)(*arguments)
-        except RendezvousError:
+        except (RendezvousError, CommunicationError) as error:
             # The launcher where hosts meet may have left first.
             if notes.was_preempted(self.folder, since=self._noted):
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None
+            if self.has_others and isinstance(error, CommunicationError):  # one of this launcher's connections ended
+                raise HostsChangedError(f"{CHANGED}on {host_name()}, {error}") from error
             raise
         except ChildFailedError as error:
             with signals_ignored():
