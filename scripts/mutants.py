@@ -189,7 +189,7 @@ def tests_for(mistake: dict[str, Any], touched: dict[str, Any]) -> tuple[list[st
 
 
 def is_there(test: str) -> bool:
-    """Says whether a test of the map still stands in its file: pytest starts nothing where one is named that does not."""
+    """Says whether a test of the map still stands in its file: pytest starts none where one of them does not."""
     file, _, name = test.partition("::")
     path = ROOT / file
     return path.is_file() and f"def {name.partition('[')[0].rpartition('::')[2]}(" in path.read_text(encoding="utf-8")
