@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import connect as connect
     from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
+    from paceline.run.own_run import Run as Run
     from paceline.run.train import train as train
     from paceline.train.muon.muon import Muon as Muon
     from paceline.train.run_state import WeightAverage as WeightAverage
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "paceline.run.own_loop": ("connect", "watch", "setup_distributed"),
+    "paceline.run.own_run": ("Run",),
     "paceline.comm.torch_dist": ("disconnect",),
     "paceline.comm.base": ("Communicator",),
     "paceline.engines.apply": ("parallelize",),

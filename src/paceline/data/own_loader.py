@@ -54,6 +54,11 @@ class OwnLoader:
         return self.order.steps_per_epoch
 
     @property
+    def position(self) -> int:
+        """How many samples all ranks have consumed, those of the batch that the loop has last among them."""
+        return self._position
+
+    @property
     def epoch(self) -> int:
         """The number of the epoch that the next iteration reads: the one that was loaded in its middle, too."""
         return self._next // self.order.samples_per_epoch

@@ -203,6 +203,10 @@ class OwnLoop:
         sys.excepthook = self._explain
         atexit.register(self._leave)
 
+    def tell_in(self, folder: Path) -> None:
+        """Has verdicts told in the folder of the loop's run, from now on."""
+        self._watch.told = folder
+
     def close(self) -> None:
         """Stops following; safe to call twice. Raises CollectiveMismatchError where ranks end in other steps."""
         if not self._is_open or os.getpid() != self._pid:
