@@ -45,6 +45,7 @@ class OwnLoader:
         self._loader, self.order = loader, loader.order
         self._position = 0  # samples consumed by all ranks
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
+        self._first = 0  # where the iteration began
         self._stream: Generator[StepBatch, None, None] | None = None
         self._stream_at = 0
         self._empty: Batch = None  # of no samples, once it was needed
@@ -58,6 +59,23 @@ class OwnLoader:
         """How many samples all ranks have consumed, those of the batch that the loop has last among them."""
         return self._position
 
+    def turn(self, batches: int) -> tuple[int, int, int]:
+        """Says of the batch that the loop has which of ``batches`` it is, of how many, and how many samples they have.
+
+        Groups begin with the iteration; the last one of an epoch is as short as it is.
+        """
+        size, end = self.order.global_batch, self._next
+        done = -((self._position - self._first) // -size)
+        if not self._first < self._position <= end:
+            raise UsageError(
+                "engine.accumulate() outside of a loop over its loader\n  it counts the batches that the loop has had\n"
+                "  call it inside: for batch in loader"
+            )
+        begun = (done - 1) // batches * batches
+        of = min(batches, -((end - self._first) // -size) - begun)
+        start = self._first + begun * size
+        return done - begun, of, min(end, start + of * size) - start
+
     @property
     def epoch(self) -> int:
         """The number of the epoch that the next iteration reads: the one that was loaded in its middle, too."""
@@ -66,7 +84,7 @@ class OwnLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's batches of the next epoch, or of the rest of the one that was loaded."""
         size = self.order.samples_per_epoch
-        position = self._next
+        position = self._first = self._next
         self._next = end = (position // size + 1) * size
         while position < end:
             if self._stream is None or self._stream_at != position:  # else workers live on from epoch to epoch
@@ -105,7 +123,7 @@ class OwnLoader:
                 rule = "the order of samples follows from it"
                 raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
-        self._position = self._next = state["position"]
+        self._position = self._next = self._first = state["position"]
 
 
 def loader(

@@ -399,7 +399,7 @@ def _plain(value: float | torch.Tensor) -> float | torch.Tensor:
 
 
 def _words(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def _trace_of(comm: Communicator) -> Trace:
