@@ -39,6 +39,7 @@ from paceline.comm.traced import LedgerCommunicator, TracedCommunicator
 from paceline.config.sections import MonitorConfig
 from paceline.config.yaml_text import dump_values
 from paceline.data.own_loader import OwnLoader
+from paceline.data.own_stream import OwnStream
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, UsageError
 from paceline.health.ledger_view import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
@@ -108,7 +109,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         name: str,
         engine: Engine | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        loader: OwnLoader | None = None,
+        loader: OwnLoader | OwnStream | None = None,
         *,
         steps: int = 0,
         config: Mapping[str, Any] | None = None,
@@ -249,7 +250,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _finish(self, samples: int) -> None:
         self._phases.enter(DATA)
         self.num_steps += 1
-        order = None if self._loader is None else self._loader.order
         self._position = self._position + samples * self._comm.size if self._loader is None else self._loader.position
         values, device = self._values, self._comm.device
         total = values.pop("loss_sum", None)
@@ -263,7 +263,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             step=self.num_steps,
             position=self._position,
             lr=float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0,
-            epoch=self._position / order.samples_per_epoch if order is not None else 0.0,
+            epoch=0.0 if self._loader is None else self._loader.num_epochs,
             samples=samples,
             outcome=_Numbers(
                 loss_sum=torch.as_tensor(0.0 if total is None else total, device=device).float().reshape(()),
@@ -338,17 +338,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             first = self._optimizer.param_groups[0]
             known["optimizer"] = {"kind": type(self._optimizer).__name__, "lr": float(first["lr"])}
         if self._loader is not None:
-            known["global_batch"] = self._loader.order.global_batch
+            known["global_batch"] = self._loader.global_batch
         return known | self._config
 
     def _first_record(self) -> Any:
-        engine, order = self._engine, None if self._loader is None else self._loader.order
+        engine = self._engine
         return records.first_record(
             self._comm,
             num_parameters=0 if engine is None else engine.num_parameters,
             num_trained=None if engine is None else engine.num_trained,
             strategy=_strategy(engine),
-            global_batch=0 if order is None else order.global_batch,
+            global_batch=0 if self._loader is None else self._loader.global_batch,
             microbatch=0,
             accumulate=1,
             total_steps=self._planned,
