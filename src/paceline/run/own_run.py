@@ -344,7 +344,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _first_record(self) -> Any:
         engine = self._engine
         return records.first_record(
-            self._comm,
+            self._comm.rank,
+            self._comm.size,
+            self._comm.device,
+            backend=self._comm.backend,
             num_parameters=0 if engine is None else engine.num_parameters,
             num_trained=None if engine is None else engine.num_trained,
             strategy=_strategy(engine),

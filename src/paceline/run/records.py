@@ -76,7 +76,10 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
     """Makes the first record of an attempt; without a trainer, that of one that failed before it had any."""
     plan = None if trainer is None else trainer.parts.plan
     return first_record(
-        comm,
+        comm.rank,
+        comm.size,
+        comm.device,
+        backend=comm.backend,
         num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
         num_trained=None if trainer is None else trainer.parts.engine.num_trained,
         strategy=name_strategy(config, comm.size),
@@ -88,19 +91,18 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
     )
 
 
-def first_record(comm: Communicator, **about: Any) -> RunRecord:
+def first_record(rank: int, ranks: int, device: torch.device, **about: Any) -> RunRecord:
     """Makes the first record of a rank: who it is, and what else is known ``about`` its run."""
     return RunRecord(
-        rank=comm.rank,
-        world_size=comm.size,
+        rank=rank,
+        world_size=ranks,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        device=device_name(comm.device),
+        device=device_name(device),
         host=socket.gethostname(),
         pid=os.getpid(),
         python=platform.python_version(),
         torch=torch.__version__,
         paceline=__version__,
-        backend=comm.backend,
         time=time.time(),
         **about,
     )
