@@ -169,7 +169,7 @@ _WITH_CONTEXT = (
     sections.SyntheticTokensDataConfig,
     sections.RowsDataConfig,
 )
-_ROWS = ("jsonl", "parquet", "hf_dataset")
+_ROWS = ("jsonl", "csv", "parquet", "hf_dataset")
 _OWN = ("factory", "stream")
 _FITTING_DATA = {
     "mlp": ("digits", "synthetic_classification", "synthetic_images", "images", *_ROWS, *_OWN),

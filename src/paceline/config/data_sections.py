@@ -73,9 +73,9 @@ class ImagesDataConfig(_Data):
 
 
 class RowsDataConfig(_Data):
-    """Rows of JSON lines, of parquet, or of a data set that Hugging Face's datasets has saved to disk."""
+    """Rows of JSON lines, CSV, parquet, or of a data set that Hugging Face's datasets has saved to disk."""
 
-    kind: Literal["jsonl", "parquet", "hf_dataset"]
+    kind: Literal["jsonl", "csv", "parquet", "hf_dataset"]
     path: str
     eval_path: str | None = None
     inputs: str = "text"
@@ -169,7 +169,8 @@ class DataShape:
 
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
-    ``end_token`` ends documents that a model keeps apart. ``mean`` and ``std``, in bytes (0 to 255), one for each
+    ``end_token`` ends documents that a model keeps apart; ``pad_token`` stands behind shorter texts, which a model
+    leaves out of its attention. ``mean`` and ``std``, in bytes (0 to 255), one for each
     channel or one for all, ask for images of bytes to be normalised.
     """
 
@@ -182,6 +183,7 @@ class DataShape:
     vocab_size: int | None = None
     context: int | None = None
     end_token: int | None = None
+    pad_token: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 

@@ -149,7 +149,7 @@ def _token_problems(
                 f"or set {place}.tokens, if the model was trained on bytes or characters",
             )
     elif isinstance(source, RowsDataConfig):
-        key, given = "tokenizer", source.tokenizer if source.targets is None else None
+        key, given = "tokenizer", source.tokenizer
     else:
         key, given = "path", source.path if tokenizer_file(Path(source.path).expanduser()) else None
     if own is None or given is None or _is_same(own, given):

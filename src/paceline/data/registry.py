@@ -16,8 +16,9 @@ from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
 from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
+from paceline.data.labelled_texts import LabelledTexts, is_text, labels_of, pad_token
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.rows import ArrowRows, Augment, ImageFolder, JsonLines, RowDataset, class_names
+from paceline.data.rows import ArrowRows, Augment, CsvRows, ImageFolder, JsonLines, RowDataset, Rows, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
@@ -180,15 +181,70 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
     return _parts(train, plain, config, seed, replace(shape, classes=len(names), class_names=names))
 
 
+def _open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
+    place = Path(path).expanduser()
+    columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
+    rows: Rows
+    if config.kind == "jsonl":
+        rows = JsonLines(place)
+    elif config.kind == "csv":
+        rows = CsvRows(place)
+    else:
+        rows = ArrowRows(place, config.kind, columns)
+    if not len(rows):
+        raise DataError(f"data.path = {path!r} has no rows\n  a run needs samples\n  check the path")
+    return rows
+
+
+def _labelled_texts(
+    config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds, tokenizer: Tokenizer
+) -> DataSplits:
+    """Texts with a class each. Names of classes are the model's where it knows them, else sorted."""
+    assert config.targets is not None
+    where = f"data.targets = {config.targets!r} of data.path = {config.path!r}"
+    length, rows = _context(config.context, context), _open_rows(config, config.path)
+    numbered = class_names(Path(config.path).expanduser(), config.targets)  # whose rows have numbers
+    named = numbered or labels_of(rows, config.targets)
+    numbers: dict[Any, int] = {number: number for number in range(config.classes or 0)}
+    names: tuple[str, ...] | None = None
+    if named:
+        check_classes(len(named), where)
+        names, labels = needs.labels(named, f"the classes of {where}")
+        numbers = dict(zip(range(len(named)) if numbered else named, labels, strict=True))
+    if not numbers:
+        what = f"{where} are numbers, and data.classes is not set"
+        raise DataError(f"{what}\n  a model has an output for each class\n  set data.classes")
+
+    def open_texts(rows: Rows) -> LabelledTexts:
+        fields = config.inputs, str(config.targets)
+        return LabelledTexts(
+            rows, fields=fields, numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
+        )
+
+    train = open_texts(rows)
+    plain = train if config.eval_path is None else open_texts(_open_rows(config, config.eval_path))
+    shape = DataShape(
+        kind="classes",
+        classes=len(names) if names else config.classes,
+        class_names=names,
+        vocab_size=config.vocab_size or tokenizer.vocab_size,
+        context=length,
+        pad_token=pad_token(tokenizer),
+    )
+    return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
+
+
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     tokenizer: Tokenizer | None = None
+    has_texts = config.targets is not None and is_text(_open_rows(config, config.path), config.inputs)
     if config.tokenizer is not None:
         is_bytes = config.tokenizer == "bytes"
         tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
-    elif config.targets is None:
+    elif config.targets is None or has_texts:
         tokenizer = needs.tokenizer()
+    if has_texts and tokenizer is not None:
+        return _labelled_texts(config, context, seed, needs, tokenizer)
     length = _context(config.context, context) if config.targets is None else None
-    columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
     known, labels, names = config.classes, None, None
     if config.targets is not None and (found := class_names(Path(config.path).expanduser(), config.targets)):
         check_classes(len(found), f"data.targets = {config.targets!r} of data.path = {config.path!r}")
@@ -199,12 +255,8 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
     def open_rows(path: str) -> RowDataset:
-        place = Path(path).expanduser()
-        rows = JsonLines(place) if config.kind == "jsonl" else ArrowRows(place, config.kind, columns)
-        if not len(rows):
-            raise DataError(f"data.path = {path!r} has no rows\n  a run needs samples\n  check the path")
         return RowDataset(
-            rows,
+            _open_rows(config, path),
             inputs=config.inputs,
             targets=config.targets,
             rules=needs.rules(shape),

@@ -1,10 +1,11 @@
-"""Rows of JSON lines, parquet and data sets that Hugging Face's ``datasets`` has saved to disk; images.
+"""Rows of JSON lines, CSV, parquet and data sets that Hugging Face's ``datasets`` has saved to disk; images.
 
     inputs    numbers or lists of them: features of a model; or text, with a tokenizer: a language model's
     targets   a class, or numbers; without: a language model's, the inputs one token later
 
 Text of a row is one sample: cut to ``context`` tokens, or padded, where the padding does not count. JSON lines are
-found by the places of their ends, and read when they are asked for. Arrow files are mapped; parquet is in memory.
+found by the places of their ends, and read when they are asked for. Arrow files are mapped; parquet, CSV and what is
+compressed (.gz, .zst) are in memory. Texts with a class each: ``labelled_texts.py``.
 
 Images are in folders, one for each class: ``path/cat/1.jpg``. One becomes bytes (channels, size, size), which the
 device normalises: its shorter side is scaled to ``size`` and the middle cut out. ``crop_flip`` takes a random part of 8
@@ -13,10 +14,15 @@ to 100 % of the area, and mirrors every second one; what is drawn is a pure func
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import gzip
+import importlib
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import IO, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -138,23 +144,72 @@ class RowDataset(EpochDataset):
         return inputs, targets
 
 
+def _unpacked(path: Path) -> IO[bytes]:
+    """Opens a file, or the content of one that is compressed. Raises OSError, or DataError without a package for it."""
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=open_regular(path)))
+    if path.suffix == ".zst":
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError as error:
+            what = f"data.path = {str(path)!r} needs the package zstandard, which is not installed"
+            raise DataError(f"{what}\n  it reads .zst files\n  pip install zstandard, or unpack the file") from error
+        content: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(open_regular(path))
+        return content
+    return open_regular(path)
+
+
+class CsvRows:
+    """The rows of a CSV file with a line of names, in memory; whole numbers and fractions are numbers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with _unpacked(path) as file:
+                text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+                self._rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(text)]
+        except (OSError, ValueError, EOFError, csv.Error) as error:
+            rule = f"it is a CSV file whose first line names its columns; a relative path starts at {Path.cwd()}"
+            raise DataError(f"data.path = {str(path)!r} cannot be read: {error}\n  {rule}\n  check the path") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: Indices) -> list[dict[str, Any]]:
+        return [self._rows[index] for index in indices.tolist()]
+
+    def place(self, index: int) -> str:
+        return f"{self.path}: row {index + 1}"
+
+
+def _number(value: Any) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError, TypeError):
+            return kind(value)
+    return value
+
+
 class JsonLines:
     """The lines of a file, found by their first bytes: 8 bytes of memory a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._content: bytes | None = None  # of a file that is compressed
         starts, place, is_start = [], 0, True
         try:
-            with open_regular(path) as file:
+            if path.suffix in (".gz", ".zst"):
+                with _unpacked(path) as packed:
+                    self._content = packed.read()
+            with self._opened() as file:
                 while block := file.read(_BLOCK):
                     ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place
                     starts += [np.array([place])] if is_start else []
                     starts.append(ends)
                     place, is_start = place + len(block), False
-        except OSError as error:
+        except (OSError, EOFError) as error:
             rule = f"it is a file of JSON lines; a relative path starts at {Path.cwd()}"
-            fix = "check the path"
-            raise DataError(f"data.path = {str(path)!r} cannot be read: {error.strerror}\n  {rule}\n  {fix}") from error
+            fix, why = "check the path", getattr(error, "strerror", None) or error
+            raise DataError(f"data.path = {str(path)!r} cannot be read: {why}\n  {rule}\n  {fix}") from error
         found = np.concatenate([*starts, np.array([place])]) if starts else np.zeros(1, dtype=np.int64)
         self._starts = np.unique(found).astype(np.int64)  # the last is the end of the file
 
@@ -164,7 +219,7 @@ class JsonLines:
     def read(self, indices: Indices) -> list[dict[str, Any]]:
         """Returns rows by the names of their fields. Raises ValueError or OSError."""
         rows = []
-        with open_regular(self.path) as file:
+        with self._opened() as file:
             for index in indices.tolist():
                 file.seek(int(self._starts[index]))
                 line = file.read(int(self._starts[index + 1] - self._starts[index]))
@@ -173,6 +228,9 @@ class JsonLines:
 
     def place(self, index: int) -> str:
         return f"{self.path}: line {index + 1}"
+
+    def _opened(self) -> IO[bytes]:
+        return open_regular(self.path) if self._content is None else io.BytesIO(self._content)
 
 
 class ArrowRows:
@@ -234,7 +292,7 @@ class ArrowRows:
         return list(self.columns)
 
 
-Rows: TypeAlias = JsonLines | ArrowRows
+Rows: TypeAlias = JsonLines | CsvRows | ArrowRows
 _KINDS = {
     "parquet": "a file of parquet, or a folder of them",
     "hf_dataset": "a folder that save_to_disk of a Dataset wrote, with state.json; of a DatasetDict, one split's",

@@ -25,6 +25,7 @@ TOKENIZER = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 TOKENIZER_FILES = (VOCABULARY, TOKENIZER, *_BESIDE)
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_PAD_TOKENS = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
 _NUM_BYTES = 256
 _MOST_BYTES = 2**28
 
@@ -33,6 +34,12 @@ class Tokenizer(ABC):
     name: str  # in messages and manifests: bytes, char, or the name of its folder
     vocab_size: int  # every token is less
     end_token: int | None  # between documents; None where there is none
+    pad_token: int | None = None  # behind shorter texts of a batch; None where there is none
+
+    def encode_sample(self, text: str, context: int) -> list[int]:
+        """Returns the tokens of a text that stands alone, with special tokens: at most ``context``."""
+        ending = [] if self.end_token is None else [self.end_token]
+        return self.encode(text)[: context - len(ending)] + ending
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text. Raises ``DataError`` for a character that it has no token for."""
@@ -114,8 +121,16 @@ class FolderTokenizer(Tokenizer):
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1
-        named = [each for each in (_named_end(folder), *_END_TOKENS) if each in tokens]
+        named = [each for each in (_named(folder, "eos_token"), *_END_TOKENS) if each in tokens]
         self.end_token = tokens[named[0]] if named else None
+        padding = [each for each in (_named(folder, "pad_token"), *_PAD_TOKENS) if each in tokens]
+        self.pad_token = tokens[padding[0]] if padding else None
+
+    def encode_sample(self, text: str, context: int) -> list[int]:
+        found = self._inner.encode(text, add_special_tokens=False)
+        found.truncate(max(1, context - self._inner.num_special_tokens_to_add(is_pair=False)))
+        ids: list[int] = self._inner.post_process(found, add_special_tokens=True).ids
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         _check_tokens(tokens, self)
@@ -209,10 +224,10 @@ def _load(path: Path) -> Any:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}\n  {rule}\n  {fix}") from error
 
 
-def _named_end(folder: Path) -> str:
+def _named(folder: Path, key: str) -> str:
     for name in _BESIDE:
         try:
-            token = parse_json_object(read_regular(folder / name)).get("eos_token")
+            token = parse_json_object(read_regular(folder / name)).get(key)
         except (OSError, ValueError):
             continue
         token = token.get("content") if isinstance(token, dict) else token

@@ -52,6 +52,8 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     kind = _class(library, settings, config)
     if problems := [*_problems(settings, shape, config)]:
         raise ConfigError(problems)
+    if shape.pad_token is not None:
+        settings.pad_token_id = shape.pad_token
     settings.use_cache = False  # keys and values of tokens before: of use where text is written, and memory here
     try:
         # The mark tells the library to draw nothing for a parameter; without values that would still take a while.
@@ -62,6 +64,8 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
         rule = "transformers builds it from config.json"
         raise UsageError(f"{what}\n  {rule}\n  check that file, or set model.task") from error
     model.train()
+    if shape.pad_token is not None:
+        model = with_padding(model, shape.pad_token)
     if is_unfilled:
         _draw(model, config.fresh)
         mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
@@ -119,11 +123,16 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
             what = f"the model has {settings.num_labels} classes, and the data {shape.classes}"
             fix = "name the head in model.fresh, such as [classifier], and it begins anew with the data's classes"
             yield Problem(what=what, rule="its head is that of the folder", fix=fix)
+    own = getattr(settings, "pad_token_id", None)
+    if shape.pad_token is not None and own is not None and own != shape.pad_token and config.pretrained:
+        what = f"pad_token_id = {own} in config.json, and the tokenizer pads with {shape.pad_token}"
+        rule = "the model leaves out of its attention what the data pads with"
+        yield Problem(what=what, rule=rule, fix='name the token in tokenizer_config.json: {"pad_token": ...}')
     rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
     rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
     for name, (needed, unit) in rooms.items():
         has = getattr(_text_part(settings), name, None)
-        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
+        if shape.vocab_size is not None and isinstance(has, int) and needed is not None and needed > has >= 0:
             what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
             rule = "the model needs room for all that the data has"
             yield Problem(what=what, rule=rule, fix="choose the data's tokenizer and context for this model")
@@ -160,6 +169,25 @@ def model_folder(config: ModelConfig) -> Path | None:
 
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
+
+
+class _WithPadding(nn.Module):
+    """Mixed into the class of a model of texts: called with tokens alone, it leaves padding out of its attention."""
+
+    _padding: int
+
+    def forward(self, tokens: Tensor | None = None, **options: Any) -> Any:
+        if tokens is not None and "attention_mask" not in options:
+            options |= {"input_ids": tokens, "attention_mask": (tokens != self._padding).long()}
+        return super().forward(**options)
+
+
+def with_padding(model: nn.Module, token: int) -> nn.Module:
+    """Changes a model in place: ``model(tokens)`` takes tokens in which ``token`` stands behind shorter texts."""
+    name = type(model).__name__
+    model.__class__ = type(name, (_WithPadding, type(model)), {"__module__": type(model).__module__})
+    vars(model)["_padding"] = token
+    return model
 
 
 class _WithHeadLoss(nn.Module):

@@ -1,0 +1,107 @@
+"""Texts with a class each, for models that classify them: rows with a text, or two, and a label.
+
+A batch is as long as its longest text, and the others are padded behind; the model leaves the padding out of its
+attention (``models/hugging_face.py``). Special tokens, such as [CLS] and [SEP], are those of the tokenizer; a text that
+is longer than the context loses its end, and keeps them. Labels are numbers, or names: these are sorted, or those of
+the model that knows them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config.data_sections import OnBad
+from paceline.data.datasets import IGNORED, EpochDataset, Pair
+from paceline.data.order import Indices
+from paceline.data.rows import Rows
+from paceline.data.tokenizers import Tokenizer
+from paceline.errors import BadSampleError, DataError
+from paceline.untrusted import reason_of
+
+_CHUNK = 4096  # rows that are looked at together
+
+
+class LabelledTexts(EpochDataset):
+    """Pairs of padded tokens and classes. ``numbers`` are the classes by the value that a row has."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        fields: tuple[str, str],
+        numbers: dict[Any, int],
+        tokenizer: Tokenizer,
+        context: int,
+        on_bad: OnBad = "stop",
+    ) -> None:
+        self.rows, self.fields, self.numbers = rows, fields, numbers
+        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
+        samples = [self._sample(index) for index in indices.tolist()]
+        longest = max((len(tokens) for tokens, _ in samples), default=0)
+        inputs = torch.full((len(samples), longest), pad_token(self.tokenizer))
+        for row, (tokens, _) in enumerate(samples):
+            inputs[row, : len(tokens)] = torch.tensor(tokens)
+        return inputs, torch.tensor([number for _, number in samples])
+
+    def _sample(self, index: int) -> tuple[list[int], int]:
+        try:
+            row = self.rows.read(np.array([index]))[0]
+            text, label = self._found(row)
+            return self.tokenizer.encode_sample(text, self.context), self.numbers[label]
+        except (ValueError, DataError) as error:
+            what = f"{self.rows.place(index)} cannot be used: {reason_of(error)}"
+            if self.on_bad == "stop":
+                raise BadSampleError(
+                    f"{what}\n  data.inputs names the text of a row, and data.targets its class\n"
+                    "  mend the row, or go on without such ones: data.on_bad = skip"
+                ) from error
+            warnings.warn(f"{what}; it does not count", stacklevel=3)
+            return [pad_token(self.tokenizer)], IGNORED
+
+    def _found(self, row: dict[str, Any]) -> tuple[str, Any]:
+        missing = [name for name in self.fields if row.get(name) is None]
+        if missing:
+            raise ValueError(f"it has no {missing[0]!r}, of {', '.join(map(repr, row))}")
+        text, label = (row[name] for name in self.fields)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{self.fields[0]!r} is {text!r:.40}, and a text has words")
+        if not isinstance(label, str | int) or label not in self.numbers:
+            known = ", ".join(map(str, list(self.numbers)[:8]))
+            raise ValueError(f"{self.fields[1]!r} is {label!r:.40}, and the classes are {known}")
+        return text, label
+
+
+def labels_of(rows: Rows, name: str) -> list[str] | None:
+    """Returns the names that rows have as labels, sorted; None where the first one is no name. Reads all rows."""
+    if not isinstance(rows.read(np.array([0]))[0].get(name), str):
+        return None
+    found: set[str] = set()
+    for start in range(0, len(rows), _CHUNK):
+        part = rows.read(np.arange(start, min(start + _CHUNK, len(rows))))
+        found |= {each[name] for each in part if isinstance(each.get(name), str)}
+    return sorted(found)
+
+
+def pad_token(tokenizer: Tokenizer) -> int:
+    """Returns the token that stands behind the end of a shorter text: one of its own, or that of the end."""
+    for found in (tokenizer.pad_token, tokenizer.end_token):
+        if found is not None:
+            return found
+    raise DataError(
+        f"the tokenizer {tokenizer.name} has no token for padding\n  texts of a batch are padded to the longest\n"
+        '  name one in its tokenizer_config.json: {"pad_token": "[PAD]"}'
+    )
+
+
+def is_text(rows: Rows, name: str) -> bool:
+    """Says whether the first row has a text under this name."""
+    return isinstance(rows.read(np.array([0]))[0].get(name), str)

@@ -1,0 +1,165 @@
+"""Texts with labels by config: a tiny BERT learns as in the library's own loop, and what cannot be read is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.config import config_from_dict
+from paceline.data.registry import data_of
+from paceline.errors import BadSampleError, ConfigError, DataError, PacelineError
+from paceline.train.assemble import build_trainer
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "a", "very", "long", "and"]
+TEXTS = ["a good film", "bad", "a very very good and long film", "a bad film", "good", "very bad and long"]
+ROWS = [{"text": TEXTS[n % 6], "label": "pos" if "good" in TEXTS[n % 6] else "neg"} for n in range(12)]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts") / "bert"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, **SIZES)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    inner.save(str(folder / "tokenizer.json"))
+    (folder.parent / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ROWS), encoding="utf-8")
+    return folder
+
+
+def config_of(folder: Path, *, ranks: int = 1, strategy: str = "ddp", **data: Any) -> Any:
+    path = data.pop("path", folder.parent / "rows.jsonl")
+    return config_from_dict(
+        {
+            "model": {"kind": "hf", "path": str(folder), "task": "sequence_classification", "fresh": ["classifier"]},
+            "data": {
+                "kind": "jsonl",
+                "path": str(path),
+                "inputs": "text",
+                "targets": "label",
+                "context": 6,
+                "shuffle": False,
+                "eval_fraction": 0.0,
+                **data,
+            },
+            "train": {"steps": 3, "global_batch": 4, "seed": 5},
+            "optim": {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+            "parallel": {"ranks": ranks, "strategy": strategy, "device": "cpu"},
+        }
+    )
+
+
+def test_a_batch_is_as_long_as_its_longest_text_and_keeps_special_tokens(made: Path) -> None:
+    data = data_of(config_of(made))
+    assert (data.shape.classes, data.shape.class_names, data.shape.pad_token) == (2, ("neg", "pos"), 0)
+    inputs, targets = data.train.read(np.array([1, 0, 2]), 0)  # type: ignore[attr-defined]
+    assert inputs.tolist() == [[2, 5, 3, 0, 0, 0], [2, 7, 4, 6, 3, 0], [2, 7, 8, 8, 4, 3]]  # the last one is cut
+    assert targets.tolist() == [0, 1, 1]
+    assert data.train.read(np.array([1, 4]), 0)[0].shape == (2, 3)  # type: ignore[attr-defined]
+
+
+def train(comm: Any, config: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    trainer = build_trainer(config, comm)
+    before = trainer.parts.engine.full_state_dict()
+    losses = [[float(result.outcome.loss_sum), float(result.outcome.count)] for result in trainer.steps()]
+    return losses, {"first": before["classifier.weight"], **trainer.parts.engine.full_state_dict()}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 4)])
+def test_it_learns_as_in_the_librarys_own_loop(made: Path, strategy: str, ranks: int) -> None:
+    found = run_virtual(lambda comm: train(comm, config_of(made, ranks=ranks, strategy=strategy)), ranks)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(made / "tokenizer.json"), pad_token="[PAD]")
+    model = transformers.BertForSequenceClassification.from_pretrained(made, num_labels=2)
+    state = found[0][1]
+    with torch.no_grad():
+        model.classifier.weight.copy_(state["first"])
+        model.classifier.bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        rows = [ROWS[4 * step + number] for number in range(4)]
+        batch = tokenizer([each["text"] for each in rows], padding=True, truncation=True, max_length=6)
+        tensors = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
+        targets = torch.tensor([int(each["label"] == "pos") for each in rows])
+        loss = F.cross_entropy(model(**tensors).logits, targets)
+        ours = [sum(each[0][step][part] for each in found) for part in (0, 1)]
+        assert ours[0] / ours[1] == pytest.approx(loss.item(), abs=1e-6)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, atol=1e-6), name
+
+
+def test_csv_and_compressed_files_give_the_same(made: Path, tmp_path: Path) -> None:
+    expected = data_of(config_of(made)).train
+    lines = "".join(f'"{each["text"]}",{each["label"]}\n' for each in ROWS)
+    (tmp_path / "rows.csv").write_text("text,label\n" + lines, encoding="utf-8")
+    for name, kind in (("rows.csv", "csv"), ("rows.jsonl", "jsonl")):
+        source = tmp_path / name if kind == "csv" else made.parent / name
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(source.read_bytes()))
+        for path in (source, tmp_path / f"{name}.gz"):
+            found = data_of(config_of(made, kind=kind, path=path)).train
+            for index in range(12):
+                one, other = (each.read(np.array([index]), 0) for each in (found, expected))  # type: ignore[attr-defined]
+                assert torch.equal(one[0], other[0])
+                assert torch.equal(one[1], other[1])
+
+
+def told(config: Any, **row: Any) -> str:
+    with pytest.raises(PacelineError) as problem:
+        data_of(config).train.read(np.arange(1), 0)  # type: ignore[attr-defined]
+    del row
+    return str(problem.value)
+
+
+def test_what_cannot_be_read_is_told(made: Path, tmp_path: Path) -> None:
+    def rows(*values: Any) -> Path:
+        path = tmp_path / "bad.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in values), encoding="utf-8")
+        return path
+
+    one = {"text": "good", "label": 0}
+    assert "data.classes is not set" in told(config_of(made, path=rows(one)))
+    assert "the classes are 0, 1" in told(config_of(made, path=rows({**one, "label": 2}), classes=2))
+    assert "has 1 class" in told(config_of(made, path=rows({**one, "label": "x"})))
+    bad = rows(one, {"text": "", "label": 1}, {"label": 1})
+    data = data_of(config_of(made, path=bad, classes=2)).train
+    for index, words in ((1, "a text has words"), (2, "it has no 'text'")):
+        with pytest.raises(BadSampleError, match=words):
+            data.read(np.array([index]), 0)  # type: ignore[attr-defined]
+    skipping = data_of(config_of(made, path=bad, classes=2, on_bad="skip")).train
+    with pytest.warns(UserWarning, match="it does not count"):
+        inputs, targets = skipping.read(np.array([0, 1]), 0)  # type: ignore[attr-defined]
+    assert (inputs.tolist(), targets.tolist()) == ([[2, 4, 3], [0, 0, 0]], [0, -100])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 50)[:-8])
+    with pytest.raises(DataError, match="cannot be read"):
+        data_of(config_of(made, path=tmp_path / "cut.jsonl.gz"))
+
+
+def test_a_tokenizer_that_pads_otherwise_is_refused(made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "pad_token_id": 3}))
+    with pytest.raises(ConfigError, match="pad_token_id = 3"):
+        build_trainer(config_of(other, path=made.parent / "rows.jsonl"), run_virtual(lambda comm: comm, 1)[0])
