@@ -101,17 +101,21 @@ def once_more(before: dict[str, Any], found: dict[str, Any], commit: str) -> dic
     return {**before, **counts, "failed": found["failed"], "again": [*before.get("again", []), again]}
 
 
+def read_record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
 def run_arm(arm: str, asked: argparse.Namespace) -> int:
     """Runs the tests of an arm, writes its part of the record, and returns how many failed."""
     bounds = lower_bounds(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    tests = record[arm]["failed"] if asked.failed else asked.tests or ["tests"]
+    before = read_record().get(arm, {"failed": [], "versions": {}})
+    tests = before["failed"] if asked.failed else asked.tests or ["tests"]
     if not tests:
         return 0
     python = make_environment(arm, asked.folder.absolute() / arm, bounds)
     told = subprocess.run([str(python), "-c", _VERSIONS, *bounds], capture_output=True, text=True, check=True)
     versions = json.loads(told.stdout)
-    if asked.failed and record[arm]["versions"] != versions:
+    if asked.failed and before["versions"] != versions:
         sys.exit(f"the environment of {arm} has other versions than the record\n  run the arm without --failed")
     found = run_tests(python, tests, asked.workers, asked.folder.absolute() / f"{arm}.xml")
     print(f"{arm}: {found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped")
@@ -120,8 +124,8 @@ def run_arm(arm: str, asked: argparse.Namespace) -> int:
         state = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(state, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         whole = {"versions": versions, "commit": commit, **found}
-        record[arm] = once_more(record[arm], found, commit) if asked.failed else whole
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        now = once_more(before, found, commit) if asked.failed else whole
+        RECORD.write_text(json.dumps({**read_record(), arm: now}, indent=1) + "\n", encoding="utf-8")
     return len(found["failed"])
 
 
