@@ -30,8 +30,9 @@ from paceline.health.diagnosis import Diagnosis, FailedAttempt
 from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.health.failure import silent_failure
 from paceline.records.records import read_records
-from paceline.run import notes, processes, rendezvous, supervise
-from paceline.run.rendezvous import CHANGED, HostFacts, LeftOutError, Rendezvous, differences
+from paceline.run import agreement, notes, processes, rendezvous, supervise
+from paceline.run.agreement import HostFacts, differences
+from paceline.run.rendezvous import CHANGED, LeftOutError, Rendezvous
 from paceline.run.supervise import Launcher, LocalRanks
 from paceline.run.warm import WarmRanks, _is_ending, warm_ranks
 from paceline.run.whereami import Surroundings, host_name
@@ -83,13 +84,13 @@ def test_versions_and_ranks_are_told_with_the_fix() -> None:
 
 
 def test_a_folder_is_seen_by_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_SEEN_S", 0.0)
+    monkeypatch.setattr(agreement, "_SEEN_S", 0.0)
     folders = [tmp_path / name for name in ("right", "wrong", "none", "gone")]
     for folder, mark in zip(folders, ("mark", "other", None), strict=False):
         folder.mkdir()
         if mark:
             (folder / ".hosts").write_text(mark)
-    found = rendezvous._unseen(replace(facts("b"), folders=tuple(map(str, folders))), "mark")
+    found = agreement._unseen(replace(facts("b"), folders=tuple(map(str, folders))), "mark")
     assert found == [str(each) for each in folders[1:]]
 
 
