@@ -27,7 +27,7 @@ from paceline.errors import (
 )
 from paceline.health.verdict import HangLimits, HangVerdict
 from paceline.run import own_loop
-from paceline.run.own_loop import OwnLoop, WatchedCommunicator, connect, setup_distributed, watch
+from paceline.run.own_loop import OwnLoop, WatchedCommunicator, connect, setup_distributed, watch_ranks
 from paceline.run.seen_ranks import stack_path
 from paceline.run.watch import Watch, WatchPolicy
 from paceline.run.whereami import Surroundings
@@ -113,12 +113,12 @@ def test_one_rank_is_not_watched(environment: dict[str, str], tmp_path: Path) ->
     assert "RANK" not in environment
     (tmp_path / "health").mkdir()
     ledger_path(tmp_path, 0).write_text("of an earlier run")
-    watched = watch(SoloCommunicator(torch.device("cpu")), tmp_path, hang_s=3.0)
+    watched = watch_ranks(SoloCommunicator(torch.device("cpu")), tmp_path, hang_s=3.0)
     assert isinstance(watched, WatchedCommunicator)
     assert ledger_path(tmp_path, 0).stat().st_size == file.FILE_BYTES
     assert (tmp_path / "logs").is_dir()
     plain = LedgerCommunicator(SoloCommunicator(torch.device("cpu")), Ledger(rank=0, world=1))
-    assert watch(plain, tmp_path / "other") is plain  # its launcher watches
+    assert watch_ranks(plain, tmp_path / "other") is plain  # its launcher watches
     assert not (tmp_path / "other").exists()
 
 
@@ -126,7 +126,7 @@ def test_limits_are_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     seen: list[tuple[Path, Path, WatchPolicy]] = []
     monkeypatch.setattr(own_loop, "_follow", lambda _, folder, told, policy: seen.append((folder, told, policy)))
     for limits in ({"hang_s": 7.0}, {"hang_s": 7.0, "hang_setup_s": 9.0}, {}):
-        watch(SoloCommunicator(torch.device("cpu")), tmp_path, **limits)
+        watch_ranks(SoloCommunicator(torch.device("cpu")), tmp_path, **limits)
     found = [(policy.limits.step_s, policy.limits.setup_s) for _, _, policy in seen]
     assert found == [(7.0, 7.0), (7.0, 9.0), (300.0, 300.0)]
     assert {each[:2] for each in seen} == {(tmp_path, tmp_path)}
