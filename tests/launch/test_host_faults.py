@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_network import HostNetwork
 from launched_runs import checkpoints, is_same_state, make_project, starts, steps, wait_until
+
+from paceline.run.links import BlockedLink
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 # Python imports it first in every process; that of one host goes ahead by seconds.
@@ -23,6 +31,24 @@ if socket.gethostname() == "h1":
     time.time_ns = lambda: real_ns() + 7 * 10**9
 """
 SLOW_BITS = 8_000_000
+# What a launcher does on one of three hosts before it starts ranks, once for each line of its input.
+CHECKS = """
+import json, sys, time
+from paceline.comm.control.server import ControlServer
+from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.wire import Address, listen
+from paceline.run.links import check_links
+
+place, meet, secret = int(sys.argv[1]), Address("10.77.0.2", 29400), lambda: bytes(32)
+if place == 0:
+    ControlServer(listen(meet), secret).__enter__()
+client = ControlClient(meet, secret)
+client.wait_for_server(60)
+for line in sys.stdin:
+    start, store = time.monotonic(), ControlStore(client, prefix=line)
+    found = check_links(store, secret, [f"10.77.{place}.2"], place=place, size=3, seed=1)
+    print(json.dumps([time.monotonic() - start, found]), flush=True)
+"""
 
 
 def test_a_link_that_goes_down_is_told_by_both_sides_and_the_run_goes_on_when_it_is_mended(
@@ -32,15 +58,27 @@ def test_a_link_that_goes_down_is_told_by_both_sides_and_the_run_goes_on_when_it
     done = four_hosts.launch(tmp_path, "train.steps=100000", "checkpoint.every_steps=10", "--detach")
     assert done.returncode == 0, done.stderr
     wait_until(lambda: checkpoints(tmp_path), "a checkpoint")
-    log = tmp_path / "runs" / ".launches" / "tiny" / "log"
+    # On the disk that both share: what h1 prints comes when the link is mended.
+    log = tmp_path / "runs" / "tiny" / "logs" / "run.log"
+    gone, cut_off = (
+        "h1 (nothing was heard of it for 5 s) is gone",
+        "host h1 does not reach the launcher where the hosts",
+    )
+    start = time.monotonic()
     four_hosts.cut(1)
-    wait_until(lambda: "h1 (nothing was heard of it for 5 s) is gone" in log.read_text(), "that h1 is gone")
+    wait_until(lambda: gone in log.read_text(), "that h1 is gone")
+    print(f"h0 has told the cut link after {time.monotonic() - start:.1f} s")
+    wait_until(lambda: cut_off in log.read_text(), "that h1 is cut off")
+    print(f"h1 has told the cut link after {time.monotonic() - start:.1f} s")
     four_hosts.mend(1)
     wait_until(lambda: len(starts(tmp_path)) == 2 and len(steps(tmp_path)) > 20, "steps after the link was mended")
     told = log.read_text()
-    assert "host h1 does not reach the launcher where the hosts meet: the control server at tcp:10.77.0.2:" in told
     assert "comes back" in told
     assert "could not be started" not in told
+    four_hosts.cut(1)  # so briefly that h1 may not notice it
+    wait_until(lambda: log.read_text()[len(told) :].count(gone) > 0, "that h1 is gone again")
+    four_hosts.mend(1)
+    wait_until(lambda: len(starts(tmp_path)) == 3 and steps(tmp_path)[-1] > 40, "steps after a brief cut")
     assert four_hosts.paceline(tmp_path, "launch", "cancel", "tiny").returncode == 0
     assert four_hosts.paceline(tmp_path, "launch", "logs", "--follow").returncode == 75
 
@@ -49,15 +87,62 @@ def test_ports_that_are_shut_are_told_with_the_pair_and_the_direction(four_hosts
     if shutil.which("iptables") is None:
         pytest.skip("no iptables: apt-get install iptables")
     make_project(tmp_path)
-    closed = ["ip", "netns", "exec", four_hosts.network.host(2), "iptables", "-I", "INPUT", "-p", "tcp", "--syn"]
-    subprocess.run([*closed, "-s", "10.77.1.2", "--dport", "32768:60999", "-j", "REJECT"], check=True)
-    done = four_hosts.launch(tmp_path, hosts="h0,h1,h2")
+    with blocked(four_hosts, 1, 2, (32768, 60999), "DROP"):
+        start = time.monotonic()
+        done = four_hosts.launch(tmp_path, hosts="h0,h1,h2")
+        print(f"the blocked ports are told, and the launch has ended, after {time.monotonic() - start:.1f} s")
+        four_hosts.launch(tmp_path, "--nodes", "2:3", hosts="h0,h1,h2")  # goes on without the later one of the pair
     assert done.returncode == 2, done.stdout + done.stderr
     told = done.stdout + done.stderr
     assert "h1 -> h2 (10.77.2.2) ports " in told
     assert all(f"{pair} (10.77" not in told for pair in ("h0 -> h1", "h1 -> h0", "h2 -> h1", "h0 -> h2", "h2 -> h0"))
-    four_hosts.launch(tmp_path, "--nodes", "2:3", hosts="h0,h1,h2")  # goes on without the last that came of the pair
     assert {each.world_size for each in starts(tmp_path, "tiny-2") or starts(tmp_path)} == {2}
+
+
+@contextlib.contextmanager
+def blocked(network: HostNetwork, source: int, target: int, ports: tuple[int, int], verdict: str) -> Iterator[None]:
+    """Has a host's firewall stop what another one sends to some ports."""
+    rule = ["-p", "tcp", "--syn", "-s", network.network.address(source), "--dport", f"{ports[0]}:{ports[1]}"]
+    for change in ("-I", "-D"):
+        words = ["ip", "netns", "exec", network.network.host(target), "iptables", change, "INPUT", *rule]
+        subprocess.run([*words, "-j", verdict], check=True)
+        if change == "-I":
+            yield
+
+
+def test_each_direction_and_each_part_of_the_ports_that_is_shut_is_named(four_hosts: HostNetwork) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables: apt-get install iptables")
+    low, high = 32768, 60999
+    quarter = (high - low + 1) // 4
+    parts = [(low, high), *((low + each * quarter, low + (each + 1) * quarter - 1) for each in range(4))]
+    pairs = list(itertools.permutations(range(3), 2))
+    cases = [(*pair, part, "REJECT") for pair in pairs for part in parts]
+    # A firewall that drops costs seconds, so not every part for every pair.
+    cases += [(*pair, parts[each], "DROP") for number, pair in enumerate(pairs) for each in (0, 1 + number % 4)]
+    slowest_s: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        checks = []
+        for host in range(3):
+            command = [*four_hosts.on(host), sys.executable, "-c", CHECKS, str(host)]
+            checks.append(stack.enter_context(subprocess.Popen(command, **pipes)))
+            stack.callback(checks[-1].kill)
+        for number, (source, target, ports, verdict) in enumerate(cases):
+            with blocked(four_hosts, source, target, ports, verdict):
+                for each in checks:
+                    each.stdin.write(f"{number}\n")
+                    each.stdin.flush()
+                answers = [json.loads(each.stdout.readline()) for each in checks]
+            (found,) = {json.dumps(links) for _, links in answers}  # all hosts say the same
+            (link,) = (BlockedLink(*each) for each in json.loads(found))
+            assert (link.source, link.target) == (f"h{source}", f"h{target}")
+            assert len(link.ports) == (4 if ports == parts[0] else 1)
+            assert all(ports[0] <= port <= ports[1] for port in link.ports)
+            slowest_s[verdict] = max(slowest_s.get(verdict, 0.0), *(seconds for seconds, _ in answers))
+    print(
+        f"{len(cases)} blocked directions and ports are named; the slowest by their firewall's verdict: {slowest_s} s"
+    )
 
 
 def test_clocks_that_differ_by_seconds_change_nothing(

@@ -3,16 +3,23 @@
 Kubernetes' own come with the package ``kubernetes-validate``, and those of JobSet and Kubeflow Trainer with
 ``kubeflow-trainer-api`` (both Apache 2.0, and part of the extra ``dev``). No index has a package with Volcano's: the
 schema of its PodGroup is written here, from the fields of ``scheduling.volcano.sh/v1beta1``.
+
+``CRDS=FOLDER pytest ...`` also holds them against a cluster's own definitions, in files of that folder:
+
+    kubectl get crd jobsets.jobset.x-k8s.io -o yaml > FOLDER/jobset.yaml
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 Manifest = dict[str, Any]
 
@@ -37,12 +44,39 @@ POD_GROUP = _object(
         minMember=_COUNT,
         minTaskMember={"additionalProperties": _COUNT},
         minResources={"additionalProperties": {"type": ["integer", "string"]}},
-        queue=_TEXT,
-        priorityClassName=_TEXT,
-        preemptable={"type": "boolean"},
-        networkTopology=_object(mode={"enum": ["hard", "soft"]}, highestTierAllowed=_COUNT),
+        queue=_TEXT | {"pattern": r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", "maxLength": 253},
+        priorityClassName=_TEXT | {"maxLength": 253},
+        networkTopology=_object(mode={"enum": ["hard", "soft"]}, highestTierAllowed=_COUNT, highestTierName=_TEXT),
     ),
 )
+
+
+@cache
+def cluster_schemas() -> dict[tuple[str, str], Any]:
+    """Returns the validators of the definitions in the folder ``CRDS``, by API version and kind; none without it."""
+    if "CRDS" not in os.environ:
+        return {}
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    found = {}
+    for path in Path(os.environ["CRDS"]).glob("*.yaml"):
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
+        for version in spec["versions"]:
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object"}  # the same for all kinds
+            found[f"{spec['group']}/{version['name']}", spec["names"]["kind"]] = validator(schema)
+    return found
+
+
+def strict(schema: Any) -> Any:
+    """Returns a schema of Kubernetes as plain JSON schema, in which a field that it does not name is an error."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: each if name in ("enum", "default") else strict(each) for name, each in schema.items()}
+    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
 
 
 @cache
@@ -64,6 +98,8 @@ def strict_schema(kind: str, api_version: str) -> Any:
 def validate(manifest: Manifest) -> None:
     """Checks a manifest against the strict schema of its kind, and pods inside of foreign kinds against theirs."""
     kind = manifest["kind"]
+    if own := cluster_schemas().get((manifest["apiVersion"], kind)):
+        own.validate(manifest)
     if kind in MODELS:
         model = getattr(pytest.importorskip("kubeflow_trainer_api.models"), MODELS[kind])
         assert model.from_dict(manifest).to_dict() == manifest  # what the model does not know would be missing

@@ -13,7 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
-from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
+from paceline.run.agreement import HostFacts
+from paceline.run.rendezvous import CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.whereami import Surroundings, host_name
 
 
@@ -52,6 +53,25 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Surroundings
         first.has_joined = False
         with pytest.raises(RendezvousClosedError, match="ended on another host"):
             first.next_rendezvous()
+
+
+def test_a_launcher_that_was_missed_while_it_waits_is_taken_in(
+    nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.run.rendezvous._WAIT_S", 0.05)
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        rendezvous(tmp_path, "run", both) as first,
+        rendezvous(tmp_path, "run", both) as second,
+    ):
+        for link in second._client._idle:  # the network was down for seconds: some connections have ended
+            link._socket.shutdown(socket.SHUT_RDWR)
+        waits = pool.submit(second.next_rendezvous)
+        while not first.hosts._waiting:
+            pass
+        first.hosts.leave(second._name, "nothing was heard of it for 5 s")
+        assert first.next_rendezvous().world_size == waits.result().world_size == 2
 
 
 def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surroundings, tmp_path: Path) -> None:

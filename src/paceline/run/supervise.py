@@ -50,6 +50,7 @@ from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run import notes
+from paceline.run.agreement import HostFacts
 from paceline.run.decide import rank_variables
 from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation, find_start
@@ -57,7 +58,7 @@ from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
 from paceline.run.records import end_records, open_attempts
-from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
+from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
 from paceline.run.warm import WarmRanks
 from paceline.run.watch import Watch, WatchPolicy, watch_policy
@@ -324,12 +325,14 @@ class Launcher:
                 self._watched.callback(logging.disable, logging.root.manager.disable)
                 logging.disable(logging.CRITICAL)  # the agent's many loggers: what matters is told in our words
                 elastic_launch(agent, sys.executable)(*arguments)
-        except RendezvousError:
+        except (RendezvousError, CommunicationError) as error:
             # The launcher where hosts meet may have left first.
             if notes.was_preempted(self.folder, since=self._noted):
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None
+            if self.has_others and isinstance(error, CommunicationError):  # one of this launcher's connections ended
+                raise HostsChangedError(f"{CHANGED}on {host_name()}, {error}") from error
             raise
         except ChildFailedError as error:
             with signals_ignored():

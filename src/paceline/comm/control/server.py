@@ -154,18 +154,24 @@ class ControlServer:
         except Exception as error:
             return ["refused", f"{type(error).__name__}: {error}"]
 
-    async def _join(self, host: str, timeout_s: float) -> list[Any]:
-        """Waits until a round has begun that this host is in; returns the round, its place in it, and the hosts."""
-        before = self.hosts.round
-        self.hosts.join(check_name(host), time.monotonic())
-        self._look()
+    async def _join(self, host: str, timeout_s: float, last: int) -> list[Any]:
+        """Waits until a round after its ``last`` has begun that this host is in; returns it, its place, and the hosts.
+
+        Safe to call again: a launcher does, since a host that was missed for a while waits no longer.
+        """
+
+        def found() -> list[Any]:
+            members = self.hosts.members
+            is_in = self.hosts.round > int(last) and host in members
+            return [self.hosts.round, members.index(host), len(members)] if is_in else []
+
+        if not found():
+            self.hosts.join(check_name(host), time.monotonic())
+            self._look()
         async with asyncio.timeout(float(timeout_s)):
-            while not self.hosts.is_closed:
-                members = self.hosts.members
-                if self.hosts.round > before and host in members:
-                    return [self.hosts.round, members.index(host), len(members)]
+            while not (self.hosts.is_closed or found()):
                 await self._turn.wait()
-        return []
+        return [] if self.hosts.is_closed else found()
 
     def _attend(self, host: str, ended: str) -> Attendance:
         """Notes that a launcher lives; returns what it must know. The key ``ended`` is set once its round is over."""
