@@ -11,6 +11,7 @@ from paceline.health.diagnosis import Diagnosis, FailedAttempt, TrainedSteps
 from paceline.health.failure import Cause, Failure, FailureKind
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView, views_from_text, views_to_text
 from paceline.health.pairing import (
+    PairedRanks,
     PlacedUpdate,
     StepDifference,
     Update,
@@ -228,3 +229,60 @@ def test_an_attempt_is_told_by_the_rank_that_failed_and_its_step() -> None:
     assert (found.first_step, found.step, found.last_step) == (0, 0, 0)
     assert str(found) == "rank 1 was killed by SIGKILL before its first step"
     assert replace(found, first_step=8, step=3).last_step == 8
+
+
+# Counters of loops
+
+
+def compared(own: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> list[StepDifference | None]:
+    """Compares updates of (updates, idle, counter), each after one collective more."""
+    pair = PairedRanks()
+    rows = [
+        [
+            Update(collectives=number, updates=row[0], idle=row[1], counters=dict(enumerate(row[2:], start=1)))
+            for number, row in enumerate(rank, start=1)
+        ]
+        for rank in (own, other)
+    ]
+    return [pair.compare(one, two) for one, two in zip(*rows, strict=True)]
+
+
+def first_difference(values: list[int], at: int, by: int = 1, idle: int = 0) -> int | None:
+    """Returns at which update a counter of the other rank is found that is ahead ``by`` from the update ``at`` on."""
+    own = [(number + 1 + idle, idle, value) for number, value in enumerate(values)]
+    other = [(number + 1 + idle, idle, value + by * (number >= at)) for number, value in enumerate(values)]
+    return next((number for number, found in enumerate(compared(own, other)) if found is not None), None)
+
+
+def test_a_counter_is_trusted_after_three_equal_rises() -> None:
+    assert first_difference([0, 1, 2, 3, 4, 5], 4) == 4
+    assert first_difference([0, 1, 2, 3, 4, 5], 3) is None
+    assert first_difference([0, 2, 4, 6, 8], 4, by=2) == 4
+    assert first_difference([0, 2, 4, 6, 8], 4, by=3) is None  # not a whole number of steps
+    assert first_difference([0, 5, 6, 7, 8, 9], 4) is None  # the first was another
+    assert first_difference([0, 5, 6, 7, 8, 9], 5) == 5
+    assert first_difference([0, 5, 5, 6, 7, 8, 9], 4) is None
+    assert first_difference([0, 0, 0, 0, 0, 0], 5) is None  # it stands still
+    assert first_difference([0, 1, 3, 6, 10, 15, 21], 5) is None  # it never rises alike
+    assert first_difference([9, 8, 7, 6, 5, 4], 4) is None  # it falls
+    assert first_difference([0, 1, 2, 3, 0, 1, 2, 3, 4, 5], 7) is None  # it has started over
+
+
+def test_updates_without_a_collective_count_for_no_counter() -> None:
+    """Both ranks make idle updates between some of the others: the counter rises with those that are none."""
+    rows = [(1, 0), (2, 0), (4, 1), (5, 1), (7, 2), (8, 2), (9, 2)]
+    own = [(updates, idle, number) for number, (updates, idle) in enumerate(rows)]
+    other = [(updates, idle, number + (number >= 6)) for number, (updates, idle) in enumerate(rows)]
+    found = compared(own, other)
+    assert found[:6] == [None] * 6
+    assert found[6] == StepDifference(what="step", is_own=False, own=6, other=7, counter=1)
+
+
+def test_idle_updates_of_the_beginning_are_no_difference_later() -> None:
+    own = [(3, 2), (4, 2), (5, 2), (7, 3)]
+    other = [(1, 0), (2, 0), (3, 0), (4, 0)]
+    found = compared(own, other)
+    assert found[:3] == [None] * 3
+    assert found[3] == StepDifference(what="backward", is_own=True, own=7, other=4)
+    fewer = compared([*own[:3], (6, 2)], [*other[:3], (5, 0)])
+    assert fewer[3] == StepDifference(what="update", is_own=True, own=6, other=5)

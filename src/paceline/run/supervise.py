@@ -222,7 +222,7 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except (RuntimeError, OSError) as error:  # the agent itself failed
-        raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
+        raise LaunchError(f"the ranks could not be started: {str(error) or type(error).__name__}") from error
     finally:
         # The system uses process numbers again.
         notes.forget(folder, *(f"logs/rank-{rank}.pid" for rank in notes.noted_processes(folder, os.getpid())))

@@ -325,9 +325,10 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     if view is not None:
         show_decisions(config, choice, decision.notes)
     times.lap("joining")
-    _run_rank(decision, comm, location, claimed, prediction, view, times)
-    comm.barrier()  # every rank's records are complete
-    result = read_result(location.folder, config, choice) if comm.rank == 0 else None
+    with claimed or contextlib.nullcontext():  # so that this process may go on with the run, by another call
+        _run_rank(decision, comm, location, claimed, prediction, view, times)
+        comm.barrier()  # every rank's records are complete
+        result = read_result(location.folder, config, choice) if comm.rank == 0 else None
     disconnect()
     return result
 
