@@ -238,7 +238,8 @@ class _Supervisor:
             if code in (0, 2) or not has_room:
                 return
             if command is self.command:
-                echo(f"{host}: left with exit code {code}; it is tried again in {_AGAIN_S:g} s", err=True)
+                why = "ssh does not reach it" if code == _LOST else f"left with exit code {code}"
+                echo(f"{host}: {why}; it is tried again in {_AGAIN_S:g} s", err=True)
             if self.is_over.wait(_AGAIN_S):
                 return
 
