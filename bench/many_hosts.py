@@ -34,7 +34,8 @@ from paceline.comm.control import server
 from paceline.comm.control import store as client
 from paceline.comm.control.store import ControlStore
 from paceline.run import links
-from paceline.run.rendezvous import HostFacts, Rendezvous, rendezvous
+from paceline.run.agreement import HostFacts
+from paceline.run.rendezvous import Rendezvous, rendezvous
 from paceline.run.whereami import Surroundings
 
 AGENTS = 25  # of one process

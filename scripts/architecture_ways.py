@@ -6,8 +6,8 @@ trunk: one gap in every row, one lane in every gutter.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
-from itertools import combinations, permutations
 from typing import NamedTuple
 
 WIDTH, MARGIN, TOP = 1180, 56, 92
@@ -160,14 +160,27 @@ def crossings_by_order(turns: list[Turn]) -> Counter[tuple[str, str]]:
     return found
 
 
+def best_order(targets: frozenset[str], crossings: Counter[tuple[str, str]]) -> tuple[str, ...]:
+    """The order of lanes, from above, with the fewest crossings; of several, the first by name."""
+
+    @functools.cache
+    def best(left: frozenset[str]) -> tuple[int, tuple[str, ...]]:
+        orders = []
+        for top in left:
+            below, order = best(left - {top})
+            orders.append((below + sum(crossings[top, each] for each in order), (top, *order)))
+        return min(orders, default=(0, ()))
+
+    return best(targets)[1]
+
+
 def lanes_of(turns: list[Turn]) -> dict[tuple[int, str], float]:
     """The height of each trunk's lane in each gutter, such that as few lines cross as possible."""
     lanes = {}
     for row in {turn.row for turn in turns}:
         here = [turn for turn in turns if turn.row == row and turn.end != turn.start]
         found = crossings_by_order(here)
-        orders = permutations(sorted({turn.target for turn in here}))
-        best = min(orders, key=lambda order: sum(found[pair] for pair in combinations(order, 2)))
+        best = best_order(frozenset(turn.target for turn in here), found)
         for number, target in enumerate(best):
             middle = TOP + (row + 1) * (BOX_HEIGHT + GUTTER) - GUTTER / 2 - 3
             lanes[row, target] = middle + min(9.0, (GUTTER - 18) / len(best)) * (number - (len(best) - 1) / 2)

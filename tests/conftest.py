@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -74,27 +74,37 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them.
-
-    On a GPU, compilers and drivers warn in ways that differ by version: such warnings fail no test.
-    """
+    """On a GPU, compilers and drivers warn in ways that differ by version: such warnings fail no test."""
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("some") and not item.get_closest_marker("exhaustive"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        marker = cases[0].get_closest_marker("some")
-        assert marker is not None
-        count = min(marker.args[0], len(cases))
-        taken = {place * (len(cases) - 1) // max(count - 1, 1) for place in range(count)}
-        for place, case in enumerate(cases):
-            if place not in taken:
-                case.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them.
+
+    A run without exhaustive tests drops their cases here: they are thousands, and to build a test only to deselect it
+    takes a millisecond. One stays, as a test without cases would be another test.
+    """
+    yield
+    cases = metafunc._calls
+    is_whole = any(mark.name == "exhaustive" for mark in metafunc.definition.iter_markers())
+    others = [case for case in cases if not is_whole and not is_exhaustive(case)]
+    if marker := metafunc.definition.get_closest_marker("some"):
+        count = min(marker.args[0], len(others))
+        taken = {place * (len(others) - 1) // max(count - 1, 1) for place in range(count)}
+        for case in (case for place, case in enumerate(others) if place not in taken):
+            case.marks.append(pytest.mark.exhaustive.mark)
+    config = metafunc.config
+    if "not exhaustive" in config.getoption("markexpr") and not any("[" in each for each in config.args):
+        metafunc._calls = [case for case in others if not is_exhaustive(case)] or cases[:1]
+
+
+def is_exhaustive(case: Any) -> bool:
+    """Says whether a case of a test is left to the exhaustive run."""
+    return any(mark.name == "exhaustive" for mark in case.marks)
 
 
 FROZEN_MODULES = pytest.StashKey[int]()

@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from proposed_fixes import COMMANDS, FILLED, unreadable_commands, unreadable_fixes, unreadable_settings
@@ -55,21 +55,35 @@ def messages() -> tuple[Message, ...]:
 
 def _messages() -> Iterator[Message]:
     for path in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        no_message = {id(part) for node in ast.walk(tree) for part in parts_that_are_none(node)}
-        for node in ast.walk(tree):
-            if id(node) not in no_message and isinstance(node, ast.Constant | ast.JoinedStr):
-                text = text_of(node)
-                if " " in text:
-                    yield Message(f"{path.relative_to(SOURCE)}:{node.lineno}", text)
+        for node in strings_of(ast.parse(path.read_text())):
+            text = text_of(node)
+            if " " in text:
+                yield Message(f"{path.relative_to(SOURCE)}:{node.lineno}", text)
 
 
-def parts_that_are_none(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the docstring of a node, and the pieces of a string that is filled in, which counts as a whole."""
-    if isinstance(node, ast.JoinedStr):
-        yield from (part for value in node.values if isinstance(value, ast.Constant) for part in ast.walk(value))
-    if isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr):
-        yield node.body[0].value
+def strings_of(tree: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
+    """Yields the strings of a module without docstrings; one that is filled in counts as a whole, not by its pieces."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        parts = [part for name in node._fields for part in listed(getattr(node, name, None))]
+        if isinstance(node, ast.Constant):
+            yield node
+        elif isinstance(node, ast.JoinedStr):
+            yield node
+            parts = [part for part in parts if not isinstance(part, ast.Constant)]
+        elif isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr):
+            docstring = node.body[0].value
+            parts = [part for part in parts if part is not node.body[0]]
+            parts += [part for name in docstring._fields for part in listed(getattr(docstring, name, None))]
+        left += parts
+
+
+def listed(value: Any) -> list[ast.AST]:
+    """The nodes that a field of a node holds; whether a name is read or written is none."""
+    if isinstance(value, ast.AST):
+        return [] if isinstance(value, ast.expr_context) else [value]
+    return [each for each in value if isinstance(each, ast.AST)] if isinstance(value, list) else []
 
 
 def text_of(node: ast.Constant | ast.JoinedStr) -> str:

@@ -14,8 +14,10 @@ import paceline
 
 HOMES = {
     "connect": "paceline.run.own_loop",
+    "watch_ranks": "paceline.run.own_loop",
     "watch": "paceline.run.own_loop",
     "setup_distributed": "paceline.run.own_loop",
+    "Run": "paceline.run.own_run",
     "disconnect": "paceline.comm.torch_dist",
     "Communicator": "paceline.comm.base",
     "parallelize": "paceline.engines.apply",
@@ -26,6 +28,7 @@ HOMES = {
     "loader": "paceline.data.own_loader",
     "shard": "paceline.data.own_loader",
     "mean": "paceline.comm.objects",
+    "gather": "paceline.comm.objects",
     "WeightAverage": "paceline.train.run_state",
     "Muon": "paceline.train.muon.muon",
     "save": "paceline.checkpoint.writer",

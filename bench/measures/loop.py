@@ -21,7 +21,7 @@ from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.models.mlp import MLPClassifier
-from paceline.run.own_loop import watch
+from paceline.run.own_loop import watch_ranks
 from paceline.run.processes import run_processes
 from paceline.train.step import train_step
 
@@ -84,7 +84,7 @@ def time_steps(comm: Communicator, folder: str, blocks: int, backend: str) -> li
     arms = {
         "without": _arm(base),
         "with": _arm(LedgerCommunicator(base, ledger)),
-        "watched": _arm(watch(base, Path(folder) / backend)),
+        "watched": _arm(watch_ranks(base, Path(folder) / backend)),
     }
     turns = Turns(rounds=blocks, steps_per_turn=1, warm_up=2)
     return interleave(arms, turns, baseline="without", device=comm.device)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
     from paceline.comm.base import Communicator as Communicator
+    from paceline.comm.objects import gather as gather
     from paceline.comm.objects import mean as mean
     from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
@@ -48,20 +49,23 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import connect as connect
     from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
+    from paceline.run.own_loop import watch_ranks as watch_ranks
+    from paceline.run.own_run import Run as Run
     from paceline.run.train import train as train
     from paceline.train.muon.muon import Muon as Muon
     from paceline.train.run_state import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
-    "paceline.run.own_loop": ("connect", "watch", "setup_distributed"),
+    "paceline.run.own_loop": ("connect", "watch_ranks", "watch", "setup_distributed"),
+    "paceline.run.own_run": ("Run",),
     "paceline.comm.torch_dist": ("disconnect",),
     "paceline.comm.base": ("Communicator",),
     "paceline.engines.apply": ("parallelize",),
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
     "paceline.engines.engine": ("Engine",),
     "paceline.data.own_loader": ("loader", "shard"),
-    "paceline.comm.objects": ("mean",),
+    "paceline.comm.objects": ("mean", "gather"),
     "paceline.train.run_state": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.writer": ("save", "load"),

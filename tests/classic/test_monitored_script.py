@@ -14,6 +14,7 @@ from torch import nn
 from paceline import DistributedMonitor, EnhancedDistributedTrainer
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
+from paceline.records.report import summarize
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -76,9 +77,10 @@ def test_a_script_with_every_argument_trains_saves_and_logs(tmp_path: Path, monk
     assert numbers["samples_per_second_per_gpu"] > 0
     assert 0 <= numbers["communication_overhead_percent"] < 100
     assert (tmp_path / "checkpoints" / "best").is_dir()
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "rank-0.jsonl").read_text().splitlines()]
+    written = (tmp_path / "logs" / "records" / "rank-0.jsonl").read_text().splitlines()
+    lines = [line for line in map(json.loads, written) if line["type"] == "step"]
     assert [line["step"] for line in lines] == list(range(1, 25))
-    assert lines[-1]["detail"]["train/loss"] == metrics["loss"]
+    assert lines[-1]["loss"] == metrics["loss"]
     reader = EventAccumulator("logs")
     reader.Reload()
     assert [each.step for each in reader.Scalars("train/loss")] == list(range(1, 25))
@@ -111,9 +113,11 @@ def test_ranks_log_to_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     monitor = DistributedMonitor(log_dir=tmp_path)
     monitor.log_training_step(torch.tensor(2.5), batch_size=4, step_time=0.5, comm_time=0.1, step=7)
     monitor.close()
-    (file,) = tmp_path.iterdir()
-    line = json.loads(file.read_text())
-    assert (file.name, line["step"], line["detail"]["speed/samples_per_s"]) == ("rank-1.jsonl", 7, 8.0)
+    (file,) = (tmp_path / "records").iterdir()
+    first, line, end = (json.loads(line) for line in file.read_text().splitlines())
+    assert (first["rank"], first["world_size"], first["type"]) == (1, 2, "run")
+    assert (file.name, line["step"], line["samples_per_s"], line["loss_sum"]) == ("rank-1.jsonl", 7, 8.0, 10.0)
+    assert (end["status"], end["step"]) == ("done", 7)
 
 
 class OneGpu:
@@ -132,6 +136,8 @@ def test_a_monitor_measures_gpus_or_leaves_them_out(
     for _ in range(2):
         monitor.log_training_step(loss=0.5, batch_size=8, step_time=0.1, comm_time=0.01)
     monitor.close()
-    first, second = ((json.loads(line)["detail"]) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines())
-    assert first.get("hw.gpu.utilization/0") == (None if gpus is None else 0.75)
-    assert not [name for name in second if "gpu" in name]  # once a second
+    lines = [json.loads(line) for line in (tmp_path / "records" / "rank-0.jsonl").read_text().splitlines()]
+    measured = [line["detail"] for line in lines if line["type"] == "event"]
+    assert measured == ([] if gpus is None else [{"hw.gpu.utilization/0": 0.75}])  # once a second
+    summary = summarize(tmp_path)
+    assert (summary.status, summary.steps, summary.final_loss) == ("done", 2, 0.5)

@@ -11,7 +11,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ NO_GPU = "needs a CUDA device"
 HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leaves to ``make judges`` the cases whose turn it is not."""
-    if config.getoption("--all-judges"):
-        return
-    for item in items:
-        if item.get_closest_marker("judge") and zlib.crc32(item.nodeid.encode()) % TURNS != today() % TURNS:
-            item.add_marker(pytest.mark.exhaustive)
+    yield
+    definition, is_all = metafunc.definition, metafunc.config.getoption("--all-judges")
+    for case in metafunc._calls if definition.get_closest_marker("judge") and not is_all else ():
+        if zlib.crc32(f"{definition.nodeid}[{case.id}]".encode()) % TURNS != today() % TURNS:
+            case.marks.append(pytest.mark.exhaustive.mark)
 
 
 def today() -> int:

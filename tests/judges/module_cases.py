@@ -31,13 +31,16 @@ REFUSAL = r"(?s)have no shape yet\n  a lazy module .* before that\n  run the mod
 BATCH_NORMS = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d")
 
 
+@functools.cache
 def catalogued_names() -> list[str]:
     """The names of the catalogue's entries, from its source: to load it takes seconds, which only its cases need."""
     spec = importlib.util.find_spec(MODULE)
     assert spec is not None
     assert spec.origin is not None
-    nodes = ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
-    entries = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ModuleInfo"]
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    (table,) = (node for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "module_db")
+    calls = (node for node in ast.walk(table) if isinstance(node, ast.Call))
+    entries = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "ModuleInfo"]
     return sorted({ast.unparse(entry.args[0]).removeprefix("torch.") for entry in entries})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from judging import run_once
 RUNNER = "run_tests"  # of the folder torch_distributed; by name, so that the tests' server may fork it
 
 
+@functools.cache
 def needs_of_tests() -> dict[str, str]:
     """The tests' names, with the decorators that ask for GPUs; read from the file, which takes seconds to import."""
     found = importlib.util.find_spec("torch")
@@ -24,7 +26,9 @@ def needs_of_tests() -> dict[str, str]:
     if not path.is_file():
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    (base,) = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "_DistTestBase")
+    outer = (each for each in tree.body if isinstance(each, ast.ClassDef))
+    inner = (each for kind in outer for each in kind.body if isinstance(each, ast.ClassDef))
+    (base,) = (each for each in inner if each.name == "_DistTestBase")
     tests = (each for each in base.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_"))
     return {each.name: " ".join(t for t in map(ast.unparse, each.decorator_list) if "_gpu" in t) for each in tests}
 

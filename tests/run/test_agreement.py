@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
-from paceline.run import rendezvous
-from paceline.run.rendezvous import HostFacts, agree, differences, refusal_of
+from paceline.run import agreement
+from paceline.run.agreement import HostFacts, agree, differences, refusal_of
 
 CONFIG = config_from_dict(
     {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}, "name": "tiny"}, "test"
@@ -20,7 +20,7 @@ CONFIG = config_from_dict(
 
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostFacts:
-    monkeypatch.setattr(rendezvous, "_SEEN_S", 0.0)
+    monkeypatch.setattr(agreement, "_SEEN_S", 0.0)
     return replace(HostFacts.here(CONFIG, tmp_path / "run", 2), host="a")
 
 

@@ -13,7 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
-from paceline.run.rendezvous import CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
+from paceline.run.agreement import HostFacts
+from paceline.run.rendezvous import CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.whereami import Surroundings, host_name
 
 

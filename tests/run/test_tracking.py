@@ -57,7 +57,9 @@ class Notes(list[str]):
 @contextmanager
 def tracked(folder: Path, *trackers: str, tensorboard: bool = False) -> Iterator[Notes]:
     notes = Notes()
-    with tracking(folder, config_of(*trackers, tensorboard=tensorboard), notes):
+    with tracking(
+        folder, (config := config_of(*trackers, tensorboard=tensorboard)).monitor, config.model_dump(mode="json"), notes
+    ):
         yield notes
 
 
@@ -147,7 +149,7 @@ def test_what_a_tracker_warns_of_is_on_the_terminal_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").mkdir()
-    with run_log(tmp_path), tracking(tmp_path, config_of("nowhere:Sink"), tell):
+    with run_log(tmp_path), tracking(tmp_path, config_of("nowhere:Sink").monitor, {}, tell):
         append(tmp_path, "rank-0", RUN)
     words = "nowhere:Sink does not track this run: monitor.trackers = 'nowhere:Sink': there is no module 'nowhere'"
     assert capsys.readouterr().err == f"paceline: {words}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from command_runs import LiveRun, newest_ranks
 from gone_processes import wait_until_gone
@@ -56,17 +58,19 @@ def main():
 Client = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmRanks]:
-    (tmp_path / "deeds.py").write_text(RANK)
-    monkeypatch.chdir(tmp_path)
-    with warm_ranks(["deeds", "no_such_module"]) as found:
+@contextlib.contextmanager
+def server_in(folder: Path) -> Iterator[WarmRanks]:
+    """Starts a server in a folder that has the ranks' code."""
+    (folder / "deeds.py").write_text(RANK)
+    with contextlib.ExitStack() as stack:
+        with contextlib.chdir(folder):
+            found = stack.enter_context(warm_ranks(["deeds", "no_such_module"]))
         assert found is not None
         yield found
 
 
-@pytest.fixture
-def client(warm: WarmRanks) -> Iterator[Client]:
+@contextlib.contextmanager
+def clients_of(warm: WarmRanks) -> Iterator[Client]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*deed: str) -> subprocess.Popen[str]:
@@ -79,6 +83,31 @@ def client(warm: WarmRanks) -> Iterator[Client]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, forks: None) -> Iterator[WarmRanks]:  # noqa: ARG001
+    """One server for all tests that leave it as it is."""
+    fork_server.uninstall()  # see real_starts
+    with server_in(tmp_path_factory.mktemp("shared")) as found:
+        fork_server.install()
+        yield found
+
+
+@pytest.fixture
+def client(shared: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """Starts ranks in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    with clients_of(shared) as start:
+        yield start
+
+
+@pytest.fixture
+def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmRanks]:
+    """A server of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    with server_in(tmp_path) as found:
+        yield found
 
 
 def wait_for(path: Path) -> str:
@@ -97,9 +126,7 @@ def test_a_rank_has_its_own_environment_output_folder_and_code(client: Client, t
     assert returned.wait(240) == 0
 
 
-def test_what_no_client_sends_is_dropped_without_a_word(
-    capfd: pytest.CaptureFixture[str], warm: WarmRanks, client: Client
-) -> None:
+def test_what_no_client_sends_is_dropped_without_a_word(capfd: pytest.CaptureFixture[str], warm: WarmRanks) -> None:
     request = b'{"command": ["deeds", "return"], "folder": "/", "environment": {}}'
     length = warm_client.LENGTH.pack
     for content in (
@@ -115,7 +142,8 @@ def test_what_no_client_sends_is_dropped_without_a_word(
             link.sendall(content)
             link.shutdown(socket.SHUT_WR)
             assert link.recv(1) == b""
-    assert client("leave", "3").wait(240) == 3
+    with clients_of(warm) as client:
+        assert client("leave", "3").wait(240) == 3
     assert capfd.readouterr().err == ""
 
 
@@ -208,21 +236,22 @@ def server_of(rank: int) -> int:
 
 
 def test_a_server_that_is_killed_is_started_again(
-    warm: WarmRanks, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warm: WarmRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = client("wait")
-    rank, child = map(int, wait_for(tmp_path / "pids").split())
-    os.kill(server_of(rank), signal.SIGKILL)
-    assert process.wait(240) == -signal.SIGKILL  # as its rank, which has lost its parent
-    for pid in (rank, child):
-        os.kill(pid, signal.SIGKILL)  # this one does not watch its parent, as ranks of a run do
-    warm._server.wait(240)  # its socket closes before it has ended
-    arguments = warm.arguments(["deeds", "leave", "0"])
-    assert capsys.readouterr().err == (
-        "paceline: the process that ranks are forked from was killed by SIGKILL: another one is started\n"
-    )
-    assert str(warm.address) in arguments
-    assert client("leave", "3").wait(240) == 3
+    with clients_of(warm) as client:
+        process = client("wait")
+        rank, child = map(int, wait_for(tmp_path / "pids").split())
+        os.kill(server_of(rank), signal.SIGKILL)
+        assert process.wait(240) == -signal.SIGKILL  # as its rank, which has lost its parent
+        for pid in (rank, child):
+            os.kill(pid, signal.SIGKILL)  # this one does not watch its parent, as ranks of a run do
+        warm._server.wait(240)  # its socket closes before it has ended
+        arguments = warm.arguments(["deeds", "leave", "0"])
+        assert capsys.readouterr().err == (
+            "paceline: the process that ranks are forked from was killed by SIGKILL: another one is started\n"
+        )
+        assert str(warm.address) in arguments
+        assert client("leave", "3").wait(240) == 3
 
 
 def test_a_client_without_a_server_becomes_the_rank(tmp_path: Path) -> None:

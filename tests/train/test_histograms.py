@@ -56,8 +56,8 @@ def of_one_process() -> tuple[list[Record], dict[str, torch.Tensor]]:
     "parallel",
     [
         {"strategy": "fsdp"},
-        pytest.param({"strategy": "ddp"}, marks=pytest.mark.some(1)),
-        pytest.param({"strategy": "zero2"}, marks=pytest.mark.some(1)),
+        {"strategy": "ddp"},
+        pytest.param({"strategy": "zero2"}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": "hybrid", "shard_ranks": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": "fsdp", "tensor": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": "zero1", "pipeline": 2}, marks=pytest.mark.exhaustive),

@@ -214,7 +214,8 @@ class _Model(nn.Module):
         self.coarse = coarse
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters()):
-                parameter.copy_((torch.arange(parameter.numel()) * 0.61 + number).sin().reshape(parameter.shape))
+                angles = torch.arange(parameter.numel(), dtype=torch.float64) * 0.61 + number
+                parameter.copy_(angles.sin().reshape(parameter.shape))  # rounded: the same on every machine
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)

@@ -24,55 +24,94 @@ from typing import Any, SupportsFloat
 import numpy as np
 import torch
 
-from paceline.comm.torch_dist import launched_rank
+from paceline.comm.torch_dist import launched_rank, launched_ranks
+from paceline.free_memory import peak_memory_bytes
 from paceline.records.host import open_gpus
 from paceline.records.meter import StepMeter
 from paceline.records.records import EventRecord, StepRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
+from paceline.run.records import end_record, first_record, records_path
 from paceline.train.step import StepOutcome, StepResult
+
+_UNKNOWN = {
+    "num_parameters": 0,
+    "strategy": "",
+    "backend": "",
+    "total_steps": 0,
+    "global_batch": 0,
+    "microbatch": 0,
+    "accumulate": 1,
+}
 
 
 class DistributedMonitor:
-    """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well, with its host's GPUs.
+    """Logs steps as any run does: ``paceline watch`` and ``paceline report`` read ``log_dir``, of all ranks.
 
+    Each rank writes ``log_dir/records/rank-R.jsonl``, rank 0 curves for TensorBoard as well, with its host's GPUs.
     Nothing is sent. Files are closed when the process ends, or by ``close``. ``rank`` is for where no launcher says it.
     """
 
     def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None) -> None:
         self.log_dir = Path(log_dir)
         self.num_steps = 0
-        rank = launched_rank() if rank is None else rank
-        sinks: list[Sink] = [JsonlSink(self.log_dir / f"rank-{rank}.jsonl")]
+        rank, self._began = launched_rank() if rank is None else rank, time.time()
+        self._ranks = max(launched_ranks(), rank + 1)
+        path = records_path(self.log_dir, rank)
+        sinks: list[Sink] = [JsonlSink(path)]
         if rank == 0:
             try:
                 sinks.append(TensorBoardSink(self.log_dir))
             except ImportError:
                 warnings.warn(
-                    f"DistributedMonitor writes {self.log_dir}/rank-0.jsonl alone: tensorboard is not installed\n"
+                    f"DistributedMonitor writes {path} alone: tensorboard is not installed\n"
                     "  for its curves: pip install tensorboard",
                     stacklevel=2,
                 )
         self._gpus = open_gpus()[0] if rank == 0 else None
         self._measured_s = float("-inf")
         self._sink = Fanout(sinks)
-        self.close = weakref.finalize(self, self._sink.close)  # once: when asked to, or at the end of the process
+        self._num_samples = 0
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._sink.write(first_record(rank, self._ranks, self._device, **_UNKNOWN))
+        self._last = [0]  # step
+        # Once: when asked to, or at the end of the process.
+        self.close = weakref.finalize(self, _end, self._sink, self._last, self._began)
 
     def log_training_step(
         self, loss: SupportsFloat, batch_size: int, step_time: float, comm_time: float = 0.0, step: int | None = None
     ) -> None:
         """Logs a step of this rank: its mean loss, samples, seconds, and those waited for others; counts from 1."""
-        self.num_steps = self.num_steps + 1 if step is None else step
-        values = {
-            "train/loss": float(loss),
-            "train/samples": float(batch_size),
-            "time/step_s": float(step_time),
-            "time/comm_s": float(comm_time),
-            "speed/samples_per_s": batch_size / step_time if step_time > 0 else 0.0,
-        }
+        self.num_steps = self._last[0] = self.num_steps + 1 if step is None else step
+        self._num_samples += batch_size * self._ranks
+        record = StepRecord(
+            step=self.num_steps,
+            epoch=0.0,
+            position=self._num_samples,
+            loss=float(loss),
+            loss_sum=float(loss) * batch_size,
+            count=batch_size,
+            lr=0.0,
+            grad_norm=None,
+            samples=batch_size,
+            step_s=float(step_time),
+            data_s=0.0,
+            forward_s=0.0,
+            backward_s=0.0,
+            comm_s=float(comm_time),
+            optimizer_s=0.0,
+            samples_per_s=batch_size / step_time if step_time > 0 else 0.0,
+            memory_bytes=peak_memory_bytes(self._device),
+            time=time.time(),
+        )
+        self._sink.write(record)
         if self._gpus is not None and time.monotonic() - self._measured_s >= 1.0:
             self._measured_s = time.monotonic()
-            values |= self._gpus.read()
-        self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=values, time=time.time()))
+            self._sink.write(EventRecord(name="scalars", step=record.step, detail=self._gpus.read(), time=record.time))
+
+
+def _end(sink: Sink, last: list[int], began: float) -> None:
+    sink.write(end_record("done", last[0], time.time() - began))
+    sink.close()
 
 
 def _of_loss(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -128,6 +128,7 @@ class DistributedTrainer(MicrobatchTrainer):
             return loader
         assert isinstance(loader, DataLoader)  # no other is described
         shared = shard_weighed(loader, comm, seed=first[0])
+        assert isinstance(shared, OwnLoader)
         shared.load_state_dict({**shared.state_dict(), "position": epoch * shared.order.samples_per_epoch})
         return shared
 

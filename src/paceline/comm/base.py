@@ -83,6 +83,16 @@ class Communicator:
         self.device, self.device_kind = device, device.type
         self.backend = backend
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints, and talks to the world."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Prints on rank 0 alone, as ``print`` does; any rank may call it, nobody waits."""
+        if self.is_main:
+            print(*values, **{"flush": True} | options)
+
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns zeros that collectives use in place, or None on all ranks. All call it, with the same arguments."""
         del numel, dtype

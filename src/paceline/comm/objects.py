@@ -331,6 +331,30 @@ def mean(total: float | torch.Tensor, count: float | torch.Tensor, comm: Communi
     return float(added / samples)
 
 
+def gather(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Returns the rows of all ranks, one rank's after the other's: the same tensor on every rank.
+
+    Ranks may have different numbers of rows, or none; all else of the shape is the same. Rows of a batch that
+    ``paceline.loader`` has shared out come in the order that one process has. All ranks call it.
+    """
+    rows = rows.detach().contiguous()
+    if rows.ndim == 0:
+        rows = rows.reshape(1)
+    told = gather_objects(comm, (list(rows.shape), str(rows.dtype)))
+    if any(shape[1:] != told[0][0][1:] or dtype != told[0][1] for shape, dtype in told):
+        shapes = ", ".join(f"{shape} of {dtype}" for shape, dtype in told[:4])
+        raise UsageError(
+            f"gather() of tensors of the shapes {shapes}\n  ranks may differ in the number of rows alone\n"
+            "  give what one process would join along the first dim"
+        )
+    counts = [shape[0] for shape, _ in told]
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    everything = rows.new_empty(comm.size, *padded.shape)
+    comm.all_gather(everything, padded).wait()
+    return torch.cat([everything[rank, :count] for rank, count in enumerate(counts)])
+
+
 _ROUNDS = 10
 
 

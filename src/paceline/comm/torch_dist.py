@@ -164,6 +164,11 @@ def launched_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def launched_ranks() -> int:
+    """Returns how many processes a launcher started, connected or not; 1 where none did."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicator:
     group = dist.group.WORLD
     assert group is not None

@@ -79,8 +79,8 @@ class TrainLoader:
         if accumulate < 1:
             raise UsageError(f"accumulate = {accumulate}\n  a step has at least one microbatch")
         length = check_map_style(dataset, "the training set")
-        if length != order.length:
-            what = f"the order is for {order.length} samples, the training set has {length}"
+        if length != order.num_indices:
+            what = f"the order is for {order.num_indices} samples, the training set has {length}"
             raise UsageError(f"{what}\n  the two must agree\n  make the order with length=len(dataset)")
         self.order = order
         self._rank, self._ranks, self._accumulate = rank, ranks, accumulate

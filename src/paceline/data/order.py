@@ -77,6 +77,11 @@ class DataOrder:
             )
 
     @property
+    def num_indices(self) -> int:
+        """How many samples there are to draw from."""
+        return self.length
+
+    @property
     def samples_per_epoch(self) -> int:
         """The samples that an epoch consumes: all of them, or those of whole batches with ``drop_last``."""
         return self.length - self.length % self.global_batch if self.drop_last else self.length

@@ -16,12 +16,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
+from paceline.data.own_stream import OwnStream
+from paceline.data.samplers import SampledOrder, sampled_order
 from paceline.errors import DataError, UsageError
 
 
@@ -45,6 +54,7 @@ class OwnLoader:
         self._loader, self.order = loader, loader.order
         self._position = 0  # samples consumed by all ranks
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
+        self._first = 0  # where the iteration began
         self._stream: Generator[StepBatch, None, None] | None = None
         self._stream_at = 0
         self._empty: Batch = None  # of no samples, once it was needed
@@ -54,6 +64,42 @@ class OwnLoader:
         return self.order.steps_per_epoch
 
     @property
+    def position(self) -> int:
+        """How many samples all ranks have consumed, those of the batch that the loop has last among them."""
+        return self._position
+
+    @property
+    def num_epochs(self) -> float:
+        """How many epochs all ranks have consumed, with the part of the one that is read."""
+        return self._position / self.order.samples_per_epoch
+
+    @property
+    def global_batch(self) -> int:
+        return self.order.global_batch
+
+    def turn(self, batches: int) -> tuple[int, int, int]:
+        """Says of the batch that the loop has which of ``batches`` it is, of how many, and how many samples they have.
+
+        Groups begin with the iteration; the last one of an epoch is as short as it is.
+        """
+        size, end = self.order.global_batch, self._next
+        if getattr(self.order, "gives_batches", False):
+            raise UsageError(
+                "engine.accumulate() with the batches of a batch_sampler\n  they may differ in size, so that nobody "
+                "knows the samples of an update\n  use engine.no_sync() and engine.loss_scale() by hand"
+            )
+        done = -((self._position - self._first) // -size)
+        if not self._first < self._position <= end:
+            raise UsageError(
+                "engine.accumulate() outside of a loop over its loader\n  it counts the batches that the loop has had\n"
+                "  call it inside: for batch in loader"
+            )
+        begun = (done - 1) // batches * batches
+        of = min(batches, -((end - self._first) // -size) - begun)
+        start = self._first + begun * size
+        return done - begun, of, min(end, start + of * size) - start
+
+    @property
     def epoch(self) -> int:
         """The number of the epoch that the next iteration reads: the one that was loaded in its middle, too."""
         return self._next // self.order.samples_per_epoch
@@ -61,7 +107,7 @@ class OwnLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's batches of the next epoch, or of the rest of the one that was loaded."""
         size = self.order.samples_per_epoch
-        position = self._next
+        position = self._first = self._next
         self._next = end = (position // size + 1) * size
         while position < end:
             if self._stream is None or self._stream_at != position:  # else workers live on from epoch to epoch
@@ -100,7 +146,7 @@ class OwnLoader:
                 rule = "the order of samples follows from it"
                 raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
-        self._position = self._next = state["position"]
+        self._position = self._next = self._first = state["position"]
 
 
 def loader(
@@ -125,41 +171,66 @@ def loader(
     return _warned(_share_out(dataset, order, comm, workers, collate), comm)
 
 
-def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
+def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader | OwnStream:
     """Shares the batches of a torch ``DataLoader`` of one process out among the ranks.
 
     Its batch size is then that of all ranks together; shuffled or not, collate function, workers and ``drop_last`` are
-    taken over. The order of a shuffle is ours, of ``seed``. Raises UsageError for streams and samplers of one's own.
+    taken over. The order of a shuffle is ours, of ``seed``; other samplers, and those that give batches, draw theirs
+    (``samplers.py``); a stream keeps its own (``own_stream.py``). Raises UsageError for samplers that cannot be asked
+    again.
     """
-    return _warned(shard_weighed(batches, comm, seed=seed), comm)
+    made = shard_weighed(batches, comm, seed=seed)
+    return made if isinstance(made, OwnStream) else _warned(made, comm)
 
 
-def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
+def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader | OwnStream:
     """Does what ``shard`` does, for a loop that weighs samples and minds no batch without rows: it is not warned."""
     if not isinstance(batches, DataLoader):
         raise UsageError(
             f"shard() of a {type(batches).__name__}\n  it takes a torch DataLoader\n"
             "  for a data set, call paceline.loader(dataset, comm, batch_size=...)"
         )
-    if isinstance(batches.dataset, IterableDataset) or batches.batch_size is None:
-        raise UsageError(
-            "shard() of a DataLoader without indices or batches of its own (a stream, or batch_sampler=)\n"
-            "  ranks share batches out by the numbers of samples\n"
-            "  use a data set with __len__ and __getitem__ and batch_size=..., or let each rank read a share of its own"
-        )
-    sampler = batches.sampler
-    is_plain_shuffle = isinstance(sampler, RandomSampler) and not sampler.replacement
-    if not is_plain_shuffle and not isinstance(sampler, SequentialSampler):
-        fix = "draw the samples in the data set itself"
-        if isinstance(sampler, DistributedSampler):
-            fix = "give the DataLoader without it, or use that DataLoader as it is"
-        rule = "the order is that of shuffle=True or False, which can be resumed"
-        raise UsageError(f"shard() of a DataLoader with a {type(sampler).__name__}\n  {rule}\n  {fix}")
     dataset: Any = batches.dataset
-    length = check_map_style(dataset, "the data set")
-    options = {"shuffle": is_plain_shuffle, "drop_last": batches.drop_last}
-    order = DataOrder(length=length, global_batch=batches.batch_size, seed=seed, **options)
+    if isinstance(dataset, IterableDataset) and batches.batch_size is not None:
+        return OwnStream(batches, comm, seed=seed, empty=without_rows)
+    if batches.batch_sampler is None:
+        raise UsageError(
+            "shard() of a DataLoader with batch_size=None\n  ranks share batches out sample by sample\n"
+            "  give it batch_size=..., and samples in place of batches"
+        )
+    order = _order_of(batches.batch_sampler, check_map_style(dataset, "the data set"), seed)
+    if isinstance(order, SampledOrder) and comm.size > 1:
+        _check_alike(order, comm)
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
+
+
+def _order_of(cut: Any, length: int, seed: int) -> DataOrder:
+    """Returns the order of a DataLoader's batches: ours for a plain one, else that of its sampler."""
+    sampler = getattr(cut, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        raise UsageError(
+            "shard() of a DataLoader with a DistributedSampler\n  shard() shares batches out itself\n"
+            "  give the DataLoader without it, or use that DataLoader as it is"
+        )
+    if type(cut) is not BatchSampler:
+        return sampled_order(cut, length, seed=seed)
+    is_shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
+    if is_shuffle or type(sampler) is SequentialSampler:
+        options = {"shuffle": is_shuffle, "drop_last": cut.drop_last}
+        return DataOrder(length=length, global_batch=cut.batch_size, seed=seed, **options)
+    return sampled_order(sampler, length, seed=seed, global_batch=cut.batch_size, drop_last=cut.drop_last)
+
+
+def _check_alike(order: SampledOrder, comm: Any) -> None:
+    """Raises UsageError on all ranks where their samplers draw different orders."""
+    own = order.fingerprint()
+    found = torch.tensor([own, -own], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(found, "max").wait()
+    if found[0] != -found[1]:
+        raise UsageError(
+            f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
+            "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"
+        )
 
 
 def without_rows(batch: Batch) -> Batch:

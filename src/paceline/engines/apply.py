@@ -80,7 +80,8 @@ def parallelize(
     your own; ``compressor`` one of your own in place of the layout's.
 
     ``optimizer`` is one that was built of ``model.parameters()``: it updates the engine's from now on, with its groups,
-    its settings and its state, which every rank has alike. Without it, build one of ``engine.parameters()``.
+    its settings and its state, which every rank has alike. Without it, build one of ``engine.parameters()``. A model
+    that is frozen (a teacher, a reference) has none: ``fsdp`` shards it, and its passes gather it.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
@@ -379,5 +380,3 @@ def _check_model(model: nn.Module, *, may_be_meta: bool) -> None:
                 f"{name or 'the model'} is an embedding with sparse=True\n"
                 "  its sparse gradient cannot join a dense bucket\n  build it with sparse=False, or freeze it"
             )
-    if not any(isinstance(p, Tensor) and p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")

@@ -82,6 +82,26 @@ def differentiable_sum(value: Any) -> LossSum:
     return cast("LossSum", value)
 
 
+class HasTurns(Protocol):
+    """A loader that knows where its loop stands."""
+
+    def turn(self, batches: int) -> tuple[int, int, int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One batch of those that make an update: its number, from 1, of how many; and the factor of its summed loss."""
+
+    number: int
+    of: int
+    scale: float
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the update follows: gradients of this pass are averaged over the ranks, with all before."""
+        return self.number == self.of
+
+
 def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
@@ -209,6 +229,29 @@ class Engine(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
 
+    @contextlib.contextmanager
+    def accumulate(self, batches: int, loader: HasTurns) -> Iterator[Turn]:
+        """Stands around the pass of one batch, where ``batches`` of them make an update; fewer where an epoch ends.
+
+            with engine.accumulate(4, loader) as turn:
+                (F.cross_entropy(engine(x), y, reduction="sum") * turn.scale).backward()
+                if turn.is_last:
+                    optimizer.step()
+
+        ``turn.scale`` makes summed losses a mean over the samples of all ranks and batches of the update. The loader
+        is the one that the batch is of: from ``paceline.loader`` or ``paceline.shard``.
+        """
+        if batches < 1 or not hasattr(loader, "turn"):
+            raise UsageError(
+                f"engine.accumulate({batches}, a {type(loader).__name__})\n"
+                "  it takes a number of batches from 1 on, and the loader that tells where an epoch ends\n"
+                "  make the loader with paceline.loader() or paceline.shard()"
+            )
+        number, of, samples = loader.turn(batches)
+        turn = Turn(number=number, of=of, scale=self.gradient_comm.size / samples)
+        with contextlib.nullcontext() if turn.is_last else self.no_sync():
+            yield turn
+
     @abstractmethod
     def join_pass(self) -> None:
         """Joins a forward of other ranks, and with gradients its backward, for which this rank has no samples."""
@@ -294,6 +337,11 @@ class Engine(ABC):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises UsageError unless the optimizer can update this engine's parameters, and updates no others."""
+        if not self.num_trained:
+            raise UsageError(
+                "no parameter of the model requires a gradient\n  there is nothing to train\n"
+                "  train one whose parameters do; a frozen model is called without an optimizer"
+            )
         ours = {id(parameter) for parameter in self.parameters()}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strangers = sum(id(parameter) not in ours for parameter in theirs)

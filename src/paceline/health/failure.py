@@ -168,9 +168,8 @@ def user_traceback(error: BaseException) -> str:
     """
     if _is_lost(error) or (isinstance(error, errors.PacelineError) and not _has_user_code(error)):
         return ""
-    beneath = error
-    while isinstance(beneath, errors.PacelineError) and beneath.__cause__ is not None:
-        beneath = beneath.__cause__  # ours repeats what it says
+    causes = list(_chain(error, by_context=False))  # ours repeats what its cause says
+    beneath = next((each for each in causes if not isinstance(each, errors.PacelineError)), causes[-1])
     summary = traceback.TracebackException.from_exception(beneath if _has_user_code(beneath) else error)
     _trim(summary)
     return "".join(summary.format()).rstrip()
@@ -203,9 +202,7 @@ def _is_users(filename: str) -> bool:
 def _kind(error: BaseException) -> FailureKind:
     if _is_lost(error):
         return "lost"
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
+    causes = list(_chain(error, by_context=False))
     is_torchs = any(type(each).__name__ == "OutOfMemoryError" for each in causes)  # torch is not imported here
     if is_torchs or any(isinstance(each, errors.MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
@@ -225,10 +222,12 @@ def _error_number(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException, *, by_context: bool = True) -> Iterator[BaseException]:
+    """Yields an error and those that it came from, each once: user code may raise an error from itself."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        follows_context = by_context and not current.__suppress_context__
+        current = current.__cause__ or (current.__context__ if follows_context else None)

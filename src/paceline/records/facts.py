@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.plan.layout import SHARING
 from paceline.records.records import CommRecord, RunRecord
-from paceline.records.summary import RankAttempt, RunRecords, StepTable, final_steps
+from paceline.records.summary import RankAttempt, RunRecords, StepTable, final_steps, settled
 from paceline.untrusted import parse_json_object, read_regular
 
 _MOST_RANKS = 2**16  # records that name more were not written by a run
@@ -176,7 +176,7 @@ def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRec
         for key, some in by_key.items():
             calls, size, seconds = (sum(map(attrgetter(name), some)) for name in ("calls", "bytes", "seconds"))
             found[key].append(replace(some[-1], calls=calls, bytes=size, seconds=seconds))
-    rows = [min(own, key=lambda row: row.seconds / max(row.bytes, 1)) for own in found.values()]
+    rows = [min(own, key=lambda row: settled(row.seconds / max(row.bytes, 1))) for own in found.values()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.group)))
 
 

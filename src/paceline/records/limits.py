@@ -318,7 +318,7 @@ def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: fl
     told = f"{format_seconds(share * per_step)} of {format_seconds(per_step)} a step"
     told += ", of the rank that waits least" if facts.straggler is not None else ", mean of the ranks"
     priced = facts.priced_comm_s
-    if priced is None:
+    if not priced:  # not known, or there was nothing to send
         return _limit("communication", share, (told,))
     links = f"what a step sends should take {format_seconds(priced)} on these links, with nothing hidden"
     # A processor or a network that others use too makes some steps wait; a slow link makes all of them.

@@ -34,7 +34,7 @@ from paceline.records.console import format_loss, format_percent, parameters_tex
 from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run, settled
 from paceline.records.thin import lengths_of, percentile
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
@@ -326,7 +326,7 @@ def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable:
     known = [rank for rank in ranks if rank.steps and rank.total_s > 0]
     rows, total = [], sum(rank.total_s for rank in known)
     for phase in PHASES if len(known) > 1 else ():
-        seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
+        seconds = {rank.rank: settled(getattr(rank, phase) / rank.steps) for rank in known}
         least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
         share = sum(float(getattr(rank, phase)) for rank in known) / total
         ends = (format_seconds(seconds[least]), str(least), format_seconds(seconds[most]), str(most))

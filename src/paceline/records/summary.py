@@ -353,3 +353,8 @@ def worst_end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
     if "failed" in found or None in known or not known:
         return found.get("failed")
     return found.get("stopped", known[0])
+
+
+def settled(value: float) -> float:
+    """Returns nine digits of a value: ranks whose times differ by the rounding of sums are equal, the first counts."""
+    return float(f"{value:.9g}")

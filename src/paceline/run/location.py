@@ -111,7 +111,11 @@ def run_folder(config: Config) -> Path:
 
 def runs_of(config: Config) -> list[Path]:
     """Returns the folders of all runs of a config's name, the one that was started or continued last first."""
-    first = run_folder(config)
+    return runs_named(run_folder(config))
+
+
+def runs_named(first: Path) -> list[Path]:
+    """Returns the folder of a run and those of its name that got a number, the last one first."""
     others = [
         path
         for path in first.parent.glob(f"{glob.escape(first.name)}-*")
@@ -183,7 +187,7 @@ def claim_run(
         except RunFolderError:
             if not location.takes_number or not is_taken(folder):
                 raise
-        location = replace(location, folder=_free_folder(config))
+        location = replace(location, folder=next_folder(run_folder(config)))
 
 
 def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
@@ -215,7 +219,7 @@ def _new_run(config: Config, *, force: bool, may_number: bool = True, checkpoint
     folder = run_folder(config)
     if not force and may_number and is_taken(folder):
         check_folder(folder, resume=True)  # what is above it
-        free = _free_folder(config)
+        free = next_folder(folder)
         rest = "--resume auto goes on with the last one, --force replaces the first"
         _say_once(f"{folder} exists: this run is {free} ({rest})")
         return RunLocation(folder=free, checkpoint=checkpoint, takes_number=True)
@@ -229,8 +233,10 @@ def _say_once(text: str) -> None:
         say(text)
 
 
-def _free_folder(config: Config) -> Path:
-    first = run_folder(config)
+def next_folder(first: Path) -> Path:
+    """Returns a folder if nothing is there, or the next one of its name with a number."""
+    if not is_taken(first):
+        return first
     numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     return next(path for path in numbered if not is_taken(path))
 

@@ -83,7 +83,7 @@ def run_log(folder: Path, *, who: str = "launcher", is_shown: bool = False) -> I
         try:
             yield
         except BaseException as error:
-            log(logging.ERROR, f"the run has ended: {error or type(error).__name__}")
+            log(logging.ERROR, f"the run has ended: {str(error) or type(error).__name__}")
             raise
         log(logging.INFO, "the run is done")
 

@@ -19,8 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from paceline.comm.base import Communicator
 from paceline.config import Config
+from paceline.config.sections import MonitorConfig
 from paceline.errors import PacelineError
 from paceline.records.host import HostSampler, open_gpus
 from paceline.records.records import (
@@ -58,9 +61,30 @@ def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbos
     with (
         run_log(folder, is_shown=shows_log),
         live_progress(folder, is_shown=is_shown and not is_verbose),  # its lines are in the log
-        tracking(folder, config, log if shows_log else tell),
+        tracking(folder, config.monitor, config.model_dump(mode="json"), log if shows_log else tell),
         observing_host(folder, config),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def observing_from_a_rank(
+    folder: Path,
+    monitor: MonitorConfig,
+    settings: dict[str, Any],
+    comm: Communicator,
+    processes: Callable[[], Mapping[int, int]] | None,
+) -> Iterator[None]:
+    """Observes a run whose launcher is not ours: rank 0 feeds trackers, the first rank of a host samples it.
+
+    ``processes`` returns those of the ranks of this host; None: another rank is the first one here.
+    """
+    with contextlib.ExitStack() as stack:
+        if comm.rank == 0:
+            stack.enter_context(tracking(folder, monitor, settings, log))
+        if processes is not None:
+            most = lines_kept(monitor.keep_steps, comm.size)
+            stack.enter_context(sampling(folder, monitor.sample_s, processes, log, most))
         yield
 
 
@@ -282,15 +306,17 @@ class _Follower:
 
 
 @contextlib.contextmanager
-def tracking(folder: Path, config: Config, tell: Callable[[int, str], None]) -> Iterator[None]:
-    """Feeds the trackers of a config while the block runs with what is recorded in it, and a while longer."""
-    names = dict.fromkeys((*(["tensorboard"] if config.monitor.tensorboard else []), *config.monitor.trackers))
+def tracking(
+    folder: Path, monitor: MonitorConfig, settings: dict[str, Any], tell: Callable[[int, str], None]
+) -> Iterator[None]:
+    """Feeds trackers while the block runs with what is recorded in it, and a while longer; they show ``settings``."""
+    names = dict.fromkeys((*(["tensorboard"] if monitor.tensorboard else []), *monitor.trackers))
     if not names:
         yield
         return
-    run = TrackedRun(folder=folder.absolute(), config=config.model_dump(mode="json"), tell=tell)
+    run = TrackedRun(folder=folder.absolute(), config=settings, tell=tell)
     known = {path: path.stat().st_size for path in (run.folder / "records").glob("*.jsonl")}  # tracked already
-    followers = [_Follower(name, run, config.monitor.log_every, known) for name in names]
+    followers = [_Follower(name, run, monitor.log_every, known) for name in names]
     try:
         yield
     finally:

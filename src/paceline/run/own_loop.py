@@ -1,7 +1,7 @@
 """Loops of the user's own: ``connect()`` joins the ranks of a launcher, and they watch themselves from then on.
 
     comm = paceline.connect()                                                     # verdicts within timeout_s
-    comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)             # another limit, another folder
+    comm = paceline.watch_ranks(paceline.connect(), "runs/mine", hang_s=60)       # another limit, another folder
 
 Nobody times the phases of such a loop, so that the ledger is told by what every loop calls: the engine when its module
 runs, and torch's optimizers before and after an update. Nothing stays or is printed, unless there is a verdict, in
@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections import deque
 from dataclasses import replace
 from itertools import takewhile
@@ -139,7 +140,13 @@ def _join_launcher() -> None:
     os.environ.update(around.rank_variables())
 
 
-def watch(
+def watch(*args: Any, **options: Any) -> LedgerCommunicator:
+    """Does what ``watch_ranks`` does, under the name that it had: ``paceline watch`` is the live page."""
+    warnings.warn("paceline.watch is called paceline.watch_ranks now", DeprecationWarning, stacklevel=2)
+    return watch_ranks(*args, **options)
+
+
+def watch_ranks(
     comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
 ) -> LedgerCommunicator:
     """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
@@ -202,6 +209,10 @@ class OwnLoop:
         self._hook_before = sys.excepthook
         sys.excepthook = self._explain
         atexit.register(self._leave)
+
+    def tell_in(self, folder: Path) -> None:
+        """Has verdicts told in the folder of the loop's run, from now on."""
+        self._watch.told = folder
 
     def close(self) -> None:
         """Stops following; safe to call twice. Raises CollectiveMismatchError where ranks end in other steps."""

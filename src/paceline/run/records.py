@@ -75,33 +75,46 @@ def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> 
 def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> RunRecord:
     """Makes the first record of an attempt; without a trainer, that of one that failed before it had any."""
     plan = None if trainer is None else trainer.parts.plan
-    device = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
+    return first_record(
+        comm.rank,
+        comm.size,
+        comm.device,
+        backend=comm.backend,
+        num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
+        num_trained=None if trainer is None else trainer.parts.engine.num_trained,
+        strategy=name_strategy(config, comm.size),
+        global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
+        microbatch=0 if plan is None else plan.batch.microbatch,
+        accumulate=0 if plan is None else plan.batch.accumulate,
+        total_steps=0 if plan is None else plan.total_steps,
+        **({} if trainer is None else _speed_of(trainer, comm.device)),
+    )
+
+
+def first_record(rank: int, ranks: int, device: torch.device, **about: Any) -> RunRecord:
+    """Makes the first record of a rank: who it is, and what else is known ``about`` its run."""
     return RunRecord(
-        rank=comm.rank,
-        world_size=comm.size,
+        rank=rank,
+        world_size=ranks,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        device=device,
+        device=device_name(device),
         host=socket.gethostname(),
         pid=os.getpid(),
         python=platform.python_version(),
         torch=torch.__version__,
         paceline=__version__,
-        num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
-        num_trained=None if trainer is None else trainer.parts.engine.num_trained,
-        strategy=name_strategy(config, comm.size),
-        backend=comm.backend,
-        global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
-        microbatch=0 if plan is None else plan.batch.microbatch,
-        accumulate=0 if plan is None else plan.batch.accumulate,
-        total_steps=0 if plan is None else plan.total_steps,
         time=time.time(),
-        **({} if trainer is None else _speed_of(trainer, comm.device, device)),
+        **about,
     )
 
 
-def _speed_of(trainer: Trainer, device: torch.device, name: str) -> dict[str, Any]:
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _speed_of(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     """Returns what the speed of a run is measured by: what a sample takes, and what its device could do."""
-    sample, entry = trainer.parts.sample, machine_entry()
+    sample, entry, name = trainer.parts.sample, machine_entry(), device_name(device)
     compute = compute_dtype(trainer.parts.engine.precision, device)
     peaks = find_peaks(name, compute, entry) if device.type == "cuda" or entry is not None else Peaks()
     return {

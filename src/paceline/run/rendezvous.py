@@ -8,24 +8,20 @@ A round of hosts is one attempt at a run: an agent joins once. Where hosts come 
 over. How it ended is told here, and the first account counts for all (``agree_on_end``). A launcher that cannot reach
 the server says so, ends its ranks, and tries to come back for ``_RETURN_S``.
 
-Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
-differs refuses to take part, and names itself and the first; where the run needs it, the others learn why. In each
-round they find out whether they reach one another (``links.py``); a host that others do not reach is left out.
+Before a rank is started, hosts compare what they bring (``agreement.py``). In each round they find out whether they
+reach one another (``links.py``); a host that others do not reach is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +30,13 @@ from torch.distributed.elastic import rendezvous as elastic
 from paceline.comm.control.server import Attendance, ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import CUT_S, SECRET_FILE, Address, RefusedError, Secret, listen, read_secret, secret_of
-from paceline.config import Config
 from paceline.errors import CommunicationError, LaunchError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
+from paceline.run.agreement import REFUSED_WHY, HostFacts, agree, refusal_of
 from paceline.run.links import check_links, data_addresses, explain, left_out
 from paceline.run.logs import say
 from paceline.run.signals import start_thread
 from paceline.run.whereami import LAST_CALL_S, Surroundings, host_name
-from paceline.untrusted import parse_json_object, read_regular
 
 BACKEND = "paceline"
 CHANGED = "hosts: "  # begins an account of hosts that came or went, which no rank is to blame for
@@ -55,10 +50,6 @@ _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
 # The address is another host's, or another launcher on this one has it already.
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
-_MARK = ".hosts"  # in a folder that all hosts see: what the first one wrote there
-_FIRST, _MARKED, _REFUSED = "agreement/first", "agreement/marked", "agreement/refused"
-_SEEN_S = 10.0  # until a file that another host has written is seen through a network's file system
-_TOLD = 4  # keys of the config that differ
 
 
 @contextlib.contextmanager
@@ -314,7 +305,7 @@ class Rendezvous(elastic.RendezvousHandler):
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
         with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
             if refusal:
-                self._store.set(_REFUSED, refusal)
+                self._store.set(REFUSED_WHY, refusal)
         self.set_closed()
         deadline = time.monotonic() + _READ_S
         while len(self.hosts.present) > 1 and time.monotonic() < deadline:
@@ -410,107 +401,3 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
         raise elastic.RendezvousConnectionError(str(error) or "the other hosts did not come") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
-    """What a host brings to a run on several."""
-
-    host: str
-    paceline: str
-    torch: str
-    ranks: int
-    config: dict[str, Any]
-    folders: tuple[str, ...]
-    mark: str = ""
-
-    @classmethod
-    def here(cls, config: Config, folder: Path, ranks: int) -> HostFacts:
-        """Returns the facts of this host, which was asked for this config and keeps the run in ``folder``."""
-        from paceline import __version__
-        from paceline.checkpoint.storage import is_remote
-
-        kept = config.checkpoint.folder
-        folders = [folder, *([Path(kept)] if kept is not None and not is_remote(kept) else [])]
-        where = tuple(str(each.absolute()) for each in folders)
-        asked = config.model_dump(mode="json", exclude={"name", "monitor"})
-        host, versions, mark = host_name(), {"paceline": __version__, "torch": version("torch")}, secrets.token_hex(16)
-        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, **versions)
-
-
-def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
-    """Compares this host with the first one. Raises UsageError where they differ, also for others to read."""
-    text = json.dumps(asdict(facts))
-    first = parse_json_object(store.compare_set(_FIRST, "", text))
-    if first.get("mark") == facts.mark:
-        for folder in facts.folders:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / _MARK).write_text(facts.mark, encoding="ascii")
-        store.set(_MARKED, "yes")
-        return
-    problems = list(differences(first, facts))
-    if not problems:
-        store.wait([_MARKED])
-        problems = [
-            f"host {facts.host} does not see {folder} of host {first['host']}\n  all hosts write to one folder: each "
-            "would save a part of every checkpoint\n  mount the same file system there, or set monitor.folder and "
-            "checkpoint.folder to one that all hosts have"
-            for folder in _unseen(facts, str(first["mark"]))
-        ]
-    if problems:
-        refusal = "\n".join(problems)
-        if not may_go_without:
-            store.set(_REFUSED, refusal)
-        raise UsageError(refusal)
-
-
-def refusal_of(store: Any) -> str:
-    """Returns why a host without which the run cannot go on has refused to take part; empty: none has."""
-    return str(store.get(_REFUSED).decode("utf-8", "replace")) if store.check([_REFUSED]) else ""
-
-
-def differences(first: Mapping[str, Any], own: HostFacts) -> Iterator[str]:
-    """Yields in which facts this host differs from the first one, each with the rule and the fix."""
-    other = str(first.get("host"))
-    for name, said in (("paceline", "Paceline"), ("torch", "torch")):
-        if first.get(name) != getattr(own, name):
-            yield (
-                f"host {own.host} has {said} {getattr(own, name)}, and host {other} has {first.get(name)}\n"
-                f"  all hosts of a run have the same versions\n  install {said} {first.get(name)} on {own.host}"
-            )
-    if first.get("ranks") != own.ranks:
-        yield (
-            f"host {own.host} has {own.ranks} ranks, and host {other} has {first.get('ranks')}\n"
-            "  every host has as many ranks as the others: one per GPU, unless it is said\n"
-            f"  give all of them --node-ranks N; paceline doctor shows the GPUs of {own.host}"
-        )
-        return  # then the number of ranks in the config differs, too
-    keys = [*_different("", first.get("config") or {}, own.config)]
-    if keys:
-        more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
-        yield (
-            f"host {own.host} has another config than host {other}: {', '.join(keys[:_TOLD])}{more}\n"
-            f"  all hosts start the same run\n  give {own.host} the same file and the same overrides"
-        )
-
-
-def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:
-    if isinstance(first, dict) and isinstance(own, dict):
-        for name in sorted(first.keys() | own.keys()):
-            yield from _different(f"{prefix}.{name}" if prefix else name, first.get(name), own.get(name))
-    elif first != own and not any(each in ("auto", None) for each in (first, own)):  # each host decides these
-        yield f"{prefix} = {own}, not {first}"
-
-
-def _unseen(facts: HostFacts, mark: str) -> list[str]:
-
-    def has_mark(folder: str) -> bool:
-        with contextlib.suppress(OSError):
-            return read_regular(Path(folder) / _MARK, 128).decode("ascii", "replace") == mark
-        return False
-
-    deadline = time.monotonic() + _SEEN_S
-    left = list(facts.folders)
-    while (left := [folder for folder in left if not has_mark(folder)]) and time.monotonic() <= deadline:
-        time.sleep(0.2)
-    return left

@@ -50,6 +50,7 @@ from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run import notes
+from paceline.run.agreement import HostFacts
 from paceline.run.decide import rank_variables
 from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation, find_start
@@ -57,7 +58,7 @@ from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
 from paceline.run.records import end_records, open_attempts
-from paceline.run.rendezvous import BACKEND, CHANGED, HostFacts, HostsChangedError, LeftOutError, Rendezvous, rendezvous
+from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
 from paceline.run.warm import WarmRanks
 from paceline.run.watch import Watch, WatchPolicy, watch_policy
@@ -221,7 +222,7 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except (RuntimeError, OSError) as error:  # the agent itself failed
-        raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
+        raise LaunchError(f"the ranks could not be started: {str(error) or type(error).__name__}") from error
     finally:
         # The system uses process numbers again.
         notes.forget(folder, *(f"logs/rank-{rank}.pid" for rank in notes.noted_processes(folder, os.getpid())))

@@ -180,7 +180,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
 def _run_host(
     config: Config, folder: Path, nodes: Surroundings, secret: Mapping[str, str], warm: WarmRanks | None, asked: Config
 ) -> None:
-    from paceline.run.rendezvous import HostFacts
+    from paceline.run.agreement import HostFacts
     from paceline.run.supervise import LocalRanks, launching, supervise
 
     ranks = config.parallel.decided_ranks // nodes.count

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,9 +48,9 @@ from paceline.run import processes, records
 from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
 from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
-from paceline.run.logs import log, rank_logs, say
+from paceline.run.logs import rank_logs, say
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
-from paceline.run.observe import sampling, tracking
+from paceline.run.observe import observing_from_a_rank
 from paceline.run.signals import hear_requests
 from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger, watch_itself, watch_policy
@@ -325,9 +325,10 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     if view is not None:
         show_decisions(config, choice, decision.notes)
     times.lap("joining")
-    _run_rank(decision, comm, location, claimed, prediction, view, times)
-    comm.barrier()  # every rank's records are complete
-    result = read_result(location.folder, config, choice) if comm.rank == 0 else None
+    with claimed or contextlib.nullcontext():  # so that this process may go on with the run, by another call
+        _run_rank(decision, comm, location, claimed, prediction, view, times)
+        comm.barrier()  # every rank's records are complete
+        result = read_result(location.folder, config, choice) if comm.rank == 0 else None
     disconnect()
     return result
 
@@ -363,8 +364,7 @@ def _run_rank(
         _leave_launcher(attempt.describe(error), location.folder, claimed, started)
 
 
-@contextlib.contextmanager
-def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
+def _observing(folder: Path, config: Config, comm: Communicator) -> AbstractContextManager[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), processes.node_ranks(config) or comm.size
     here = range(comm.rank, comm.rank + local_ranks)
@@ -373,15 +373,9 @@ def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[Non
         readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
         return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
 
-    every_s, most = (
-        config.monitor.sample_s if local_rank == 0 else None,
-        lines_kept(config.monitor.keep_steps, comm.size),
+    return observing_from_a_rank(
+        folder, config.monitor, config.model_dump(mode="json"), comm, find if local_rank == 0 else None
     )
-    with (
-        tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
-        sampling(folder, every_s, find, log, most),
-    ):
-        yield
 
 
 def _claim_together(

@@ -9,7 +9,6 @@ of NCCL ranks to a few workers, with a pair of ranks each: more pairs only take 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,16 +27,28 @@ TwoRanks = Callable[..., list[Any]]
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups the cases of NCCL ranks by the pair that they run on."""
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    here = [item for item in items if "/on_gpu/" in item.nodeid]
     paired = [item for item in here if "nccl" in getattr(getattr(item, "callspec", None), "params", {}).values()]
     for number, item in enumerate(paired):
         item.add_marker(pytest.mark.xdist_group(f"pair-{number % PAIRS}"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Where there is no GPU, one case of a test stands for all: each would be skipped."""
+    yield
+    if lacks_gpu(metafunc.config):
+        metafunc._calls = metafunc._calls[:1]
+
+
+def lacks_gpu(config: pytest.Config) -> bool:
+    return config.getoption("--judges-device") == "cuda" and not torch.cuda.is_available()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a case where there is no GPU, before anything is started for it."""
-    if item.config.getoption("--judges-device") == "cuda" and not torch.cuda.is_available():
+    if lacks_gpu(item.config):
         pytest.skip("needs a CUDA device")  # in these words: the record leaves it out
 
 

@@ -75,6 +75,7 @@ class Ledger:
         self.counts = view[layout.COUNTS_AT : layout.RECORDS_AT].cast("Q")
         self.times = view[: layout.TABLE_AT].cast("d")  # those of the records among them
         self.trained = TrainedParameters()
+        self.listeners: list[Callable[[str], None]] = []  # hear of the phases of a loop of the user's own
         self.now = now
         self.next_number = count(1).__next__
         self.make_work = work_class(self)
@@ -102,6 +103,8 @@ class Ledger:
     def enter(self, phase: str) -> None:
         self.cells[PHASE] = PHASES.index(phase)
         self.cells[layout.LAPS] += 1
+        for listener in self.listeners:
+            listener(phase)
 
     def count_step(self) -> None:
         """Notes that a step is over: from the first on, the limit of a step holds."""

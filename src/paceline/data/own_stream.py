@@ -1,0 +1,129 @@
+"""Batches of a stream for loops of one's own: an ``IterableDataset`` of torch, Hugging Face or webdataset.
+
+    loader = paceline.shard(DataLoader(stream, batch_size=64), comm)
+
+Every rank reads the same stream and takes its share of each batch, so that a step has the samples that it has in one
+process. The random numbers of torch, numpy and Python that the stream draws are its own, set by the seed and the epoch;
+``set_epoch`` is called where there is one. To resume is to pass over the samples that were consumed.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from paceline.data.datasets import Batch
+from paceline.data.order import mix_seed, share
+from paceline.data.samplers import seeded
+from paceline.errors import DataError, UsageError
+
+
+class OwnStream:
+    """Iterates over one pass of a stream at a time; every rank gets its share of each batch, in the stream's order."""
+
+    def __init__(self, loader: Any, comm: Any, *, seed: int, empty: Callable[[Batch], Batch]) -> None:
+        """``empty`` makes a batch without rows of one that has some, for ranks without a sample."""
+        if loader.num_workers:
+            warnings.warn(
+                f"shard() of a stream reads it in this process: num_workers = {loader.num_workers} is not used, "
+                "since workers would give its samples another order",
+                stacklevel=3,
+            )
+        self._stream, self._collate, self._drops = loader.dataset, loader.collate_fn, loader.drop_last
+        self.global_batch, self._seed, self._comm, self._empty = loader.batch_size, seed, comm, empty
+        self.epoch = 0  # that the next iteration reads
+        self.position = 0  # samples consumed by all ranks
+        self._place = 0  # those of the epoch that is read
+        self._loaded = 0  # of which the next iteration passes over so many
+
+    @property
+    def num_epochs(self) -> float:
+        """How many epochs are done: a stream tells no length, so that it is a whole number."""
+        return float(self.epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, passed = self.epoch, self._loaded
+        self._place, self._loaded = passed, 0
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(epoch)
+        samples = _OwnDraws(self._stream, mix_seed(self._seed, epoch))
+        if sum(1 for _ in islice(samples, passed)) < passed:
+            raise DataError(
+                f"the stream ended before sample {passed:,} of epoch {epoch}, from which the loop goes on\n"
+                "  a stream gives the same samples each time it is read\n  give the one that the run began with"
+            )
+        self.epoch = epoch + 1  # a loop that leaves early goes on with the next one, as with any loader
+        while batch := list(islice(samples, self.global_batch)):
+            if len(batch) < self.global_batch and self._drops:
+                break
+            self._place += len(batch)
+            self.position += len(batch)
+            yield self._own_share(batch)
+        self._place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
+        epoch = self.epoch - 1 if self._place and not self._loaded else self.epoch
+        return {"position": self.position, "epoch": epoch, "place": self._place, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks."""
+        if state["seed"] != self._seed:
+            what = f"the stream was saved with seed = {state['seed']}, this one has {self._seed}"
+            raise DataError(f"{what}\n  its random numbers follow from it\n  give the same seed")
+        self.position, self.epoch = state["position"], state["epoch"]
+        self._place = self._loaded = state["place"]
+
+    def turn(self, batches: int) -> tuple[int, int, int]:
+        raise UsageError(
+            f"engine.accumulate({batches}, a stream)\n  nobody knows where a stream ends, and so which update is the "
+            "last\n  use engine.no_sync() and engine.loss_scale() by hand, or larger batches"
+        )
+
+    def _own_share(self, samples: list[Any]) -> Batch:
+        comm = self._comm
+        numbers = share(np.arange(len(samples)), comm.rank, comm.size)
+        mine = [samples[number] for number in numbers]
+        batch = self._collate(mine) if mine else self._empty(self._collate(samples[:1]))
+        batch = tuple(batch) if isinstance(batch, list) else batch
+        if comm.device.type != "cuda":
+            return batch
+        return tree_map(lambda x: x.to(comm.device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
+
+
+class _OwnDraws:
+    """Iterates over a stream with random numbers of its own, whatever the loop draws in between."""
+
+    def __init__(self, stream: Any, seed: int) -> None:
+        with seeded(seed):
+            self._samples = iter(stream)
+            self._states = _states()
+
+    def __iter__(self) -> _OwnDraws:
+        return self
+
+    def __next__(self) -> Any:
+        outside = _states()
+        _set_states(self._states)
+        try:
+            return next(self._samples)
+        finally:
+            self._states = _states()
+            _set_states(outside)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    torch.random.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

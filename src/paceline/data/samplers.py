@@ -1,0 +1,147 @@
+"""The order of samples that a sampler of torch's kind draws, the same on every rank, and again after a resume.
+
+    an epoch    the sampler is asked once, with all random numbers set by the seed and the number of the epoch
+    the seed    that of its generator, where it has one; else the one that was given
+    state       as of any order: the number of samples consumed
+
+So ``WeightedRandomSampler`` and most samplers of one's own resume exactly. One that draws from elsewhere, or remembers
+what it gave, cannot: it gives another order when it is asked again, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.data.order import DataOrder, GlobalBatch, Indices, mix_seed
+from paceline.errors import DataError, UsageError
+
+_KEPT = 2  # epochs: a loader that reads ahead is in the next one already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledOrder(DataOrder):
+    """The order of a sampler over a data set with ``num_items``; ``length`` samples an epoch.
+
+    One that ``gives_batches`` says where they end, too; ``global_batch`` is then the longest.
+    """
+
+    sampler: Any = field(compare=False)
+    num_items: int
+    gives_batches: bool = False
+    known: dict[int, _Epoch] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_indices(self) -> int:
+        return self.num_items
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._epoch(0).ends) if self.gives_batches else -(-self.samples_per_epoch // self.global_batch)
+
+    def fingerprint(self) -> int:
+        """Returns a number for the first epoch's order: ranks that have another one would train on other samples."""
+        return zlib.crc32(self._epoch(0).indices.tobytes())
+
+    def batches(self, position: int) -> Iterator[GlobalBatch]:
+        if not self.gives_batches:
+            yield from super(SampledOrder, self).batches(position)
+        while True:
+            epoch, start = self._locate(position)
+            found = self._epoch(epoch)
+            for end in found.ends:
+                if end > start:
+                    yield self._cut(epoch, start, found.indices[start:end])
+                    start = end
+            position = (epoch + 1) * self.samples_per_epoch
+
+    def _indices(self, epoch: int, start: int, stop: int) -> Indices:
+        return self._epoch(epoch).indices[start:stop]
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        """Returns the samples of an epoch; the last ones are kept, since batches are cut from them."""
+        if epoch not in self.known:
+            found = _draw(self.sampler, self.seed, epoch, self.gives_batches)
+            if len(found.indices) != self.length:
+                raise DataError(
+                    f"the {type(self.sampler).__name__} drew {len(found.indices):,} samples in epoch {epoch}, and "
+                    f"{self.length:,} in the first\n  an epoch has as many samples as any other\n"
+                    "  give it a fixed number of samples"
+                )
+            while len(self.known) >= _KEPT:
+                self.known.pop(next(iter(self.known)))
+            self.known[epoch] = found
+        return self.known[epoch]
+
+
+class _Epoch(NamedTuple):
+    indices: Indices
+    ends: list[int]
+
+
+def sampled_order(
+    sampler: Any, num_items: int, *, seed: int, global_batch: int | None = None, drop_last: bool = False
+) -> SampledOrder:
+    """Makes the order of a sampler; without a ``global_batch``, of one that gives batches.
+
+    Raises UsageError for one that gives another order when it is asked again.
+    """
+    inner = getattr(sampler, "sampler", sampler)
+    generator = getattr(inner, "generator", None)
+    seed = seed if generator is None else generator.initial_seed()
+    first, again = (_draw(sampler, seed, 0, global_batch is None) for _ in range(2))
+    if first.ends != again.ends or not np.array_equal(first.indices, again.indices):
+        raise UsageError(
+            f"shard() of a DataLoader with a {type(sampler).__name__}: asked twice for the same epoch, "
+            "it gives two orders\n  every rank draws the order by itself, and again after a resume: from the random "
+            "numbers of torch, numpy and Python, which are set before\n"
+            "  draw from these, or from a torch.Generator called self.generator, and remember nothing between epochs"
+        )
+    return SampledOrder(
+        length=len(first.indices),
+        global_batch=global_batch or max((end - start for start, end in pairwise([0, *first.ends])), default=1),
+        seed=seed,
+        drop_last=drop_last,
+        sampler=sampler,
+        num_items=num_items,
+        gives_batches=global_batch is None,
+    )
+
+
+def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool) -> _Epoch:
+    inner = getattr(sampler, "sampler", sampler)
+    generator = getattr(inner, "generator", None)
+    for each in (sampler, inner):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+    with seeded(mix_seed(seed, epoch)):
+        if generator is not None:
+            generator.manual_seed(mix_seed(seed, epoch) % 2**63)
+        found = [[int(each) for each in batch] for batch in sampler] if gives_batches else [[int(i) for i in sampler]]
+    if generator is not None:
+        generator.manual_seed(seed)  # its initial seed stays the user's
+    indices = np.array([each for batch in found for each in batch], dtype=np.int64)
+    return _Epoch(indices, list(accumulate(len(batch) for batch in found if batch)))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Sets the random numbers of torch, numpy and Python for a while."""
+    state, words = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed % 2**63)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(words)

@@ -1,0 +1,413 @@
+"""A run of a loop of one's own: records, and with them the page, the report, trackers and checkpoints of any run.
+
+    run = paceline.Run(comm, "cnn", engine, optimizer, loader)
+    for x, y in loader:
+        with run.step(len(y)):
+            loss = F.cross_entropy(engine(x), y)
+            ...                                        # backward, update: as ever
+            run.log(loss=loss)                         # the mean over this rank's samples; kept unread on the device
+    run.log(loss=valid_loss, accuracy=accuracy)        # outside of a step: an evaluation
+    run.save(best=best)                                # engine, optimizer, loader, step, and values of one's own
+    best = run.resume().get("best", math.inf)          # before the first step: of the newest run of this name
+
+A run has no folder before its first step, or until it is resumed. The engine tells when its module runs and the
+optimizer when it updates; what passes between the steps counts as waiting for data, but for evaluations and saves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.writer import load, save
+from paceline.comm.base import Communicator, Trace, clock_of
+from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.objects import ask_first_rank, gather_objects
+from paceline.comm.traced import LedgerCommunicator, TracedCommunicator
+from paceline.config.sections import MonitorConfig
+from paceline.config.yaml_text import dump_values
+from paceline.data.own_loader import OwnLoader
+from paceline.data.own_stream import OwnStream
+from paceline.engines.engine import Engine
+from paceline.errors import CheckpointError, UsageError
+from paceline.health.ledger_view import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
+from paceline.records.meter import StepMeter
+from paceline.records.records import EndStatus, EvalRecord, EventRecord, StepRecord
+from paceline.records.sinks import Fanout, JsonlSink, Sink
+from paceline.records.thin import lines_kept
+from paceline.run import records
+from paceline.run.folder import RunFolder, adopt_config, claim_folder
+from paceline.run.location import next_folder, runs_named
+from paceline.run.observe import observing_from_a_rank
+
+_LOSS, _NORM = ("loss", "loss_sum"), "grad_norm"
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """What a step computed, on its device; a loss that was not told has a count of 0."""
+
+    loss_sum: torch.Tensor
+    count: torch.Tensor | float
+    grad_norm: torch.Tensor
+    loss_scale: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _OwnStep:
+    step: int
+    position: int
+    lr: float
+    epoch: float
+    samples: int
+    outcome: _Numbers
+    has_norm: bool
+    names: list[str]
+    values: torch.Tensor  # of the names, on the host once the step is over
+
+    def event(self, now: float) -> EventRecord:
+        detail = dict(zip(self.names, self.values.tolist(), strict=True))
+        return EventRecord(name="scalars", step=self.step, detail=detail, time=now)
+
+
+@dataclass(slots=True)
+class _Phases:
+    """Ends laps of the meter as the engine and the optimizer begin something else."""
+
+    meter: StepMeter
+    now: str = DATA
+    is_in_step: bool = False
+    evaluates_since: float | None = None
+
+    def enter(self, phase: str) -> None:
+        if not self.is_in_step:
+            if phase == EVALUATION and self.evaluates_since is None:
+                self.evaluates_since = time.time()
+        elif phase != self.now and phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
+            self.meter.lap(self.now)
+            self.now = phase
+
+
+class Run(contextlib.AbstractContextManager["Run"]):
+    """Writes down what a loop of one's own does. All ranks make one, and call ``save`` and ``resume`` together."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        name: str,
+        engine: Engine | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        loader: OwnLoader | OwnStream | None = None,
+        *,
+        steps: int = 0,
+        config: Mapping[str, Any] | None = None,
+        monitor: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``loader`` says how far the data is. ``steps``: how many are planned, where that is known.
+
+        ``config`` is shown and compared as settings of the run. ``monitor`` has keys of that section of a config:
+        ``folder``, ``trackers``, ``tensorboard``, ``sample_s``, ``keep_steps``.
+        """
+        if not name or Path(name).name != name:
+            rule = "it is the name of a folder below runs, or below monitor's folder"
+            raise UsageError(f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn")
+        self.name, self.num_steps, self.folder = name, 0, Path()
+        self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
+        self._planned, self._config = steps, dict(config or {})
+        self._monitor = MonitorConfig(**({"tensorboard": False} | dict(monitor or {})))
+        self._position, self._began = 0, time.monotonic()
+        self._values: dict[str, Any] = {}
+        self._waiting: deque[_OwnStep] = deque()
+        self._claimed: RunFolder | None = None
+        self._sink: Sink | None = None
+        self._problem = ""
+        self._around = contextlib.ExitStack()
+        self._meter = StepMeter(comm.device, _trace_of(comm), groups={comm.ranks: "world"})
+        self._phases = _Phases(self._meter)
+        self._listen()
+
+    def step(self, samples: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Stands around one step, with an update at its end. ``samples``: those of this rank."""
+        return self._step(samples)
+
+    @contextlib.contextmanager
+    def _step(self, samples: int) -> Iterator[None]:
+        self._open()
+        phases = self._phases
+        if phases.is_in_step:
+            raise UsageError("run.step() inside run.step()\n  a step has one update\n  end the first one before")
+        if phases.evaluates_since is not None:
+            self._meter.start()
+        phases.is_in_step, phases.evaluates_since, phases.now = True, None, DATA
+        self._values = {}
+        try:
+            yield
+            self._finish(samples)
+        finally:
+            phases.is_in_step = False
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Tells numbers of the step, or outside of one those of an evaluation, which are the same on all ranks.
+
+        ``loss`` is the mean over the rank's samples, ``loss_sum`` their sum; ``grad_norm`` that of all ranks. Any other
+        name is a curve of its own. Nobody waits for a tensor: it is read when the device has come so far.
+        """
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                what = f"run.log({name}=...) got a tensor of shape {list(value.shape)}"
+                raise UsageError(f"{what}\n  a curve has one number a step\n  log its mean, or its items by name")
+        if self._phases.is_in_step:
+            self._values |= {name: _plain(value) for name, value in values.items()}
+            return
+        self._open()
+        assert self._sink is not None
+        found, now = {name: float(value) for name, value in values.items()}, time.time()
+        if "loss" not in found:
+            self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
+        else:
+            since, self._phases.evaluates_since = self._phases.evaluates_since or now, None
+            evaluation = EvalRecord(
+                step=self.num_steps,
+                loss=found.pop("loss"),
+                accuracy=found.pop("accuracy", None),
+                samples=0,
+                seconds=max(0.0, now - since),
+                time=now,
+                metrics=found,
+            )
+            self._sink.write(evaluation)
+        self._meter.start()
+
+    def save(self, *, keep: int | None = None, **values: Any) -> Path:
+        """Saves engine, optimizer and loader, and plain values of rank 0; of older ones the newest ``keep`` are left.
+
+        Called by all ranks. Raises CheckpointError on all of them if one cannot write.
+        """
+        self._open()
+        extra = {"values": values, "position": self._position}
+        if self._loader is not None:
+            extra["loader"] = self._loader.state_dict()
+        engine = self._needed_engine("save")
+        path = save(self.folder / "checkpoints", engine, self._optimizer, step=self.num_steps, extra=extra, keep=keep)
+        self._note("checkpoint", {"path": str(path), "step": self.num_steps})
+        self._meter.start()
+        return path
+
+    def resume(self) -> dict[str, Any]:
+        """Goes on from the newest checkpoint of the newest run of this name; returns the values saved with it.
+
+        Without one the run begins anew, and there are no values. Called by all ranks, before the first step.
+        """
+        if self._sink is not None:
+            rule = "a run is resumed before it has begun"
+            raise UsageError(f"run.resume() after step {self.num_steps}\n  {rule}\n  call it before the first step")
+        engine = self._needed_engine("resume")
+        found = ask_first_rank(self._comm, self._find)
+        if found is None:
+            return {}
+        loaded = load(found, engine, self._optimizer)
+        self.num_steps, extra = loaded.step, loaded.extra
+        self._position = extra["position"]
+        if self._loader is not None and "loader" in extra:
+            self._loader.load_state_dict(extra["loader"])
+        self._open(found.parent.parent)
+        self._note("resume", {"checkpoint": str(found)})
+        return dict(extra["values"])
+
+    def close(self, status: EndStatus = "done", message: str = "") -> None:
+        """Ends the records of this rank; safe to call twice. The end of the process does so by itself."""
+        atexit.unregister(self.close)
+        if self._sink is None:
+            return
+        try:
+            self._flush(wait=not self._problem)
+            seconds = time.monotonic() - self._began
+            status = "failed" if self._problem else status
+            self._sink.write(records.end_record(status, self.num_steps, seconds, message or self._problem))
+        finally:
+            self._sink.close()
+            self._sink = None
+            self._around.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._problem = self._problem or _words(error)
+        self.close()
+
+    def _finish(self, samples: int) -> None:
+        self._phases.enter(DATA)
+        self.num_steps += 1
+        self._position = self._position + samples * self._comm.size if self._loader is None else self._loader.position
+        values, device = self._values, self._comm.device
+        total = values.pop("loss_sum", None)
+        mean = values.pop("loss", None)
+        if total is None and mean is not None:
+            total = mean * max(samples, 1)
+        norm = values.pop(_NORM, None)
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values.values()]
+        told = torch.stack(numbers) if numbers else torch.empty(0, dtype=torch.float64)
+        facts = _OwnStep(
+            step=self.num_steps,
+            position=self._position,
+            lr=float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0,
+            epoch=0.0 if self._loader is None else self._loader.num_epochs,
+            samples=samples,
+            outcome=_Numbers(
+                loss_sum=torch.as_tensor(0.0 if total is None else total, device=device).float().reshape(()),
+                count=0.0 if total is None else float(max(samples, 1)),
+                grad_norm=torch.as_tensor(0.0 if norm is None else norm, device=device).float().reshape(()),
+            ),
+            has_norm=norm is not None,
+            names=list(values),
+            values=told.to("cpu", non_blocking=True),  # there once the step's mark is past
+        )
+        self._waiting.append(facts)
+        if self._meter.finish(facts):
+            self._flush()
+
+    def _flush(self, *, wait: bool = False) -> None:
+        assert self._sink is not None
+        done: list[StepRecord | EventRecord] = []
+        for record in self._meter.drain(wait=wait):
+            facts = self._waiting.popleft()
+            record.grad_norm = record.grad_norm if facts.has_norm else None
+            done += [record, *([facts.event(record.time)] if facts.names else [])]
+        if done:
+            self._sink.write(*done, *self._meter.drain_comm(self.num_steps, wait=wait))
+
+    def _open(self, continued: Path | None = None) -> None:
+        """Claims the folder and opens what is written into, once; ``continued`` is a run to go on with."""
+        if self._sink is not None:
+            return
+        comm = self._comm
+        self.folder = ask_first_rank(comm, lambda: self._claim(continued))
+        most = lines_kept(self._monitor.keep_steps, comm.size)
+        self._sink = Fanout([JsonlSink(records.records_path(self.folder, comm.rank), most=most)])
+        loop = getattr(comm, "loop", None)
+        if loop is not None:
+            loop.tell_in(self.folder)
+        self._sink.write(self._first_record())
+        places = gather_objects(comm, (socket.gethostname(), comm.rank, os.getpid()))
+        here = {rank: pid for host, rank, pid in places if host == socket.gethostname()}
+        is_first = comm.rank == min(here)
+        self._around.enter_context(
+            observing_from_a_rank(
+                self.folder, self._monitor, self._settings(), comm, (lambda: here) if is_first else None
+            )
+        )
+        atexit.register(self.close)
+        self._hear_of_errors()
+        self._meter.start()
+
+    def _claim(self, continued: Path | None) -> Path:
+        text = dump_values(self._settings())
+        if continued is not None:
+            self._claimed = claim_folder(continued, text, resume=True)
+            adopt_config(continued)
+        else:
+            folder = next_folder(Path(self._monitor.folder) / self.name)
+            name = self.name if folder.name != self.name else ""
+            self._claimed = claim_folder(folder, text, name=name)
+        self._around.callback(self._claimed.__exit__)
+        return self._claimed.path.absolute()
+
+    def _find(self) -> Path | None:
+        from paceline.checkpoint.find import find_checkpoint
+
+        for folder in runs_named(Path(self._monitor.folder) / self.name):
+            with contextlib.suppress(CheckpointError):
+                return find_checkpoint("auto", folder, "full")
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        known: dict[str, Any] = {"name": self.name, "ranks": self._comm.size, "strategy": _strategy(self._engine)}
+        if self._optimizer is not None:
+            first = self._optimizer.param_groups[0]
+            known["optimizer"] = {"kind": type(self._optimizer).__name__, "lr": float(first["lr"])}
+        if self._loader is not None:
+            known["global_batch"] = self._loader.global_batch
+        return known | self._config
+
+    def _first_record(self) -> Any:
+        engine = self._engine
+        return records.first_record(
+            self._comm.rank,
+            self._comm.size,
+            self._comm.device,
+            backend=self._comm.backend,
+            num_parameters=0 if engine is None else engine.num_parameters,
+            num_trained=None if engine is None else engine.num_trained,
+            strategy=_strategy(engine),
+            global_batch=0 if self._loader is None else self._loader.global_batch,
+            microbatch=0,
+            accumulate=1,
+            total_steps=self._planned,
+        )
+
+    def _note(self, name: str, detail: dict[str, Any]) -> None:
+        assert self._sink is not None
+        self._sink.write(EventRecord(name=name, step=self.num_steps, detail=detail, time=time.time()))
+
+    def _needed_engine(self, what: str) -> Engine:
+        if self._engine is None:
+            fix = f'make it with the engine: paceline.Run(comm, "{self.name}", engine, optimizer, loader)'
+            raise UsageError(f"run.{what}() of a run without an engine\n  the engine holds what is saved\n  {fix}")
+        return self._engine
+
+    def _listen(self) -> None:
+        """Hears of passes and updates, from the engine's ledger and the optimizer."""
+        comm = self._comm if self._engine is None else self._engine.gradient_comm
+        if comm.ledger is None:  # one rank, or ranks that nobody watches
+            comm.ledger = Ledger(rank=comm.rank, world=comm.size, is_own_loop=True)
+        comm.ledger.listeners.append(self._phases.enter)
+        if self._optimizer is not None:
+            self._optimizer.register_step_pre_hook(lambda *_: self._phases.enter(OPTIMIZER))
+            self._optimizer.register_step_post_hook(lambda *_: self._phases.enter(DATA))
+
+    def _hear_of_errors(self) -> None:
+        before = sys.excepthook
+
+        def note(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            self._problem = self._problem or _words(error)
+            before(kind, error, traceback)
+
+        sys.excepthook = note
+
+
+def _strategy(engine: Engine | None) -> str:
+    """Names the strategy of an engine, and the mesh where the model is spread: ``pipeline 2 x zero1``."""
+    if engine is None:
+        return ""
+    sizes = {"pipeline": engine.groups.pipeline.size, "tensor": engine.groups.tensor.size}
+    degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    layout = getattr(engine, "layout", None)
+    return " x ".join([*degrees, *([] if layout is None else [layout.strategy])])
+
+
+def _plain(value: float | torch.Tensor) -> float | torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _words(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+
+
+def _trace_of(comm: Communicator) -> Trace:
+    """Returns the trace of a communicator; one that is watched gets one, below its ledger."""
+    if comm.trace is None and isinstance(comm, LedgerCommunicator):
+        comm.trace = Trace(comm.device, clock=clock_of(comm))
+        comm.inner = TracedCommunicator(comm.inner, comm.trace)
+    return comm.trace or Trace(comm.device, clock=clock_of(comm))

@@ -1,0 +1,219 @@
+"""``paceline.Run``: what a loop of one's own leaves behind, how it goes on, and what it is told."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import RankFailedError, UsageError
+from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
+from paceline.records.report import summarize
+from paceline.view.document import config_of
+from paceline.view.runs import ShownRun
+
+INPUTS = (torch.arange(23 * 4, dtype=torch.float64) * 0.37).sin().reshape(23, 4)
+TARGETS = INPUTS[:, :3].argmax(1)
+STEPS = 5  # of an epoch: 23 samples in batches of 5
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def train(comm: Any, epochs: int, *, stop_at: int | None = None, resume: bool = False, **options: Any) -> list[Any]:
+    engine = paceline.parallelize(make_model(), comm, options.pop("strategy", "ddp"))
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.02)
+    loader = paceline.loader(TensorDataset(INPUTS, TARGETS), comm, batch_size=5, seed=5)
+    monitor = {"sample_s": None, **options.pop("monitor", {})}
+    with paceline.Run(comm, "own", engine, optimizer, loader, monitor=monitor, **options) as run:
+        values = run.resume() if resume else {}
+        while loader.epoch < epochs:
+            for x, y in loader:
+                with run.step(len(y)):
+                    total = F.cross_entropy(engine(x), y, reduction="sum")
+                    (total * engine.loss_scale(len(y))).backward()
+                    norm = engine.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    run.log(loss_sum=total, grad_norm=norm, twice=2 * run.num_steps)
+                if run.num_steps == stop_at:
+                    run.save(best=0.25)
+                    raise ValueError("on purpose")
+            with torch.no_grad():
+                loss = paceline.mean(F.cross_entropy(engine(INPUTS), TARGETS, reduction="sum"), 23, comm)
+            run.log(loss=loss, accuracy=0.5, margin=1.5)
+        return [values, run.folder, [each.double().sum().item() for each in engine.state_dict().values()]]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def records_of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
+    return [each for each in read_records(folder / "records" / f"rank-{rank}.jsonl") if isinstance(each, kind)]
+
+
+def test_every_rank_leaves_the_records_of_a_run() -> None:
+    (_, folder, _), _ = paceline.run_virtual(lambda comm: train(comm, 2, steps=10, config={"note": "mine"}), ranks=2)
+    assert folder == Path("runs/own").absolute()
+    for rank in range(2):
+        (first,) = records_of(folder, rank, RunRecord)
+        assert (first.rank, first.world_size, first.strategy, first.backend) == (rank, 2, "ddp", "virtual")
+        assert (first.num_parameters, first.global_batch, first.total_steps) == (67, 5, 10)
+        steps = records_of(folder, rank, StepRecord)
+        assert [each.step for each in steps] == list(range(1, 11))
+        assert [each.position for each in steps[:5]] == [5, 10, 15, 20, 23]
+        assert steps[4].epoch == 1.0
+        assert [each.samples for each in steps[:5]] == ([2, 2, 2, 2, 1] if rank == 0 else [3, 3, 3, 3, 2])
+        assert {each.lr for each in steps} == {0.02}
+        assert all(each.grad_norm is not None and each.grad_norm > 0 for each in steps)
+        assert all(min(each.forward_s, each.backward_s, each.optimizer_s, each.data_s) > 0 for each in steps)
+        scalars = [each for each in records_of(folder, rank, EventRecord) if each.name == "scalars"]
+        assert [each.detail for each in scalars] == [{"twice": 2.0 * step} for step in range(10)]
+        evaluations = records_of(folder, rank, EvalRecord)
+        assert [(each.step, each.accuracy, each.metrics) for each in evaluations] == [
+            (5, 0.5, {"margin": 1.5}),
+            (10, 0.5, {"margin": 1.5}),
+        ]
+        assert all(each.seconds > 0 for each in evaluations)
+        (end,) = records_of(folder, rank, EndRecord)
+        assert (end.status, end.step, end.message) == ("done", 10, "")
+
+
+def test_the_loss_of_all_ranks_is_that_of_one_process() -> None:
+    paceline.run_virtual(lambda comm: train(comm, 1), ranks=1)
+    paceline.run_virtual(lambda comm: train(comm, 1), ranks=3)
+    alone = [each.loss for each in records_of(Path("runs/own"), 0, StepRecord)]
+    parts = [records_of(Path("runs/own-2"), rank, StepRecord) for rank in range(3)]
+    for step, expected in enumerate(alone):
+        total = sum(part[step].loss_sum for part in parts)
+        assert total / sum(part[step].samples for part in parts) == pytest.approx(expected, abs=1e-6)
+
+
+def test_report_and_page_read_it() -> None:
+    _, folder, _ = paceline.run_virtual(lambda comm: train(comm, 1, config={"seed": 5}), ranks=1)[0]
+    summary = summarize(folder)
+    assert (summary.status, summary.steps, summary.name) == ("done", STEPS, "own")
+    assert summary.final_loss is not None
+    shown = ShownRun(folder)
+    shown.look()
+    assert shown.evaluations[0].accuracy == 0.5
+    assert len(shown.scalars) == STEPS
+    assert config_of(shown) == {
+        "name": "own",
+        "ranks": "1",
+        "strategy": "ddp",
+        "optimizer.kind": "AdamW",
+        "optimizer.lr": "0.02",
+        "global_batch": "5",
+        "seed": "5",
+    }
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero1", 3)])
+def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ranks: int) -> None:
+    expected = paceline.run_virtual(lambda comm: train(comm, 2, monitor={"folder": "whole"}), ranks=1)[0][2]
+    with pytest.raises(RankFailedError):
+        paceline.run_virtual(lambda comm: train(comm, 2, stop_at=4), ranks=2)
+    assert records_of(Path("runs/own"), 0, EndRecord)[0].message == "ValueError: on purpose"
+    values, folder, found = paceline.run_virtual(
+        lambda comm: train(comm, 2, resume=True, strategy=strategy), ranks=ranks
+    )[0]
+    assert (values, folder) == ({"best": 0.25}, Path("runs/own").absolute())
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert [each.step for each in records_of(folder, 0, StepRecord)] == [*range(1, 11)]
+    assert [each.name for each in records_of(folder, 0, EventRecord) if each.name != "scalars"] == [
+        "checkpoint",
+        "resume",
+    ]
+    assert [each.status for each in records_of(folder, 0, EndRecord)] == ["failed", "done"]
+
+
+def test_without_a_checkpoint_it_begins_and_without_a_step_it_leaves_nothing() -> None:
+    assert paceline.run_virtual(lambda comm: train(comm, 0, resume=True), ranks=2)[1][0] == {}
+    assert not Path("runs").exists()
+
+
+def test_a_step_without_a_loss_has_none() -> None:
+    def loop(comm: Any) -> Path:
+        run = paceline.Run(comm, "bare", monitor={"sample_s": None})
+        with run.step(3):
+            run.log(loss=torch.tensor(2.0))
+        with run.step(3):
+            pass
+        run.log(speed=4.0)
+        run.close("stopped", "enough")
+        run.close()
+        return run.folder
+
+    folder = paceline.run_virtual(loop, ranks=1)[0]
+    first, second = records_of(folder, 0, StepRecord)
+    assert (first.loss, first.loss_sum, first.count, first.grad_norm, first.position) == (2.0, 6.0, 3, None, 3)
+    assert (second.loss, second.count, second.position) == (None, 0, 6)
+    assert records_of(folder, 0, EventRecord)[-1].detail == {"speed": 4.0}
+    (end,) = records_of(folder, 0, EndRecord)
+    assert (end.status, end.message) == ("stopped", "enough")
+
+
+def refusal(loop: Any) -> str:
+    with pytest.raises(RankFailedError) as told:
+        paceline.run_virtual(loop, ranks=1)
+    assert isinstance(told.value.__cause__, UsageError)
+    return str(told.value.__cause__)
+
+
+def test_mistakes_are_told() -> None:
+    quiet = {"sample_s": None}
+    assert "plain name" in refusal(lambda comm: paceline.Run(comm, "a/b"))
+    assert "with the engine" in refusal(lambda comm: paceline.Run(comm, "a", monitor=quiet).save())
+    assert "with the engine" in refusal(lambda comm: paceline.Run(comm, "a", monitor=quiet).resume())
+
+    def two_at_once(comm: Any) -> None:
+        run = paceline.Run(comm, "b", monitor=quiet)
+        with run.step(), run.step():
+            pass
+
+    def too_late(comm: Any) -> None:
+        engine = paceline.parallelize(make_model(), comm)
+        run = paceline.Run(comm, "c", engine, monitor=quiet)
+        with run.step():
+            pass
+        run.resume()
+
+    assert "inside run.step()" in refusal(two_at_once)
+    assert "before the first step" in refusal(too_late)
+    assert "shape [2]" in refusal(lambda comm: paceline.Run(comm, "d", monitor=quiet).log(loss=torch.ones(2)))
+
+
+SCRIPT = """
+import sys, torch, paceline
+comm = paceline.connect()
+run = paceline.Run(comm, "script", monitor={"sample_s": None})
+with run.step(1):
+    run.log(loss=1.0)
+comm.print(f"step {run.num_steps} of rank {comm.rank}", comm.is_main)
+if len(sys.argv) > 1:
+    raise KeyError("lost")
+"""
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), [([], "done", ""), (["x"], "failed", "KeyError: 'lost'")])
+def test_the_end_of_the_process_ends_the_run(tmp_path: Path, arguments: list[str], status: str, words: str) -> None:
+    Path("loop.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run([sys.executable, "loop.py", *arguments], capture_output=True, text=True, check=False)
+    assert done.stdout == "step 1 of rank 0 True\n"
+    (end,) = records_of(tmp_path / "runs/script", 0, EndRecord)
+    assert (end.status, end.message, end.step) == (status, words, 1)
+    assert math.isclose(records_of(tmp_path / "runs/script", 0, StepRecord)[0].loss, 1.0)

@@ -1,0 +1,254 @@
+"""How the process that stands for a forked rank ends: with a server that says so, in a child of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.run import warm_client
+from paceline.run.warm import WarmServer
+from paceline.run.warm_client import FORKED, LENGTH, STATUS
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
+    pytest.mark.timeout(60),
+]
+
+
+class Client:
+    """A client in a forked process, and this end of its connection."""
+
+    def __init__(self, pid: int, link: socket.socket) -> None:
+        self.pid, self.link = pid, link
+        head, self.output, _, _ = socket.recv_fds(link, LENGTH.size, 2)
+        self.request = json.loads(warm_client.receive(link, LENGTH.unpack(head)[0]))
+
+    def say(self, content: bytes) -> None:
+        self.link.sendall(content)
+
+    def heard(self) -> bytes:
+        return self.link.recv(1)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Client]]:
+    address = str(tmp_path / "s")
+    monkeypatch.setattr(sys, "argv", ["warm_client.py", address, "module", "argument"])
+    monkeypatch.setenv("COLOUR", "green")
+    monkeypatch.chdir(tmp_path)
+    started: list[Client] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen()
+
+        def start() -> Client:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none of them
+                pid = os.fork()
+            if pid == 0:
+                try:
+                    for number in (*warm_client._ENDING, *warm_client._HANDED_ON, signal.SIGALRM):
+                        signal.signal(number, signal.SIG_DFL)
+                    warm_client.main()
+                finally:
+                    os._exit(99)
+            started.append(Client(pid, listener.accept()[0]))
+            return started[-1]
+
+        yield start
+    for each in started:
+        each.link.close()
+        for descriptor in each.output:
+            os.close(descriptor)
+
+
+def test_a_request_has_command_folder_environment_and_output(client: Callable[[], Client], tmp_path: Path) -> None:
+    made = client()
+    assert made.request["command"] == ["module", "argument"]
+    assert Path(made.request["folder"]) == tmp_path
+    assert made.request["environment"]["COLOUR"] == "green"
+    assert len(made.output) == 2
+    made.say(FORKED + STATUS.pack(3, False))
+    assert made.end() == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "was_asked", "ended"),
+    [(0, False, 0), (7, True, 7), (-signal.SIGSEGV, False, -signal.SIGSEGV), (-signal.SIGKILL, False, -signal.SIGKILL)],
+)
+def test_a_client_ends_as_its_rank(client: Callable[[], Client], status: int, was_asked: bool, ended: int) -> None:
+    made = client()
+    made.say(FORKED)
+    made.say(STATUS.pack(status, was_asked))
+    assert made.end() == ended
+
+
+@pytest.mark.parametrize("says", [b"", FORKED])
+def test_a_client_whose_server_is_gone_is_killed_like_its_rank(client: Callable[[], Client], says: bytes) -> None:
+    made = client()
+    made.say(says)
+    made.link.close()
+    assert made.end() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_client_that_is_ended_has_the_rank_killed_first(client: Callable[[], Client], number: signal.Signals) -> None:
+    made = client()
+    made.say(FORKED)
+    time.sleep(0.05)
+    made.signal(number)
+    assert made.heard() == bytes([signal.SIGKILL])
+    made.say(STATUS.pack(-signal.SIGKILL, True))
+    assert made.end() == -number
+
+
+def test_a_rank_that_was_dead_by_then_counts(client: Callable[[], Client]) -> None:
+    made = client()
+    made.say(FORKED)
+    time.sleep(0.05)
+    made.signal(signal.SIGTERM)
+    assert made.heard() == bytes([signal.SIGKILL])
+    made.say(STATUS.pack(-signal.SIGBUS, False))
+    assert made.end() == -signal.SIGBUS
+
+
+def test_a_client_does_not_wait_for_a_server_that_loads_its_modules(client: Callable[[], Client]) -> None:
+    made = client()
+    time.sleep(0.05)
+    made.signal(signal.SIGTERM)
+    assert made.heard() == bytes([signal.SIGKILL])
+    assert made.end() == -signal.SIGTERM  # without a word of the server
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_for_the_rank_are_handed_on(client: Callable[[], Client], number: signal.Signals) -> None:
+    made = client()
+    made.signal(number)  # whenever it comes
+    assert made.heard() == bytes([number])
+    made.say(FORKED + STATUS.pack(5, False))
+    assert made.end() == 5
+
+
+def test_a_client_that_ends_by_a_signal_leaves_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: done.append(limit))
+    monkeypatch.setattr(signal, "signal", lambda *handler: done.append(handler))
+    monkeypatch.setattr(os, "kill", lambda *told: done.append(told))
+    warm_client._end_by(signal.SIGSEGV)
+    limit = (resource.RLIMIT_CORE, (0, 0))
+    assert done == [limit, (signal.SIGSEGV, signal.SIG_DFL), (os.getpid(), signal.SIGSEGV)]
+    done.clear()
+    warm_client._end_by(signal.SIGKILL)
+    assert done == [limit, (os.getpid(), signal.SIGKILL)]
+
+
+# The server's side
+
+
+class Selector:
+    """Notes which clients are looked at no more."""
+
+    def __init__(self) -> None:
+        self.gone: list[socket.socket] = []
+
+    def unregister(self, client: socket.socket) -> None:
+        self.gone.append(client)
+
+
+def server(clients: dict[int, socket.socket]) -> WarmServer:
+    """A server that has forked ranks before: its constructor would take this process's input and signals."""
+    made = WarmServer.__new__(WarmServer)
+    made._clients, made._ended = clients, set()
+    made._selector = Selector()  # type: ignore[assignment]
+    return made
+
+
+RANK = """
+import os, time
+os.setsid()
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(child, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "goes"), [(b"", True), (bytes([signal.SIGKILL]), True), (bytes([signal.SIGUSR1]), False)]
+)
+def test_what_a_rank_had_started_goes_only_where_its_end_was_asked_for(asked: bytes, goes: bool) -> None:
+    ours, theirs = socket.socketpair()
+    read, write = os.pipe()
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-I", "-S", "-c", RANK], {}, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
+    )
+    os.close(write)
+    child = int(os.read(read, 20))
+    try:
+        if asked:
+            theirs.sendall(asked)
+        else:
+            theirs.shutdown(socket.SHUT_WR)
+        made = server({pid: ours})
+        while made._clients:
+            made._reap()
+            time.sleep(0.001)
+        assert made._selector.gone == [ours]  # type: ignore[attr-defined]
+        assert STATUS.unpack(theirs.recv(STATUS.size)) == (0, False)
+        assert theirs.recv(1) == b""
+        if goes:
+            os.read(read, 1)  # returns when nobody holds the other end
+        else:
+            os.kill(child, 0)
+    finally:
+        if not goes:
+            os.kill(child, signal.SIGKILL)
+        os.close(read)
+        theirs.close()
+
+
+def test_a_client_that_asks_for_the_end_gets_it_and_is_told_so() -> None:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    made = server({process.pid: ours})
+    made._obey(process.pid + 1)  # nobody's
+    theirs.sendall(bytes([signal.SIGCONT]))
+    made._obey(process.pid)
+    assert (made._ended, process.poll()) == (set(), None)
+    theirs.sendall(bytes([signal.SIGKILL]))
+    made._obey(process.pid)
+    assert made._ended == {process.pid}
+    while made._clients:
+        made._reap()
+        time.sleep(0.001)
+    assert STATUS.unpack(theirs.recv(STATUS.size)) == (-signal.SIGKILL, True)
+    assert made._ended == set()
+    process.returncode = -signal.SIGKILL  # it was waited for
+    theirs.close()
+
+
+def test_a_client_that_goes_takes_its_rank_along() -> None:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    made = server({process.pid: ours})
+    theirs.close()
+    made._obey(process.pid)
+    assert (made._clients, made._selector.gone, ours.fileno()) == ({}, [ours], -1)  # type: ignore[attr-defined]
+    assert process.wait(30) == -signal.SIGKILL
