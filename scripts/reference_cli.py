@@ -83,8 +83,9 @@ def _option(option: Any) -> tuple[str, str, str]:
 
 
 def _kind(option: Any) -> str:
-    annotation = option.type_descriptor.annotation
-    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+    kinds: dict[Any, str] = {int: "N", float: "X", Path: "PATH", "integer": "N", "float": "X", "path": "PATH"}
+    described = getattr(option, "type_descriptor", None)  # before typer 0.29 the type itself has a name
+    return kinds.get(described.annotation if described else option.type.name.removesuffix(" range"), "TEXT")
 
 
 def _default(option: Any) -> str:

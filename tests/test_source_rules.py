@@ -48,7 +48,7 @@ LINES = {
     "profile": 600,
     "records": 3_850,
     "rehearse": 2_750,
-    "run": 7_050,
+    "run": 7_100,
     "schedule": 1_050,
     "search": 2_300,
     "train": 4_700,

@@ -184,12 +184,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def saved_outside(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns the shapes of what autograd saves, without parameters; what a checkpoint packs away is not seen."""
+    """Returns the shapes of what autograd keeps memory for, without parameters and what a checkpoint packs away."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     shapes = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in parameters:
             shapes.append(tuple(tensor.shape))
         return tensor
 

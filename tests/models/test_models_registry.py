@@ -196,7 +196,7 @@ def test_a_factory_that_raises_is_named_and_its_error_kept(nets: str) -> None:
 
 
 def test_wrong_arguments_are_shown(nets: str) -> None:
-    with pytest.raises(UsageError, match=r"unexpected keyword argument 'widht'\n.*model\.args = \{'widht': 3\}"):
+    with pytest.raises(UsageError, match=r"unexpected keyword argument 'widht'.*\n.*model\.args = \{'widht': 3\}"):
         build_model(FactoryModelConfig(kind="factory", factory=f"{nets}:build", args={"widht": 3}), UNKNOWN)
 
 

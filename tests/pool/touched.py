@@ -9,6 +9,7 @@ For pytest: PYTEST_DONT_REWRITE, since the module is loaded before it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def install(path: str) -> None:
     monitoring = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
     written = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.set_inheritable(written, False)
+    waiting: list[bytes] = []
 
     def entered(code: CodeType, _offset: int) -> Any:
         global _last
@@ -34,7 +36,11 @@ def install(path: str) -> None:
         if test != _last:
             _last = test
             monitoring.restart_events()
-        os.write(written, f"{test}\t{code.co_filename[len(PACKAGE) :]}:{code.co_firstlineno}\n".encode())
+        waiting.append(f"{test}\t{code.co_filename[len(PACKAGE) :]}:{code.co_firstlineno}\n".encode())
+        lines = waiting[:]
+        with contextlib.suppress(OSError):  # where a test lets no file grow: the lines are written later
+            os.write(written, b"".join(lines))
+            del waiting[: len(lines)]
         # Each task of a pool's worker enters connect(): so the worker sees that the test is another one.
         return None if code.co_name == "connect" else monitoring.DISABLE
 

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
@@ -72,6 +73,7 @@ def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="Gloo's threads have no names before torch 2.11")
 def test_ranks_and_the_threads_of_gloo_keep_to_their_cores() -> None:
     found = run_processes(cores_and_policies, 2)
     allowed = sorted(os.sched_getaffinity(0))

@@ -23,10 +23,11 @@ def end(number: int, _: Any) -> None:
 
 
 def test_a_signal_inside_of_the_start_of_a_thread_is_handled_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin: Any = vars(threading)["_start_new_thread"]
+    name = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
+    begin: Any = vars(threading)[name]
 
-    def begin_and_signal(*args: Any) -> Any:
-        found = begin(*args)
+    def begin_and_signal(*args: Any, **more: Any) -> Any:
+        found = begin(*args, **more)
         os.kill(os.getpid(), signal.SIGINT)  # its handler runs before the next line of this thread
         return found
 
@@ -35,7 +36,7 @@ def test_a_signal_inside_of_the_start_of_a_thread_is_handled_after_it(monkeypatc
     before = signal.signal(signal.SIGINT, end)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(threading, "_start_new_thread", begin_and_signal)
+            patch.setattr(threading, name, begin_and_signal)
             with pytest.raises(EndedError, match=str(int(signal.SIGINT))):
                 start_thread(thread)
         assert signal.getsignal(signal.SIGINT) is end

@@ -36,12 +36,17 @@ def test_every_package_that_is_needed_is_held_at_its_lower_bound(compat: Any) ->
 
 def test_outcomes_are_those_of_pytest(compat: Any, tmp_path: Path) -> None:
     tests = "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
-    (tmp_path / "test_some.py").write_text(tests + "@pytest.fixture\ndef e(): 1/0\ndef test_d(e): pass\n")
+    (tmp_path / "test_some.py").write_text(tests + "@pytest.fixture\ndef e(): yield; 1/0\ndef test_d(e): assert 0\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml", "test_some.py"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     found = compat.outcomes((tmp_path / "report.xml").read_text())
     failed = ["test_some.py::test_b", "test_some.py::test_d"]
     assert found == {"passed": 1, "skipped": 1, "failed": failed}
+    mended = {"passed": 1, "skipped": 0, "failed": failed[:1]}
+    told = {"passed": 2, "skipped": 1, "failed": failed[:1], "again": [{"commit": "abc", "ran": 2, "failed": 1}]}
+    assert compat.once_more(found, mended, "abc") == told
+    with pytest.raises(SystemExit, match="2 tests failed in the record, and 1 were run"):
+        compat.once_more(found, {**mended, "failed": []}, "abc")
 
 
 def test_all_that_names_versions_names_the_same() -> None:

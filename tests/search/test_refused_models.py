@@ -61,3 +61,50 @@ def test_a_microbatch_that_is_found_later_is_judged_at_its_smallest(
     config = config_from_dict({**values, "train": {"steps": 1, "global_batch": 24, "microbatch": microbatch}})
     found = automatic._smallest(Layout(microbatch=8, accumulate=3), config)
     assert (found.microbatch, found.accumulate) == expected
+
+
+DENSE = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 16}
+DENSE |= {"vocab_size": 32, "max_position_embeddings": 64}
+EXPERTS = {"model_type": "qwen2_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, **DENSE}
+OF_EXPERTS = 3 * 8 * 3 * 4 + 8 * 3  # of a layer: the experts, and who chooses among them
+OF_DENSE = 3 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "active", "sparse", "of_shared"),
+    [
+        ({}, 2, 4, 0),
+        ({"decoder_sparse_step": 2}, 2, 2, 0),
+        ({"mlp_only_layers": [0, 3]}, 2, 2, 0),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 2, 1, 0),
+        ({"shared_expert_intermediate_size": 8}, 4, 4, 3 * 8 * 8),
+        ({"num_experts_per_tok": 3}, 3, 4, 0),
+    ],
+)
+def test_parameters_of_a_mixture_are_counted_layer_by_layer(
+    changes: dict[str, Any], active: int, sparse: int, of_shared: int
+) -> None:
+    dense, _ = read_hugging_face({"model_type": "qwen2", **DENSE})
+    found, _ = read_hugging_face({**EXPERTS, **changes})
+    rest = dense.layers * dense.attention_params + dense.end_params
+    assert (found.experts, found.active_experts, found.mlp_width) == (3, active, 4)
+    assert found.total_params == rest + sparse * (OF_EXPERTS + of_shared) + (4 - sparse) * OF_DENSE
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok = 4 of 3 experts"),
+        ({"num_attention_heads": 3}, "3 heads do not divide a width of 8"),
+        ({"num_key_value_heads": 4}, "4 heads of keys and values do not divide 2 heads"),
+        ({"hidden_size": 0}, "hidden_size = 0 is no whole number above 0"),
+        ({"vocab_size": True}, "vocab_size = True is no whole number above 0"),
+        ({"vocab_size": None, "hidden_size": None}, "lacks hidden_size, vocab_size"),
+        ({"model_type": "qwen2"}, "num_experts = 3: a qwen2 has no mixture of experts"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as told:
+        read_hugging_face({**EXPERTS, **changes})
+    assert words in str(told.value)
+    assert str(told.value).endswith("take the whole config.json of the model")

@@ -12,6 +12,7 @@ their logits behind the output layer (a soft cap, a scale) would be lost, so tho
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -146,13 +147,9 @@ def _draw(model: Any, patterns: list[str]) -> None:
 
 def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Returns what the model calls each tensor of its files, by the renamings that the library knows of its classes."""
-    try:
-        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-        apply = importlib.import_module("transformers.core_model_loading").apply_renamings
-    except (ImportError, AttributeError):  # releases before 5 build models with the names of their files
-        return {name: name for name in names}
+    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     plain = [each for each in mapping if not getattr(each, "operations", None)]
-    return {name: apply(name, plain) for name in names}
+    return {name: functools.reduce(lambda key, each: each.rename_source_key(key)[0], plain, name) for name in names}
 
 
 def model_folder(config: ModelConfig) -> Path | None:
