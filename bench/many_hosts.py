@@ -31,6 +31,7 @@ import psutil
 
 from paceline.bench.timing import BenchRecord
 from paceline.comm.control import server
+from paceline.comm.control import store as client
 from paceline.comm.control.store import ControlStore
 from paceline.run import links
 from paceline.run.agreement import HostFacts
@@ -98,7 +99,7 @@ class Agent(threading.Thread):
 
 def run_agents(numbers: Sequence[int], nodes: Surroundings, folder: Path, results: Any, is_over: Any) -> None:
     """Runs some agents in this process; tells when all are through, and leaves when all of all processes are."""
-    links.ANSWER_S = links._MEET_S = server._HANDSHAKE_S = 300.0
+    links.ANSWER_S = links._MEET_S = server._HANDSHAKE_S = client._CONNECT_S = client._SILENT_S = 300.0
     if 0 in numbers and os.geteuid() == 0:
         os.nice(-10)
     agents = [Agent(number, nodes, folder, is_over) for number in numbers]

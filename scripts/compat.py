@@ -117,12 +117,12 @@ def run_arm(arm: str, asked: argparse.Namespace) -> int:
     versions = json.loads(told.stdout)
     if asked.failed and before["versions"] != versions:
         sys.exit(f"the environment of {arm} has other versions than the record\n  run the arm without --failed")
+    state = ["git", "describe", "--always", "--dirty"]  # before the tests, which take a while
+    commit = subprocess.run(state, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     found = run_tests(python, tests, asked.workers, asked.folder.absolute() / f"{arm}.xml")
     print(f"{arm}: {found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped")
     print("\n".join(f"  {each}" for each in found["failed"]))
     if asked.failed or not asked.tests:
-        state = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(state, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         whole = {"versions": versions, "commit": commit, **found}
         now = once_more(before, found, commit) if asked.failed else whole
         RECORD.write_text(json.dumps({**read_record(), arm: now}, indent=1) + "\n", encoding="utf-8")

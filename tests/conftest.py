@@ -57,6 +57,26 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         fork_server.install()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Has a worker of pytest-xdist tell what is of interest: two of three reports say that nothing happened.
+
+    They are those of a setup or teardown that passed, which are asked for only where times are.
+    """
+    options = config.option
+    worker = next((each for each in config.pluginmanager.get_plugins() if hasattr(each, "sendevent")), None)
+    if worker is None or options.durations is not None or options.xmlpath:
+        return
+    send = worker.sendevent
+
+    def send_of_interest(name: str, **told: Any) -> None:
+        report = told.get("data", {})
+        if name != "testreport" or report["when"] == "call" or report["outcome"] != "passed":
+            send(name, **told)
+
+    worker.sendevent = send_of_interest
+
+
 def pytest_unconfigure() -> None:
     """Ends the server after the workers."""
     if "fork_server" in sys.modules:

@@ -150,8 +150,10 @@ def node(machine: CleanRoot, index: int, size: int, **others: str) -> tuple[str,
 
 def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot, tmp_path: Path) -> None:
     shared = {str(tmp_path): "/srv/shared"}
-    one = replace(machine, folder=tmp_path.with_name("one"), binds=shared)
-    two = replace(machine, folder=tmp_path.with_name("two"), binds=shared)
+    tmp_path.chmod(0o755)  # the nodes train as a user of their own
+    one, two = (
+        replace(machine, folder=tmp_path.with_name(f"{tmp_path.name}-{name}"), binds=shared) for name in ("one", "two")
+    )
     subprocess.run(["cp", "-a", str(machine.folder), str(one.folder)], check=True)
     one.run("useradd --create-home --shell /bin/bash paceline && mkdir -p /etc/paceline /opt/paceline/source")
     (one.folder / "opt/paceline/source/half").write_text("an installation that was interrupted")

@@ -99,6 +99,21 @@ def test_ports_that_are_shut_are_told_with_the_pair_and_the_direction(four_hosts
     assert {each.world_size for each in starts(tmp_path, "tiny-2") or starts(tmp_path)} == {2}
 
 
+def test_hosts_do_not_wait_for_one_that_nobody_starts_again(four_hosts: HostNetwork, tmp_path: Path) -> None:
+    make_project(tmp_path, pause_s=0.05)
+    done = four_hosts.launch(tmp_path, "train.steps=100000", "checkpoint.every_steps=10", "--detach")
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: checkpoints(tmp_path), "a checkpoint")
+    listed = subprocess.run(["ip", "netns", "pids", four_hosts.network.host(1)], capture_output=True, check=True)
+    subprocess.run(["kill", "-KILL", *listed.stdout.decode().split()], check=True)
+    launch = tmp_path / "runs" / ".launches" / "tiny"
+    wait_until((launch / "exit").exists, "the end of the run")
+    told = (launch / "log").read_text()
+    assert "h1 (its launcher has ended) is gone" in told
+    assert "h1: ssh does not reach it; all 2 hosts are needed: the others end" in told
+    assert (launch / "exit").read_text().strip() in ("75", "143")
+
+
 @contextlib.contextmanager
 def blocked(network: HostNetwork, source: int, target: int, ports: tuple[int, int], verdict: str) -> Iterator[None]:
     """Has a host's firewall stop what another one sends to some ports."""

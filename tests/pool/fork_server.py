@@ -225,6 +225,7 @@ ALSO_LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch._functorch.aot_autograd",
     "transformers.models.llama.modeling_llama",
+    "torch.distributed.pipelining",
     "sklearn.datasets",
 )  # beside Paceline
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"

@@ -36,6 +36,7 @@ CLOCKS_S = (0, 180, -240, 60, 0, 400, -90, 30, 0)
 KINDS = ("kill", "power", "cut", "meet")
 PAUSE_S, PATIENCE_S = 0.2, 200.0
 GONE = re.compile(r"(h\d) \((its launcher has ended|nothing was heard of it for 5 s)\) is gone")
+LOST = re.compile(r"(?m)^(h\d): ssh does not reach it; it is tried again")  # also a host that is in no round
 CAME = re.compile(r"(h\d) has come")
 UNREACHED = re.compile(r"host (h\d) does not reach the launcher where the hosts meet")
 MOVED = re.compile(r"host (h\d) is lost: from now on the hosts meet at (h\d)")
@@ -56,6 +57,10 @@ class Event:
     told_s: float | None = None
     words: str = ""
     back_s: float | None = None  # until it had come again
+    span: tuple[int, int | None] = (
+        0,
+        None,
+    )  # of the log, in which it may be spoken of: to the next loss after its return
 
 
 @dataclass(slots=True)
@@ -107,19 +112,24 @@ class Soak:
         there = [host for host in range(HOSTS) if host not in self.away and host != self.meets]
         host = self.meets if kind == "meet" else self.draw.choice(there)
         event = Event(kind=kind, host=f"h{host}", at_s=round(self.now(), 1))
+        seen, start = len(self.log), self.now()
+        for each in self.events:
+            if each.span[1] is None and each not in self.away.values():
+                each.span = each.span[0], seen
+        event.span = seen, None
         self.events.append(event)
         self.away[host] = event
-        seen, start = len(self.log), self.now()
         if kind != "kill":
             self.network.cut(host)
         if kind != "cut":
             self.kill(host)
 
-        def told() -> bool:
+        def is_told() -> bool:
             news = self.log[seen:]
             found = MOVED.search(news) if kind == "meet" else None
             unreached = UNREACHED.search(news) if kind == "meet" else None
-            gone = next((each for each in GONE.finditer(news) if each[1] == event.host), None)
+            told = [*GONE.finditer(news), *LOST.finditer(news)]
+            gone = next((each for each in told if each[1] == event.host), None)
             first = unreached or gone
             if first is not None and event.told_s is None:
                 event.told_s, event.words = round(self.now() - start, 1), first[0]
@@ -128,7 +138,7 @@ class Soak:
                 return True
             return kind != "meet" and event.told_s is not None
 
-        self.wait(told, f"{event} is told", 60.0 if kind == "meet" else 40.0)
+        self.wait(is_told, f"{event} is told", 60.0 if kind == "meet" else 40.0)
         return event
 
     def kill(self, host: int) -> None:
@@ -165,15 +175,26 @@ class Soak:
             time.sleep(0.2)
 
     def false_words(self) -> list[str]:
-        """Returns what was told and not done."""
-        done = {event.host for event in self.events}
-        met = {event.host for event in self.events if event.kind == "meet"}
-        wrong = [found[0] for found in FALSE.finditer(self.log)]
-        wrong += [found[0] for found in GONE.finditer(self.log) if found[1] not in done]
-        wrong += [found[0] for found in CAME.finditer(self.log) if found[1] not in done and not met]
-        cut = {event.host for event in self.events if event.kind == "cut"}
-        wrong += [found[0] for found in UNREACHED.finditer(self.log) if found[1] not in cut and not met]
-        wrong += [found[0] for found in ALONE.finditer(self.log) if found[1] not in met]
+        """Returns what was told and not done, of that host and at that time."""
+        log = self.log
+        wrong = [found[0] for found in FALSE.finditer(log)]
+        allowed = {  # what must have been done: to the host that is named, or to the one where the others meet
+            GONE: (KINDS, ()),
+            LOST: (KINDS, ()),
+            CAME: (KINDS, ("meet",)),
+            UNREACHED: (("cut",), ("meet",)),
+            MOVED: (("meet",), ()),
+            ALONE: (("meet",), ()),
+        }
+        for words, (own, others) in allowed.items():
+            for found in words.finditer(log):
+                near = [
+                    each
+                    for each in self.events
+                    if each.span[0] <= found.start() and (each.span[1] is None or found.start() < each.span[1])
+                ]
+                if not any((each.host == found[1] and each.kind in own) or each.kind in others for each in near):
+                    wrong.append(f"{found[0]} ({', '.join(f'{each.kind} {each.host}' for each in near) or 'nothing'})")
         return sorted(set(wrong))
 
 
@@ -218,7 +239,8 @@ def run_soak(soak: Soak, num_losses: int, num_steps: int) -> dict[str, Any]:
         "false_words": soak.false_words(),
         "seconds": round(soak.now(), 1),
     }
-    return {"events": [asdict(each) for each in soak.events], "summary": summary}
+    rows = [{name: value for name, value in asdict(each).items() if name != "span"} for each in soak.events]
+    return {"events": rows, "summary": summary}
 
 
 def is_right(summary: Mapping[str, Any]) -> bool:

@@ -92,6 +92,14 @@ def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, claim: Claim) -> Non
     assert (tmp_path / "a" / "config.yaml").is_file()
 
 
+def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300) / "run"
+    with pytest.raises(
+        RunFolderError, match=r"cannot make the run's folder .*: File name too long\n  set monitor.folder"
+    ):
+        check_folder(path, resume=True)
+
+
 def test_an_older_run_is_kept_without_force(tmp_path: Path, claim: Claim) -> None:
     path = finished(tmp_path / "a")
     for refuse in (check_folder, lambda path: claim(path)):

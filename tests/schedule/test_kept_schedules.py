@@ -120,7 +120,7 @@ def _of_texts() -> Iterator[tuple[str, object]]:
             "no picture",
             re.sub(r"(?<=its format: ).*", "FORMATS", odd.replace(folder, "FOLDER")),
         )  # matplotlib's list
-    for name, ranks, microbatches in (("zb-v", 2, 4), ("1f1b", 3, 4), ("interleaved", 2, 300)):
+    for name, ranks, microbatches in (("zb-v", 2, 4), ("1f1b", 3, 4), ("interleaved", 2, 188)):
         pictures: list[Any] = []
         with patch("paceline.schedule.text.save_picture", lambda figure, _, kept=pictures: kept.append(figure)):
             draw(make_schedule(name, ranks, microbatches), Path("any.svg"))

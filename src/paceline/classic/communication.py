@@ -234,7 +234,7 @@ def compress_gradients(gradients: Any, compression_ratio: float = 0.1) -> Any:
     fills up with zeros. What is left out is dropped; ``CommunicationOptimizer`` keeps it for the next step.
     """
     refuse("compress_gradients", _check_ratio(compression_ratio, "try 0.1"))
-    checks = torch.sparse.check_sparse_tensor_invariants
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
     (checks.enable if checks.is_enabled() else checks.disable)()  # as it is; torch 2.11 warns until somebody says so
 
     def compress(gradient: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -164,6 +164,7 @@ def read_catalog(path: Path) -> CatalogFile:
     return parse_catalog(text, str(path))
 
 
+@lru_cache(maxsize=4)  # to read a file takes a quarter of a second, and one prediction asks for it several times
 def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml) -> CatalogFile:
     rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
     try:

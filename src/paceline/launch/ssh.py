@@ -51,7 +51,7 @@ _LOOK_S = 90.0
 _HOST, _SHOWN = r"[^- ][^ ]{0,319}|", 40  # a user, and a name of the network; no option of ssh
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
 _AGAIN_S = 5.0
-_LATE_S = 60.0  # for the other hosts, when the first has ended
+_LATE_S = 30.0  # for the other hosts, when the first has ended; and again, when they were asked to end
 _LOST = 255  # ssh's own
 _CANNOT_START = "answers, and Paceline does not start there:"
 _BY_SIGNAL = 128
@@ -209,10 +209,11 @@ class _Supervisor:
             thread.start()
         while not self.is_over.wait(_ALIVE_S):
             self._order({"do": "alive"})
-        deadline = time.monotonic() + _LATE_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._order({"do": "signal", "number": int(signal.SIGTERM)})
+        for _ in range(2):  # one that has just started would wait for the first for a minute
+            deadline = time.monotonic() + _LATE_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            self._order({"do": "signal", "number": int(signal.SIGTERM)})
         return FAILED if self.code == _LOST else self.code
 
     def signal(self, number: int) -> None:
@@ -235,10 +236,16 @@ class _Supervisor:
                 self.code = code
                 self.is_over.set()
                 return
-            if code in (0, 2) or not has_room:
+            why = "ssh does not reach it" if code == _LOST else f"left with exit code {code}"
+            if code in (0, 2) or self.is_cancelled:
+                return
+            if not has_room:
+                if not self.is_over.wait(_LATE_S):  # the others have not ended, and would wait for it
+                    echo(f"{host}: {why}; all {self.job.nodes} hosts are needed: the others end", err=True)
+                    self._order({"do": "signal", "number": int(signal.SIGTERM)})
                 return
             if command is self.command:
-                echo(f"{host}: left with exit code {code}; it is tried again in {_AGAIN_S:g} s", err=True)
+                echo(f"{host}: {why}; it is tried again in {_AGAIN_S:g} s", err=True)
             if self.is_over.wait(_AGAIN_S):
                 return
 

@@ -71,7 +71,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
 def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> None:
     """Raises RunFolderError if a run may not be started in ``path``: cheap, for before anything else is done."""
-    in_the_way = next((each for each in path.parents if each.exists() and not each.is_dir()), None)
+    try:
+        in_the_way = next((each for each in path.parents if each.exists() and not each.is_dir()), None)
+    except OSError as error:  # a folder that this user may not look into
+        raise _cannot_make(path, f"{error.filename}: {error.strerror}") from error
     if in_the_way is not None:
         raise _cannot_make(path, f"{in_the_way} is a file")
     if resume or not is_taken(path):

@@ -44,6 +44,7 @@ _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S, _WAIT_S = 600.0, 10.0  # for a round to begin; until a launcher says again that it waits
 _RETURN_S = 30.0  # for a server that cannot be reached any more to answer again
 _BEAT_S, _BEATS_PER_S = 0.5, 500  # of a launcher; and of all of them, which one server hears
+_MISSED = 4  # beats, before a launcher that beats slowly is missed
 _BETTER_S = 5.0  # for a host that knows more to tell it; one that is silent is missed sooner
 _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
@@ -66,6 +67,7 @@ def rendezvous(
         own = f"{host_name()}/{os.getpid()}/{secrets.token_hex(4)}"
         address, secret = Address(nodes.address, nodes.port), lambda: secret_of(os.environ)
         hosts = Hosts(least=nodes.least, most=nodes.count, last_call_s=LAST_CALL_S)
+        hosts.silence_s = max(hosts.silence_s, _MISSED * _beat_s(nodes.count))
         try:
             listener = listen(address)
         except OSError as error:
@@ -365,7 +367,7 @@ class Rendezvous(elastic.RendezvousHandler):
 
     def _attend(self) -> None:
         """Tells the server that this launcher lives, and learns which hosts have left or wait to be taken in."""
-        while not self._is_over.wait(max(_BEAT_S, self.hosts.most / _BEATS_PER_S)):
+        while not self._is_over.wait(_beat_s(self.hosts.most)):
             try:
                 asked = self._round
                 news = Attendance(*self._beats.ask("attend", self._name, f"ended/{asked}"))
@@ -379,6 +381,11 @@ class Rendezvous(elastic.RendezvousHandler):
                         f"and it tries to come back for {_RETURN_S:g} s"
                     )
                 return
+
+
+def _beat_s(most: int) -> float:
+    """Returns how often a launcher says that it lives, where so many do."""
+    return max(_BEAT_S, most / _BEATS_PER_S)
 
 
 def _allow_files() -> None:

@@ -373,9 +373,8 @@ def _observing(folder: Path, config: Config, comm: Communicator) -> AbstractCont
         readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
         return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
 
-    return observing_from_a_rank(
-        folder, config.monitor, config.model_dump(mode="json"), comm, find if local_rank == 0 else None
-    )
+    told = config.model_dump(mode="json")
+    return observing_from_a_rank(folder, config.monitor, told, comm, find if local_rank == 0 else None)
 
 
 def _claim_together(

@@ -51,15 +51,17 @@ class ControlClient:
 
     def wait_for_server(self, within_s: float) -> None:
         """Returns when the server is there and takes this job's secret. Raises CommunicationError when it does not."""
-        start = time.monotonic()
+        start, attempt_s = time.monotonic(), _CONNECT_S
         while True:
             try:
-                self._idle.append(self._connect(min(within_s, _CONNECT_S)))
+                self._idle.append(self._connect(min(within_s, attempt_s)))
                 self.ask("count")
                 self.why_unreached = ""
                 return
             except (CommunicationError, TimeoutError) as error:
-                patience_s = _SILENT_S if isinstance(error, SilentServerError) else within_s
+                patience_s = within_s
+                if isinstance(error, SilentServerError):
+                    patience_s, attempt_s = _SILENT_S, 2 * attempt_s  # more attempts are more work for a busy server
                 patience_s = _SECRET_S if isinstance(error, RefusedError) else patience_s
                 if time.monotonic() - start > min(within_s, patience_s):
                     raise

@@ -231,7 +231,7 @@ def listen(address: Address) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(target)
-        listener.listen(1024)
+        listener.listen(4096)  # connections of 1,000 launchers that come at once; the system may allow fewer
     except BaseException:
         listener.close()
         raise
