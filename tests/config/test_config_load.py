@@ -41,6 +41,9 @@ def problems_of(path: Path | None, *overrides: str) -> list[Problem]:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_our_configs_load_and_round_trip(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tinyshakespeare.txt").touch()  # which one of them reads, and nobody ships
+    (tmp_path / "bert").mkdir()  # which another one trains
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    (tmp_path / "bert" / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     config = load_config(path)
     assert load_config(write(tmp_path, dump_yaml(config))) == config

@@ -22,7 +22,7 @@ import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias, cast
+from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -144,19 +144,20 @@ class RowDataset(EpochDataset):
         return inputs, targets
 
 
-def _unpacked(path: Path) -> IO[bytes]:
-    """Opens a file, or the content of one that is compressed. Raises OSError, or DataError without a package for it."""
+def _content(path: Path) -> bytes:
+    """Reads a whole file, unpacked where it is compressed. Raises OSError, or DataError without a package for it."""
+    with open_regular(path) as file:
+        packed: bytes = file.read()
     if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=open_regular(path)))
-    if path.suffix == ".zst":
-        try:
-            zstandard = importlib.import_module("zstandard")
-        except ImportError as error:
-            what = f"data.path = {str(path)!r} needs the package zstandard, which is not installed"
-            raise DataError(f"{what}\n  it reads .zst files\n  pip install zstandard, or unpack the file") from error
-        content: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(open_regular(path))
-        return content
-    return open_regular(path)
+        return gzip.decompress(packed)
+    if path.suffix != ".zst":
+        return packed
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        what = f"data.path = {str(path)!r} needs the package zstandard, which is not installed"
+        raise DataError(f"{what}\n  it reads .zst files\n  pip install zstandard, or unpack the file") from error
+    return b"".join(zstandard.ZstdDecompressor().read_to_iter(packed))
 
 
 class CsvRows:
@@ -165,9 +166,8 @@ class CsvRows:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with _unpacked(path) as file:
-                text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-                self._rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(text)]
+            text = io.StringIO(_content(path).decode("utf-8-sig"), newline="")
+            self._rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(text)]
         except (OSError, ValueError, EOFError, csv.Error) as error:
             rule = f"it is a CSV file whose first line names its columns; a relative path starts at {Path.cwd()}"
             raise DataError(f"data.path = {str(path)!r} cannot be read: {error}\n  {rule}\n  check the path") from error
@@ -198,8 +198,7 @@ class JsonLines:
         starts, place, is_start = [], 0, True
         try:
             if path.suffix in (".gz", ".zst"):
-                with _unpacked(path) as packed:
-                    self._content = packed.read()
+                self._content = _content(path)
             with self._opened() as file:
                 while block := file.read(_BLOCK):
                     ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place
