@@ -332,10 +332,10 @@ def test_a_log_dir_has_each_step_of_each_rank_and_curves(tmp_path: Path) -> None
         return losses[:-1]
 
     for rank, losses in enumerate(run_virtual(work, 2)):
-        lines = (tmp_path / "trainer" / f"rank-{rank}.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        assert [(each["step"], each["detail"]["train/loss"]) for each in found] == list(enumerate(losses, start=1))
-        assert all(each["detail"]["time/step_s"] > 0 for each in found)
+        lines = (tmp_path / "trainer" / "records" / f"rank-{rank}.jsonl").read_text().splitlines()
+        found = [line for line in map(json.loads, lines) if line["type"] == "step"]
+        assert [(each["step"], each["loss"]) for each in found] == list(enumerate(losses, start=1))
+        assert all(each["step_s"] > 0 for each in found)
     assert len(list((tmp_path / "trainer").glob("events.out.tfevents.*"))) == 1
 
 

@@ -41,16 +41,26 @@ def test_an_operator_is_turned_and_a_call_left_out(mutants: ModuleType) -> None:
 def test_the_tests_of_a_mistake_are_those_that_enter_its_function(mutants: ModuleType) -> None:
     file, (line, *_) = "clock.py", next(mutants.mistakes_in((mutants.PACKAGE / "clock.py").read_text()))
     function = mutants.function_at((mutants.PACKAGE / file).read_text(), line)
-    tests = ["tests/comm/test_a.py::test_long", "tests/comm/test_a.py::test_short", "tests/run/test_b.py::test_it"]
+    here = "tests/scripts/test_mutants.py::"
+    long, short, broken, gone = (
+        here + name
+        for name in (
+            "test_a_share_is_of_all_that_were_tried",
+            "test_the_tests_of_a_mistake_are_those_that_enter_its_function",
+            "test_broken",
+            "test_that_was_renamed",
+        )
+    )
+    other = "tests/test_public_names.py::test_the_public_names"
     touched = {
-        "functions": {f"{file}:{function}": [*tests, "tests/comm/test_a.py::test_broken"], "x.py:1": ["another"]},
-        "times": {tests[0]: 2.0, tests[1]: 0.1, tests[2]: 0.1, "tests/comm/test_a.py::test_broken": 1.0},
-        "failed": ["tests/comm/test_a.py::test_broken"],
+        "functions": {f"{file}:{function}": [long, short, other, broken, gone], "x.py:1": ["another"]},
+        "times": {long: 2.0, short: 0.1, other: 0.1, broken: 1.0, gone: 0.1},
+        "failed": [broken],
     }
-    own, others = mutants.tests_for({"file": file, "line": line, "room": "comm"}, touched)
-    assert own[:2] == [tests[1], tests[0]]
+    own, others = mutants.tests_for({"file": file, "line": line, "room": "scripts"}, touched)
+    assert own[:2] == [short, long]
     assert all("::" not in each for each in own[2:])  # files that the map does not know
-    assert others == [tests[2]]
+    assert others == [other]
 
 
 def test_a_share_is_of_all_that_were_tried(mutants: ModuleType) -> None:

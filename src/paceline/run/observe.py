@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.comm.base import Communicator
 from paceline.config import Config
 from paceline.config.sections import MonitorConfig
 from paceline.errors import PacelineError
@@ -43,6 +42,9 @@ from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
 from paceline.run.signals import beside, polling
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
 
 _PATIENCE_S = 2.0
 _LOOK_S = 0.5
