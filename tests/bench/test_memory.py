@@ -39,7 +39,7 @@ def test_the_largest_model_is_what_the_bytes_of_its_state_allow(name: str, bytes
     assert len(row["tried_layers"]) <= 5
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_row_trains(option: object) -> None:
     row = bench_memory(option, NANO, Budget(device_bytes=GIB, host_bytes=GIB, max_layers=2), CPU)  # type: ignore[arg-type]

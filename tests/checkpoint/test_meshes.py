@@ -85,7 +85,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_what_one_mesh_saves_another_reads(before: str, after: str, tmp_path: Path) -> None:
     ranks, parallel = MESHES[before]

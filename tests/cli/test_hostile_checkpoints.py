@@ -85,7 +85,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -181,7 +181,7 @@ class Planted:
         return Path.mkdir, (self.path,)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["manifest.json", FILE, "rank-00000.json", ".metadata"])
 def test_no_command_unpickles_what_lies_in_a_checkpoint(bad: Path, call: Call, project: Path, name: str) -> None:
     (bad / name).write_bytes(pickle.dumps(Planted(project / "ran")))

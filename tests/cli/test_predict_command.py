@@ -81,6 +81,7 @@ def test_a_band_that_nobody_earned_claims_nothing(call: Call, tmp_path: Path) ->
     assert found["step_s_high"] == pytest.approx(found["step_s"] * (1 + COMPOSED_P90))
 
 
+@pytest.mark.exhaustive
 def test_an_open_microbatch_is_the_largest_that_fits(call: Call, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> Cluster:
         found = load_cluster(name)

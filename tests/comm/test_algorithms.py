@@ -335,7 +335,7 @@ def sent(comm: Communicator, name: str, hosts: int, numel: int) -> tuple[int, in
 PLACES = [(2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (4, 2), (6, 3), (6, 2), (8, 4), (9, 3)]
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("ranks", "hosts"), PLACES)
 def test_every_rank_sends_the_bytes_of_the_formula(name: Algorithm, ranks: int, hosts: int) -> None:
@@ -602,7 +602,7 @@ def on_real_ranks(comm: Communicator, name: str) -> list[torch.Tensor]:
     return [*found, piece, gathered]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_real_ranks_give_the_bits_of_virtual_ones(gloo_pool: GlooPool, name: str, ranks: int) -> None:

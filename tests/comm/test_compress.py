@@ -82,7 +82,7 @@ def residual_of(compressor: Compressor) -> torch.Tensor:
 # What holds for all policies.
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(ranks=RANKS, shape=SHAPES, seed=SEEDS)
 def test_ranks_get_the_same_bits_and_nothing_is_lost(
@@ -386,7 +386,7 @@ def bytes_sent(chosen: Compression | None, side: int = 1000, ranks: int = 2) -> 
     return run_virtual(work, ranks)[0]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("chosen", "least", "most"),
     [

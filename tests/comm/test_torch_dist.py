@@ -351,7 +351,7 @@ def come_alone(comm: Communicator) -> dict[str, str]:
 # The same on virtual ranks.
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "numel"), [(2, 3), (2, 0), (4, 1), (3, 5)])
 def test_every_verb_and_dtype_gives_what_virtual_ranks_give(gloo_pool: GlooPool, ranks: int, numel: int) -> None:
     assert_same(gloo_pool.run(every_verb, numel, ranks=ranks), run_virtual(lambda comm: every_verb(comm, numel), ranks))
@@ -361,7 +361,7 @@ def test_tensors_may_overlap_and_many_operations_be_in_flight(gloo_pool: GlooPoo
     assert_same(gloo_pool.run(in_place_and_in_flight, ranks=2), run_virtual(in_place_and_in_flight, 2))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_are_taken_in_rank_order(gloo_pool: GlooPool, ranks: int) -> None:
     assert_same(gloo_pool.run(sums_of_any_numbers, ranks=ranks), run_virtual(sums_of_any_numbers, ranks=ranks))

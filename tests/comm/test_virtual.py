@@ -54,7 +54,7 @@ def test_ranks_are_numbered_and_share_the_device(ranks: int) -> None:
     assert run_virtual(work, ranks) == [(rank, ranks, tuple(range(ranks)), "cpu") for rank in range(ranks)]
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("dtype", "op"), reductions())
 def test_reductions(dtype: torch.dtype, op: ReduceOp, ranks: int) -> None:
@@ -75,7 +75,7 @@ def test_reductions(dtype: torch.dtype, op: ReduceOp, ranks: int) -> None:
             assert reduced.dtype == piece.dtype == dtype
 
 
-@pytest.mark.some(15)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathers_broadcasts_and_exchanges(dtype: torch.dtype, ranks: int) -> None:

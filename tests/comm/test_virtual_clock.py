@@ -198,7 +198,7 @@ def pipeline_makespan(schedule: str, ranks: int, microbatches: int, chunks: int)
     return max(end for _, end in found) - found[0][0], timing
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "overhead"),
     [

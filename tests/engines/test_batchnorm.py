@@ -171,7 +171,7 @@ def cut(shares: Shares, ranks: int) -> Shares:
 # Parity.
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @covering(always={"ranks": [3]}, name=list(MODELS), ranks=[1, 2, 3, 4])
 def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
     shares = cut(RAGGED if ranks % 2 else EVEN, ranks)
@@ -184,7 +184,7 @@ def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
         check_close(found, expected)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_without_samples_stand_in(name: str) -> None:
     expected = train_alone(make(name), SOME_SIT_OUT)
@@ -196,7 +196,7 @@ def test_ranks_without_samples_stand_in(name: str) -> None:
         check_close(found, expected)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "twice"])
 def test_a_rank_may_stand_in_before_it_has_ever_run(name: str) -> None:
     shares = [(None, 6), (None, 5), (2, 4)]

@@ -41,7 +41,7 @@ def make_tuned(module: nn.Module, comm: Communicator, **options: Any) -> DataPar
     return DataParallel(module, make_groups(comm), sized(200, 100, tunes_buckets=True, **options))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", ["branches", "tied", "reentrant", "odd shapes", "tiny", "frozen"])
 def test_training_equals_one_process(case: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], steps=STEPS)
@@ -164,7 +164,7 @@ def plain_parameters() -> torch.Tensor:
     return run_virtual(lambda comm: trained_parameters(comm, None), 2)[0]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["topk", "powersgd", "int8"])
 def test_compression_goes_with_it(policy: Any) -> None:
     """What a step did not send is not lost when buckets change: the sum of all updates stays near the plain one's."""
@@ -257,7 +257,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, case: str, recipe: Re
     return outcome, None if choice is None else (choice.policy, choice.link, choice.num_buckets)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("strategy", "shares"), [("ddp", "two ranks"), ("zero1", "two ranks"), ("zero2", "two ranks")])
 def test_real_ranks(gloo_pool: GlooPool, strategy: str, shares: str) -> None:
     recipe, patience = Recipe(shares=SHARES[shares], steps=STEPS), {"group_timeout_s": 60.0, "timeout_s": 120.0}

@@ -148,7 +148,7 @@ SHARES = {
 }
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(6)
 @covering(always={"shares": ["ragged accumulation"]}, model=MODELS, shares=SHARES)
 def test_training_equals_one_process(model: type[nn.Module], shares: list[list[int]]) -> None:
     expected = reference(model, steps=4, clip=0.5)

@@ -80,7 +80,7 @@ def train(comm: Communicator, precision: Precision, *, parts: int, steps: int = 
     return {**engine.full_state_dict(), "norms": torch.stack(norms)}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("precision", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_compute_what_one_process_of_the_same_policy_does(ranks: int, precision: Precision) -> None:

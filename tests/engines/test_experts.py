@@ -162,6 +162,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_learn_as_in_one_process(name: str) -> None:
     expected = train_alone()
@@ -177,6 +178,7 @@ def test_other_norms_are_those_of_one_process(name: str, kind: float) -> None:
         assert found.norms == pytest.approx(expected.norms, rel=ZERO)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("first", "second", "ranks"),
     [("ddp", "fsdp", 4), ("fsdp", "four groups", 4), ("zero2", "ddp", 2), ("pipeline", "hybrid", 4), ("hybrid", "", 1)],

@@ -301,7 +301,7 @@ def one_process_losses(precision: str) -> list[float]:
     return train(SoloCommunicator(CPU), "ddp", precision=precision)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @covering(
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
     precision=["fp8", "fp8_row"],

@@ -108,7 +108,7 @@ def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -
 ORDERS = ("branches", "tied", "reentrant", "unused", "odd shapes")
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "case",
@@ -123,7 +123,7 @@ def test_hybrid_trains_as_one_process(case: str, clip: float | None) -> None:
         assert_same(result, single(case, recipe))
 
 
-@pytest.mark.some(2)  # ZeRO's pieces, which are made likewise, have the others
+@pytest.mark.some(1)  # ZeRO's pieces, which are made likewise, have the others
 @pytest.mark.parametrize("optimizer", ["sgd", "foreach", "fused", "groups"])
 def test_plain_optimizers_work_on_pieces(optimizer: str) -> None:
     recipe = Recipe(shares=SHARES["accumulated"], optimizer=optimizer)
@@ -131,7 +131,7 @@ def test_plain_optimizers_work_on_pieces(optimizer: str) -> None:
         assert_same(result, single("odd shapes", recipe))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", ["plain", "tied", "branches", "odd shapes"])
 def test_real_ranks_train_as_one_process(case: str, gloo_pool: GlooPool) -> None:
     recipe = Recipe(shares=((3, 3), (6, 0)))
@@ -180,7 +180,7 @@ def loops(model: Any, x: torch.Tensor, step: int) -> Any:
     return (model(x, times=2 + step % 2) ** 2).mean()
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @covering(
     always={"reshard": [True]},
     call=[two_forwards, sometimes_evaluates, skips, calls_a_part, loops],

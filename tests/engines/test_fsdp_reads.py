@@ -230,6 +230,7 @@ def test_a_model_whose_parts_are_called_needs_no_note(model: type[nn.Module]) ->
     run_engine(shard, model, Recipe(shares=SHARES["two ranks"], steps=1))  # warnings are errors
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", READ)
 def test_one_note_says_what_a_read_costs_and_the_cut_that_it_proposes_needs_none(model: type[nn.Module]) -> None:
     recipe = Recipe(shares=SHARES["accumulated"], steps=2)

@@ -77,7 +77,7 @@ def owed(state: Saved) -> dict[str, torch.Tensor]:
     return {name: rows.mean(0) for name, rows in residuals(state).items()}
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_sent_and_what_is_owed_add_up_to_the_gradients(policy: str) -> None:
     steps = 3
@@ -149,7 +149,7 @@ def test_memory_between_the_tensors_of_a_bucket_is_not_taken_for_a_gradient(
     run_virtual(work, RANKS)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["topk", "powersgd"])
 @pytest.mark.parametrize(("before", "after"), [("hybrid", "ddp"), ("ddp", "hybrid")])
 def test_the_other_strategy_owes_the_same(policy: str, before: str, after: str) -> None:

@@ -214,7 +214,7 @@ def summed_loss(model: Callable[..., Any], batch: Any) -> LossValue:
     return LossValue(total, count)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_do_what_the_schedule_says_and_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     ranks, microbatches = 3, 6

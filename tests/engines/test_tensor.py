@@ -120,7 +120,7 @@ def assert_same(found: list[tuple[list[float], Values, Values]], name: str, chan
             assert torch.equal(value, found[0][1][key]), key
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @covering(
     always={"case": ["current on 4"]},
     case={
@@ -163,7 +163,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("is_sequence", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_models_that_are_changed_after_being_split(change: str, is_sequence: bool) -> None:

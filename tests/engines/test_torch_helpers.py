@@ -176,7 +176,7 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused_at_its_fi
     on_ranks(work)
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("options", [{"strategy": "ddp"}, *SHARDED, HYBRID])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_torchs_clipping_takes_the_norm_over_all_ranks(options: dict[str, Any], norm_type: float) -> None:

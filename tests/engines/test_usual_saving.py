@@ -67,6 +67,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol
         torch.testing.assert_close(found[name], value, rtol=0, atol=atol)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*STRATEGIES, *MASTERS])
 def test_a_run_saved_the_usual_way_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
     options = {**STRATEGIES, **MASTERS}[name]
@@ -99,6 +100,7 @@ def test_a_run_saved_the_usual_way_goes_on_as_if_it_had_not_stopped(name: str, t
         assert state["exp_avg"].shape == parameter.shape
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, ranks_of(each)) for name, each in STRATEGIES.items()), ("fsdp", 1), ("offload", 1)]
 )

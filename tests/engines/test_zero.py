@@ -78,7 +78,7 @@ def expected(case: str, shares: str, clip: float | None = 0.5, optimizer: str = 
 # Training gives what one process gives.
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "shares", ["ragged", *(pytest.param(shares, marks=pytest.mark.exhaustive) for shares in OTHERS)]
 )
@@ -101,7 +101,7 @@ def test_plain_optimizers_with_parameter_groups(stage: int, case: str, optimizer
         assert_same(outcome, expected(case, "ragged", 0.5, optimizer))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("bucket_bytes", [0, 10**6])
 @pytest.mark.parametrize("overlap", [True, False])
 @STAGES
@@ -116,7 +116,7 @@ def train_on_real_ranks(comm: Communicator, stage: int, case: str, recipe: Recip
     return engine_cases.train(comm, stage_maker(stage), case, recipe)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @covering(always={"case": ["branches"]}, stage=[1, 2], case=["tied", "reentrant", "branches"])
 def test_real_ranks(gloo_pool: GlooPool, stage: int, case: str) -> None:
     shares = "two ranks" if case == "tied" else "ragged"

@@ -44,7 +44,7 @@ def test_the_notebooks_are_those_of_the_pages() -> None:
     assert not script.stale(), "run: python scripts/make_notebooks.py"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_shows(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

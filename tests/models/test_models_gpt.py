@@ -53,7 +53,7 @@ def excited(model: GPT) -> GPT:
 # Sizes
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_has_the_parameters_that_its_name_says(size: str) -> None:
     with torch.device("meta"):
@@ -269,7 +269,7 @@ def test_residual_projections_start_smaller_with_depth() -> None:
         assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.02), name
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("positions", "kv_heads"), FORMS)
 def test_float64_gradients_are_those_of_finite_differences(positions: Any, kv_heads: int) -> None:
     model = excited(make(positions=positions, kv_heads=kv_heads, width=16, layers=1)).double()

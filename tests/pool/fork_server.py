@@ -225,6 +225,9 @@ ALSO_LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch._functorch.aot_autograd",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "torch.distributed.fsdp",
+    "peft",
     "torch.distributed.pipelining",
     "sklearn.datasets",
 )  # beside Paceline

@@ -100,7 +100,7 @@ CASES: list[Any] = [  # each model with one precision by default, and all precis
 CASES.append(({"kind": "resnet", "depth": 50}, IMAGES, "bf16"))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("model", "data", "precision"), CASES, ids=name_of)
 def test_formula_against_measurement(model: dict[str, Any], data: dict[str, Any], precision: str) -> None:
     config = config_from_dict({"model": model, "data": data, "train": {"precision": precision}})

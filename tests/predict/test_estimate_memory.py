@@ -237,7 +237,7 @@ def storage_bytes(tensors: list[Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 says so once
 @pytest.mark.parametrize(
     ("strategy", "precision", "optim"),
@@ -279,7 +279,7 @@ def owed(comm: Communicator, config: Config) -> int:
     return sum(each.nbytes for each in compressor.held())
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
 @pytest.mark.parametrize(
     "compression",

@@ -205,7 +205,7 @@ def storage_bytes(tensors: list[Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("parallel", "ranks", "tied"),
     [

@@ -91,7 +91,7 @@ def test_a_plan_takes_as_long_as_the_engine(
     assert planned(case) - planned(usual) == pytest.approx(added, rel=0.15, abs=0.01 * replayed(case))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @SPREAD
 @OFFLOADED
 def test_a_plan_needs_no_less_than_the_engine_holds(strategy: str, offload: tuple[str, ...], name: str) -> None:

@@ -35,7 +35,7 @@ def programs(config: Config, calls: KnownCalls | None = None) -> tuple[Program, 
     return record_stages(config, ranks=4, calls=calls)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -69,7 +69,7 @@ def made(tmp_path: Path) -> Folder:
     return make
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", TRACED)
 @pytest.mark.filterwarnings("ignore")  # what the library thinks of tiny sizes
 def test_an_architecture_is_predicted_kernel_by_kernel(made: Folder, kind: str) -> None:

@@ -30,7 +30,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_plan_and_predict_tell_the_same_memory(name: str) -> None:
     """The bound is the same number; the dry run holds no more than it, and not much less."""

@@ -60,7 +60,7 @@ def recorded(strategy: str) -> Program:
     return record(make_config(strategy=strategy, **({"shard_ranks": 2} if strategy == "hybrid" else {})), ranks=RANKS)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.exhaustive), "zero2", "fsdp", "hybrid"]
 )

@@ -47,7 +47,7 @@ def losses(found: Simulation, rank: int = 0) -> list[tuple[float, float | None]]
     return [(each.loss_sum, each.grad_norm) for each in found.records[rank] if isinstance(each, StepRecord)]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("compute", ["measured", "modelled"])
 @pytest.mark.parametrize(
     "parallel",

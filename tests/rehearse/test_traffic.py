@@ -52,6 +52,7 @@ def counts(program: Program) -> tuple[Counter[str], Counter[str]]:
 LONG = pytest.mark.exhaustive
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "policy",
     ["topk", "int8", *(pytest.param(each, marks=LONG) for each in ("randomk", "powersgd", "sign", "bf16", "fp16"))],
@@ -75,7 +76,7 @@ def test_steps_before_compression_begins_are_not_told_of() -> None:
     assert record(now, ranks=2) == record(later, ranks=2)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("algorithm", "strategy"),
     [

@@ -209,6 +209,7 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("arguments", "status", "words"), [([], "done", ""), (["x"], "failed", "KeyError: 'lost'")])
 def test_the_end_of_the_process_ends_the_run(tmp_path: Path, arguments: list[str], status: str, words: str) -> None:
     Path("loop.py").write_text(SCRIPT, encoding="utf-8")
@@ -217,3 +218,15 @@ def test_the_end_of_the_process_ends_the_run(tmp_path: Path, arguments: list[str
     (end,) = records_of(tmp_path / "runs/script", 0, EndRecord)
     assert (end.status, end.message, end.step) == (status, words, 1)
     assert math.isclose(records_of(tmp_path / "runs/script", 0, StepRecord)[0].loss, 1.0)
+
+
+def test_what_is_saved_before_the_first_step_is_of_a_run() -> None:
+    def loop(comm: Any) -> tuple[Path, Path]:
+        engine = paceline.parallelize(make_model(), comm)
+        with paceline.Run(comm, "early", engine, monitor={"sample_s": None}) as run:
+            return run.save(best=1.0), run.folder
+
+    path, folder = paceline.run_virtual(loop, ranks=1)[0]
+    assert path == folder / "checkpoints" / "step-00000000"
+    assert path.is_dir()
+    assert folder == Path("runs/early").absolute()

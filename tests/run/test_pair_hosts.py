@@ -45,7 +45,7 @@ def train(channel: MemoryChannel, guilty: int, fault: dict[str, int], every: int
     return None
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("every", "lag"), [(12, 5), (150, 45)])
 @pytest.mark.parametrize("guilty", [0, 1, 2])
 @pytest.mark.parametrize(

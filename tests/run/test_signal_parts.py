@@ -86,6 +86,8 @@ def test_a_launcher_hands_requests_on_and_stops_by_the_second(monkeypatch: pytes
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(os, "kill", lambda *told: killed.append(told))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT):  # a shell ignores them for what it starts in the background
+        signal.signal(number, signal.SIG_DFL)
     leave_early()
     with launcher_signals(lambda: ranks, stopped.append) as asked:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as with nohup

@@ -34,6 +34,7 @@ def check_message(err: str) -> None:
     assert [noise for noise in NOISE if noise in err] == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("phase", "rank", "arguments"),
     [

@@ -67,7 +67,7 @@ NOT_JUDGED = [
 ]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("changes", "reason"), NOT_JUDGED)
 def test_a_config_that_is_not_judged_says_why(changes: dict[str, dict[str, Any]], reason: str) -> None:
     found = planned(make_config(**changes))

@@ -48,7 +48,7 @@ def expected() -> dict[str, torch.Tensor]:
     return run(1, {"strategy": "ddp"})[0]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("parallel", "options", "axes"),
     [

@@ -51,7 +51,7 @@ def test_parameters_lie_in_that_order() -> None:
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in weights)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 def test_a_run_goes_on_in_the_other_order(

@@ -75,7 +75,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("case", "steps"),
     [*((case, SHORT) for case in SOME), *(pytest.param(c, LONG, marks=pytest.mark.exhaustive) for c in CASES)],

@@ -94,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_record_has_all_that_a_step_stood_still_for(case: str) -> None:
     for found in run_virtual(lambda comm: exposed_of(comm, CASES[case]), 4):

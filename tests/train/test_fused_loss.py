@@ -59,7 +59,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_under_every_strategy_are_those_of_one_process_with_logits(strategy: str, tied: bool) -> None:

@@ -159,7 +159,7 @@ def trained_theirs(path: Path) -> tuple[list[float], nn.Module]:
     return train_theirs(path)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "vit", "gpt_neox"])
 def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str, strategy: str) -> None:
@@ -171,7 +171,7 @@ def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "split"),
     [
@@ -200,7 +200,7 @@ def test_a_model_that_is_split_trains_as_the_librarys_own(folder: Folder, kind: 
 LORA = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "down_proj", "c_attn"]}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_adapters_alone_are_trained(folder: Folder, kind: str, strategy: str) -> None:

@@ -185,7 +185,7 @@ def grouped_alone() -> tuple[dict[str, bool], dict[str, Any], list[float]]:
     return run_virtual(lambda comm: grouped(comm, {}), 1)[0]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "parallel",
     [{"strategy": "zero2"}, {"strategy": "fsdp"}, {"pipeline": 2}, {"strategy": "zero1"}, {"tensor": 2}],

@@ -94,7 +94,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, precision: str) -> di
     return train(comm, make_config(strategy, comm.size, None, precision=precision))[0]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16_master"), ("zero1", "fp16"), ("fsdp", "bf16_master")]
 )

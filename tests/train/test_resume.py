@@ -131,7 +131,7 @@ def facts(records: list[StepRecord]) -> list[Any]:
 # The same number of ranks: bit for bit.
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "optim"),
     [
@@ -218,7 +218,7 @@ def merged(histories: list[History], accumulate: int) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 3)])
 def test_at_another_number_of_ranks_order_and_rates_go_on(before: int, after: int, tmp_path: Path) -> None:
     config = make_config(dropout=0.0)

@@ -140,7 +140,7 @@ def in_halves(strategy: str) -> Any:
     return run_virtual(functools.partial(train, hunger=None, strategy=strategy, pieces=2), ranks=2)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("strategy", "since", "rank", "where"),  # since 0: in the first microbatch, which does not reduce; 1: in the last
     [

@@ -40,7 +40,7 @@ def native(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     return run_virtual(lambda comm: train(comm, strategy, "native"), ranks=4)[0]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "algorithm"),
     [

@@ -80,7 +80,7 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
 def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
     alone = alone_on_one_rank()

@@ -91,7 +91,7 @@ def train_ranks(
     return seen, norms, engine.module
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @covering(
     always={"cut": ["4 ranks, 4 parts", "1 ranks, 4 parts"]},
     cut=CUTS,

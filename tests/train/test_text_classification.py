@@ -84,6 +84,7 @@ def train(comm: Any, config: Any) -> tuple[list[float], dict[str, torch.Tensor]]
     return losses, {"first": before["classifier.weight"], **trainer.parts.engine.full_state_dict()}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 4)])
 def test_it_learns_as_in_the_librarys_own_loop(made: Path, strategy: str, ranks: int) -> None:
     found = run_virtual(lambda comm: train(comm, config_of(made, ranks=ranks, strategy=strategy)), ranks)

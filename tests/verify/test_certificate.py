@@ -66,7 +66,7 @@ def built_in(name: str) -> Config:
     return config_from_dict({**BUILT_IN[name], "train": {"dtype": "float64"}})
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks", "accumulate"),
     [
@@ -191,7 +191,7 @@ def test_the_callers_functions_are_asked_for_each_step() -> None:
     assert sorted(asked) == sorted([0, 1, 2] * 3)  # one process and two ranks
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
 def test_ragged_last_batches_and_few_samples(strategy: str) -> None:
     for batch in (lambda step: make_batch(step, 1), lambda step: make_batch(step, 9 - 7 * step)):
@@ -243,7 +243,7 @@ def normed() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(6, 3))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
     [("ddp", 3, 1), ("ddp", 2, 2), ("zero1", 2, 2), ("zero2", 3, 1), ("fsdp", 3, 1), ("fsdp", 2, 2), ("hybrid", 4, 2)],
@@ -265,7 +265,7 @@ def test_batch_norm_passes_with_the_statistics_of_all_ranks(strategy: str, ranks
     assert found.reference == f"one process on {batches}"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"), [("ddp", 2, 1), ("ddp", 4, 1), ("ddp", 2, 2), ("zero1", 2, 1), ("fsdp", 2, 2)]
 )
@@ -344,7 +344,7 @@ class Centre(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", VERIFIED)
 def test_a_module_that_mixes_samples_is_named(strategy: str) -> None:
     found = paceline.verify(Centred, make_batch, F.cross_entropy, strategy=strategy, ranks=4, steps=1)
@@ -407,7 +407,7 @@ class Wrong(nn.Linear):
         return output + 1e-3 if threading.current_thread().name == "rank-1" else output
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "size"),
     [
@@ -463,7 +463,7 @@ class WrongBackward(nn.Module):
         return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("clip", "strategy"), [(None, "ddp"), (1e-3, "ddp"), (1e-3, "zero1"), (1e-3, "zero2"), (1e-3, "fsdp")]
 )
@@ -652,7 +652,7 @@ def verified_on_this_rank(comm: Communicator, name: str, settings: Settings, sha
     return [compare(ours, expected).largest for ours, expected in pairs]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [

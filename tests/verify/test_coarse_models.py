@@ -42,7 +42,7 @@ def proof_of(part: nn.Module, **options: Any) -> Certificate:
     return paceline.verify(make_model, make_batch, F.cross_entropy, ranks=2, accumulate=2, **options)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mistral", "qwen3"])
 @pytest.mark.parametrize(("strategy", "tensor"), [("fsdp", 1), ("ddp", 1), ("ddp", 2)])
 def test_verify_passes_on_a_hugging_face_model_and_says_why_it_allows_more(

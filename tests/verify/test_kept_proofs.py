@@ -411,7 +411,13 @@ def _of_certificates() -> Iterator[tuple[str, object]]:
         left = {name: each for name, each in told_of.items() if name not in ("errors", "max_abs_error", "seconds")}
         yield (
             f"certificate {options}",
-            [left, found.facts()["what"], found.facts()["result"], found.errors.largest <= found.tolerance],
+            [
+                left,
+                found.facts()["what"],
+                found.facts()["result"],
+                found.facts()["diverges"],
+                found.errors.largest <= found.tolerance,
+            ],
         )
 
     for options in ({"coarse": True}, {"coarse": True, "tolerance": 1e-10}, {"norm": True, "precision": "bf16_master"}):
@@ -431,4 +437,4 @@ def _of_certificates() -> Iterator[tuple[str, object]]:
     )
     case = FunctionCase(model=lambda: _Model(), batch=_batch, loss=nn.functional.cross_entropy)
     yield "unpicklable", str(told(lambda: certify(case, Settings.of(backend="gloo")))).partition("there:")[0]
-    yield "largest rounding", math.isfinite(wrong.max_abs_error)
+    yield "largest rounding", [math.isfinite(wrong.max_abs_error), wrong.facts()["diverges"] == str(wrong.divergence)]

@@ -56,7 +56,7 @@ def verify(model: Any = Net, batch: Any = make_batch, **options: Any) -> Certifi
     return paceline.verify(model, batch, F.cross_entropy, **options)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @covering(
     always={"strategy": ["fsdp"]},
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
@@ -85,7 +85,7 @@ def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
         assert found.errors.largest < 2e-6
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero2", "bf16_master"), ("fsdp", "fp16"), ("fsdp", "bf16_master")]
 )
@@ -115,7 +115,7 @@ class OffOnOneRank(nn.Linear):
         return output * 1.01 if current_rank() == "rank-1" else output
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("zero2", "bf16_master"), ("fsdp", "bf16_master")]
 )
@@ -178,7 +178,7 @@ def test_a_loss_that_is_scaled_needs_no_other_bound(monkeypatch: pytest.MonkeyPa
 # Real processes.
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("fsdp", "bf16"), ("fsdp", "bf16_master")]
 )
@@ -205,7 +205,7 @@ def make_blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Sequential(*layers), nn.Linear(16, 3))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @covering(
     always={"strategy": ["fsdp"]}, strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"], precision=["fp8", "fp8_row"]
 )

@@ -568,7 +568,7 @@ def rounding(made: FunctionCase) -> FunctionCase:
     return dataclasses.replace(made, model=make)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_is_found_in_a_model_that_computes_parts_in_float32(
     bug: Bug, monkeypatch: pytest.MonkeyPatch

@@ -148,7 +148,7 @@ def test_odd_models_pass(model: type[nn.Module], strategy: str) -> None:
     assert found.passed, found.divergence
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @covering(model=[Frozen, Reused, Tied, Trees, Branches, Blind], strategy=["fsdp", "zero2"])
 def test_odd_models_pass_when_they_are_checkpointed(model: type[nn.Module], strategy: str) -> None:
     options: dict[str, Any] = {"strategy": strategy, "ranks": 3, "steps": 2, "checkpoint_activations": "full"}
@@ -156,7 +156,7 @@ def test_odd_models_pass_when_they_are_checkpointed(model: type[nn.Module], stra
     assert found.passed, found.divergence
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @covering(model=[Frozen, Reused, Tied, Trees, Tiny], strategy=["fsdp", "ddp"])
 def test_odd_models_pass_with_masters(model: type[nn.Module], strategy: str) -> None:
     options: dict[str, Any] = {"strategy": strategy, "ranks": 2, "precision": "bf16_master", "steps": 2}

@@ -524,7 +524,7 @@ def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> No
     check_found(bug, monkeypatch)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("settings", SHARDED.values(), ids=SHARDED.keys())
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_replaced_loop_is_right_without_a_bug(

@@ -104,7 +104,7 @@ def test_torch_own_dcp_is_taken_in_with_its_optimizer(tmp_path: Path) -> None:
     assert made.found["optimizer/norm.weight"]["values"]["step"] == 1
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -53,7 +53,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("pipeline", "data", "tensor"), MESHES)
 def test_ranks_stand_where_they_do_in_training(pipeline: int, data: int, tensor: int) -> None:
     ranks = pipeline * data * tensor
