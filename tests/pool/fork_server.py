@@ -45,6 +45,7 @@ FORKED = (
     "faulty_rank",
     "kill_saves",
     "own_loop",
+    "recorded_loop",
     "deeds",
     "run_functions",
     "run_tests",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,23 +198,11 @@ def test_mistakes_are_told() -> None:
     assert "shape [2]" in refusal(lambda comm: paceline.Run(comm, "d", monitor=quiet).log(loss=torch.ones(2)))
 
 
-SCRIPT = """
-import sys, torch, paceline
-comm = paceline.connect()
-run = paceline.Run(comm, "script", monitor={"sample_s": None})
-with run.step(1):
-    run.log(loss=1.0)
-comm.print(f"step {run.num_steps} of rank {comm.rank}", comm.is_main)
-if len(sys.argv) > 1:
-    raise KeyError("lost")
-"""
-
-
-@pytest.mark.some(1)
 @pytest.mark.parametrize(("arguments", "status", "words"), [([], "done", ""), (["x"], "failed", "KeyError: 'lost'")])
 def test_the_end_of_the_process_ends_the_run(tmp_path: Path, arguments: list[str], status: str, words: str) -> None:
-    Path("loop.py").write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run([sys.executable, "loop.py", *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "recorded_loop", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "pool")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout == "step 1 of rank 0 True\n"
     (end,) = records_of(tmp_path / "runs/script", 0, EndRecord)
     assert (end.status, end.message, end.step) == (status, words, 1)
