@@ -75,8 +75,11 @@ def told_of(mutants: dict[str, Any]) -> str:
     told = mutants["summary"]
     text = (
         f"Of {told['mistakes']} mistakes (seed {mutants['seed']}) the tests noticed {told['by_all']:.1%}, "
-        f"and those of the mistake's own room {told['by_room']:.1%}. Not noticed:\n\n"
+        f"and those of the mistake's own room {told['by_room']:.1%}."
     )
+    if first := mutants.get("first"):  # what a draw of one's own will find, before anybody has read it
+        text += f" As drawn, before those that lived had tests: {first['by_all']:.1%} and {first['by_room']:.1%}."
+    text += " Not noticed:\n\n"
     rows = [
         f"- `{each['file']}:{each['line']}`: `{each['was']}` became `{each['is']}`: {each.get('why', 'not read yet')}"
         for each in mutants["mistakes"]

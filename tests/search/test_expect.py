@@ -99,6 +99,8 @@ def test_what_cannot_be_priced_has_a_reason_and_no_time(changes: list[str], gpus
 def test_an_algorithm_is_priced_as_native_and_that_is_told() -> None:
     native, ring = expect_run(_config(), HOST), expect_run(_config("comm.algorithm=ring"), HOST)
     assert ring == replace(native, assumed=(*native.assumed, "comm.algorithm = ring is as fast as native"))
+    alone, other = (expect_run(_config("parallel.ranks=1", *more), HOST) for more in ([], ["comm.algorithm=ring"]))
+    assert (other.assumed, alone.ranks) == (alone.assumed, 1)  # with nobody to send to there is nothing to assume
 
 
 def test_several_hosts_are_not_priced() -> None:
