@@ -75,7 +75,7 @@ def told_of(mutants: dict[str, Any]) -> str:
     told = mutants["summary"]
     text = (
         f"Of {told['mistakes']} mistakes (seed {mutants['seed']}) the tests noticed {told['by_all']:.1%}, "
-        f"and those of the mistake's own room {told['by_room']:.1%}."
+        f"and those of the mistake's own room {told['by_room']:.1%} (`bench/results/mutants-cpu.json`)."
     )
     if first := mutants.get("first"):  # what a draw of one's own will find, before anybody has read it
         text += f" As drawn, before those that lived had tests: {first['by_all']:.1%} and {first['by_room']:.1%}."
