@@ -36,7 +36,7 @@ LINES = {
     "cluster": 1_750,
     "comm": 7_200,  # single_tensors.py came from classic
     "config": 3_400,
-    "data": 4_450,
+    "data": 4_500,
     "doctor": 900,
     "engines": 10_050,
     "health": 1_500,

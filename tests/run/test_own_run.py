@@ -219,3 +219,40 @@ def test_what_is_saved_before_the_first_step_is_of_a_run() -> None:
     assert path == folder / "checkpoints" / "step-00000000"
     assert path.is_dir()
     assert folder == Path("runs/early").absolute()
+
+
+def test_a_run_that_is_closed_leaves_nothing_behind() -> None:
+    hook = sys.excepthook
+
+    def loop(comm: Any) -> list[int]:
+        engine = paceline.parallelize(make_model(), comm)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        found = []
+        for name in ("one", "two"):
+            with paceline.Run(comm, name, engine, optimizer, monitor={"sample_s": None}) as run:
+                with run.step(1):
+                    engine(INPUTS[:2]).sum().backward()
+                    optimizer.step()
+                found.append(len(optimizer._optimizer_step_pre_hooks))
+            assert engine.gradient_comm.ledger is not None
+            assert engine.gradient_comm.ledger.listeners == []
+        return [*found, len(optimizer._optimizer_step_pre_hooks)]
+
+    first, second, after = paceline.run_virtual(loop, ranks=1)[0]
+    assert first == second == after + 1
+    assert sys.excepthook is hook
+
+
+def test_settings_of_any_kind_are_shown_and_those_of_the_monitor_checked() -> None:
+    def loop(comm: Any) -> Path:
+        config = {"dtype": torch.float32, "sizes": (1, 2), "deep": {"lr": 0.1, "path": Path("a/b")}}
+        with paceline.Run(comm, "shown", config=config, monitor={"sample_s": None}) as run:
+            run.log(speed=1.0)
+        return run.folder
+
+    shown = ShownRun(paceline.run_virtual(loop, ranks=1)[0])
+    found = config_of(shown)
+    assert (found["dtype"], found["deep.lr"], found["deep.path"]) == ("torch.float32", "0.1", "a/b")
+    for monitor, words in (({"folde": "x"}, "did you mean monitor.folder"), ({"sample_s": "often"}, "sample_s")):
+        with pytest.raises(RankFailedError, match=words):
+            paceline.run_virtual(lambda comm, monitor=monitor: paceline.Run(comm, "a", monitor=monitor), ranks=1)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.data.registry import data_of
+from paceline.data.rows import CsvRows
 from paceline.errors import BadSampleError, ConfigError, DataError, PacelineError
 from paceline.train.assemble import build_trainer
 
@@ -155,6 +156,28 @@ def test_what_cannot_be_read_is_told(made: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 50)[:-8])
     with pytest.raises(DataError, match="cannot be read"):
         data_of(config_of(made, path=tmp_path / "cut.jsonl.gz"))
+
+
+def test_a_first_row_that_cannot_be_read_is_told_or_left_out(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    good = [json.dumps(each) for each in ROWS[:3]]
+    path.write_text("\n".join(["{no json", '{"label": "pos"}', *good]) + "\n", encoding="utf-8")
+    with pytest.raises(BadSampleError, match="line 1 cannot be used"):
+        data_of(config_of(made, path=path)).train.read(np.array([0]), 0)  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="it does not count"):
+        losses, state = run_virtual(
+            lambda comm: train(comm, config_of(made, path=path, on_bad="skip", shuffle=False)), 1
+        )[0]
+    assert losses[0][1] == 2.0  # of four rows two count
+    assert all(bool(value.isfinite().all()) for value in state.values())  # padding alone is no nan
+
+
+def test_cells_of_a_csv_file_are_numbers_where_people_write_them_so(tmp_path: Path) -> None:
+    cells = ["1", "-2", "1.5", "1e3", ".5", "1_000", "nan", "inf", "0x1", "", "٣", "text"]
+    (tmp_path / "cells.csv").write_text("a\n" + "".join(f'"{each}"\n' for each in cells), encoding="utf-8")
+    rows = CsvRows(tmp_path / "cells.csv")
+    found = [each["a"] for each in rows.read(np.arange(len(rows)))]
+    assert found == [1, -2, 1.5, 1000.0, 0.5, "1_000", "nan", "inf", "0x1", "", "٣", "text"]
 
 
 def test_a_tokenizer_that_pads_otherwise_is_refused(made: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Texts with a class each, for models that classify them: rows with a text, or two, and a label.
+"""Texts with a class each, for models that classify them: rows with a text and a label.
 
 A batch is as long as its longest text, and the others are padded behind; the model leaves the padding out of its
 attention (``models/hugging_face.py``). Special tokens, such as [CLS] and [SEP], are those of the tokenizer; a text that
@@ -8,7 +8,9 @@ the model that knows them.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,6 @@ from paceline.data.rows import Rows
 from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import reason_of
-
-_CHUNK = 4096  # rows that are looked at together
 
 
 class LabelledTexts(EpochDataset):
@@ -82,13 +82,13 @@ class LabelledTexts(EpochDataset):
 
 def labels_of(rows: Rows, name: str) -> list[str] | None:
     """Returns the names that rows have as labels, sorted; None where the first one is no name. Reads all rows."""
-    if not isinstance(rows.read(np.array([0]))[0].get(name), str):
-        return None
     found: set[str] = set()
-    for start in range(0, len(rows), _CHUNK):
-        part = rows.read(np.arange(start, min(start + _CHUNK, len(rows))))
-        found |= {each[name] for each in part if isinstance(each.get(name), str)}
-    return sorted(found)
+    for value in _values(rows, name):
+        if not isinstance(value, str) and not found:
+            return None
+        if isinstance(value, str):
+            found.add(value)
+    return sorted(found) or None
 
 
 def pad_token(tokenizer: Tokenizer) -> int:
@@ -103,5 +103,14 @@ def pad_token(tokenizer: Tokenizer) -> int:
 
 
 def is_text(rows: Rows, name: str) -> bool:
-    """Says whether the first row has a text under this name."""
-    return isinstance(rows.read(np.array([0]))[0].get(name), str)
+    """Says whether the first row that has something under this name has a text."""
+    return isinstance(next(_values(rows, name), None), str)
+
+
+def _values(rows: Rows, name: str) -> Iterator[Any]:
+    """Iterates over what rows have under a name; whoever reads a row that cannot be read tells of it."""
+    for index in range(len(rows)):
+        with contextlib.suppress(ValueError):
+            value = rows.read(np.array([index]))[0].get(name)
+            if value is not None:
+                yield value

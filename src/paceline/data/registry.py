@@ -197,12 +197,12 @@ def _open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
 
 
 def _labelled_texts(
-    config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds, tokenizer: Tokenizer
+    config: sections.RowsDataConfig, rows: Rows, context: int | None, seed: int, needs: ModelNeeds, tokenizer: Tokenizer
 ) -> DataSplits:
     """Texts with a class each. Names of classes are the model's where it knows them, else sorted."""
     assert config.targets is not None
     where = f"data.targets = {config.targets!r} of data.path = {config.path!r}"
-    length, rows = _context(config.context, context), _open_rows(config, config.path)
+    length = _context(config.context, context)
     numbered = class_names(Path(config.path).expanduser(), config.targets)  # whose rows have numbers
     named = numbered or labels_of(rows, config.targets)
     numbers: dict[Any, int] = {number: number for number in range(config.classes or 0)}
@@ -236,14 +236,15 @@ def _labelled_texts(
 
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     tokenizer: Tokenizer | None = None
-    has_texts = config.targets is not None and is_text(_open_rows(config, config.path), config.inputs)
+    rows = _open_rows(config, config.path)
+    has_texts = config.targets is not None and is_text(rows, config.inputs)
     if config.tokenizer is not None:
         is_bytes = config.tokenizer == "bytes"
         tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
     elif config.targets is None or has_texts:
         tokenizer = needs.tokenizer()
     if has_texts and tokenizer is not None:
-        return _labelled_texts(config, context, seed, needs, tokenizer)
+        return _labelled_texts(config, rows, context, seed, needs, tokenizer)
     length = _context(config.context, context) if config.targets is None else None
     known, labels, names = config.classes, None, None
     if config.targets is not None and (found := class_names(Path(config.path).expanduser(), config.targets)):
@@ -254,9 +255,9 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
     shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
-    def open_rows(path: str) -> RowDataset:
+    def open_rows(rows: Rows) -> RowDataset:
         return RowDataset(
-            _open_rows(config, path),
+            rows,
             inputs=config.inputs,
             targets=config.targets,
             rules=needs.rules(shape),
@@ -266,8 +267,8 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
             labels=labels,
         )
 
-    train = open_rows(config.path)
-    plain = train if config.eval_path is None else open_rows(config.eval_path)
+    train = open_rows(rows)
+    plain = train if config.eval_path is None else open_rows(_open_rows(config, config.eval_path))
     if config.targets is None:
         shape = replace(shape, context=length)
     else:

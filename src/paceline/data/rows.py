@@ -14,11 +14,11 @@ to 100 % of the area, and mirrors every second one; what is drawn is a pure func
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import importlib
 import io
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +37,7 @@ from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
 
 _BLOCK = 2**22
+_NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
 class RowDataset(EpochDataset):
@@ -183,10 +184,9 @@ class CsvRows:
 
 
 def _number(value: Any) -> Any:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError, TypeError):
-            return kind(value)
-    return value
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value):
+        return value
+    return int(value) if value.lstrip("+-").isdecimal() else float(value)
 
 
 class JsonLines:

@@ -137,7 +137,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Sets the random numbers of torch, numpy and Python for a while."""
     state, words = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % 2**63)
+        torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed sets those of GPUs too
         np.random.seed(seed % 2**32)
         random.seed(seed)
         try:

@@ -175,7 +175,8 @@ class _WithPadding(nn.Module):
 
     def forward(self, tokens: Tensor | None = None, **options: Any) -> Any:
         if tokens is not None and "attention_mask" not in options:
-            options |= {"input_ids": tokens, "attention_mask": (tokens != self._padding).long()}
+            is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0  # of a row that is left out: no nan
+            options |= {"input_ids": tokens, "attention_mask": ((tokens != self._padding) | is_first).long()}
         return super().forward(**options)
 
 

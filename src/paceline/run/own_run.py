@@ -36,6 +36,7 @@ from paceline.comm.base import Communicator, Trace, clock_of
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.traced import LedgerCommunicator, TracedCommunicator
+from paceline.config import config_from_dict
 from paceline.config.sections import MonitorConfig
 from paceline.config.yaml_text import dump_values
 from paceline.data.own_loader import OwnLoader
@@ -126,7 +127,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.name, self.num_steps, self.folder = name, 0, Path()
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
         self._planned, self._config = steps, dict(config or {})
-        self._monitor = MonitorConfig(**({"tensorboard": False} | dict(monitor or {})))
+        self._monitor = _monitor_of({"tensorboard": False} | dict(monitor or {}))
         self._position, self._began = 0, time.monotonic()
         self._values: dict[str, Any] = {}
         self._waiting: deque[_OwnStep] = deque()
@@ -134,7 +135,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._sink: Sink | None = None
         self._problem = ""
         self._around = contextlib.ExitStack()
-        self._meter = StepMeter(comm.device, _trace_of(comm), groups={comm.ranks: "world"})
+        self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
         self._phases = _Phases(self._meter)
         self._listen()
 
@@ -230,6 +231,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Ends the records of this rank; safe to call twice. The end of the process does so by itself."""
         atexit.unregister(self.close)
         if self._sink is None:
+            self._around.close()
             return
         try:
             self._flush(wait=not self._problem)
@@ -339,7 +341,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             known["optimizer"] = {"kind": type(self._optimizer).__name__, "lr": float(first["lr"])}
         if self._loader is not None:
             known["global_batch"] = self._loader.global_batch
-        return known | self._config
+        return known | {str(name): _setting(value) for name, value in self._config.items()}
 
     def _first_record(self) -> Any:
         engine = self._engine
@@ -373,9 +375,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if comm.ledger is None:  # one rank, or ranks that nobody watches
             comm.ledger = Ledger(rank=comm.rank, world=comm.size, is_own_loop=True)
         comm.ledger.listeners.append(self._phases.enter)
+        self._around.callback(comm.ledger.listeners.remove, self._phases.enter)
         if self._optimizer is not None:
-            self._optimizer.register_step_pre_hook(lambda *_: self._phases.enter(OPTIMIZER))
-            self._optimizer.register_step_post_hook(lambda *_: self._phases.enter(DATA))
+            before = self._optimizer.register_step_pre_hook(lambda *_: self._phases.enter(OPTIMIZER))
+            after = self._optimizer.register_step_post_hook(lambda *_: self._phases.enter(DATA))
+            self._around.callback(before.remove)
+            self._around.callback(after.remove)
 
     def _hear_of_errors(self) -> None:
         before = sys.excepthook
@@ -384,7 +389,25 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._problem = self._problem or _words(error)
             before(kind, error, traceback)
 
+        def restore() -> None:
+            if sys.excepthook is note:
+                sys.excepthook = before
+
         sys.excepthook = note
+        self._around.callback(restore)
+
+    def _trace(self) -> Trace:
+        """Returns the trace of the communicator; one that is watched gets one below its ledger, while the run lasts."""
+        comm = self._comm
+        trace = comm.trace or Trace(comm.device, clock=clock_of(comm))
+        if comm.trace is None and isinstance(comm, LedgerCommunicator):
+            inner, comm.trace, comm.inner = comm.inner, trace, TracedCommunicator(comm.inner, trace)
+
+            def remove() -> None:
+                comm.trace, comm.inner = None, inner
+
+            self._around.callback(remove)
+        return trace
 
 
 def _strategy(engine: Engine | None) -> str:
@@ -405,9 +428,16 @@ def _words(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-def _trace_of(comm: Communicator) -> Trace:
-    """Returns the trace of a communicator; one that is watched gets one, below its ledger."""
-    if comm.trace is None and isinstance(comm, LedgerCommunicator):
-        comm.trace = Trace(comm.device, clock=clock_of(comm))
-        comm.inner = TracedCommunicator(comm.inner, comm.trace)
-    return comm.trace or Trace(comm.device, clock=clock_of(comm))
+def _monitor_of(values: Mapping[str, Any]) -> MonitorConfig:
+    """Reads the settings of the section ``monitor``. Raises ConfigError with all that is wrong with them."""
+    anything = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}}
+    return config_from_dict({**anything, "monitor": dict(values)}).monitor
+
+
+def _setting(value: Any) -> Any:
+    """Returns a value as a config can have it: what is no plain value by its words."""
+    if isinstance(value, Mapping):
+        return {str(name): _setting(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_setting(each) for each in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
