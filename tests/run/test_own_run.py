@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import RankFailedError, UsageError
+from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
 from paceline.view.document import config_of
@@ -218,6 +220,8 @@ def test_what_is_saved_before_the_first_step_is_of_a_run() -> None:
     path, folder = paceline.run_virtual(loop, ranks=1)[0]
     assert path == folder / "checkpoints" / "step-00000000"
     assert path.is_dir()
+    (event,) = records_of(folder, 0, EventRecord)
+    assert re.fullmatch(rf"[0-9.]+ (B|KiB) saved to {path} in .*, while training waited", event_text(event))
     assert folder == Path("runs/early").absolute()
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.writer import load, save
 from paceline.comm.base import Communicator, Trace, clock_of
 from paceline.comm.ledger.ledger import Ledger
@@ -200,9 +201,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         extra = {"values": values, "position": self._position}
         if self._loader is not None:
             extra["loader"] = self._loader.state_dict()
-        engine = self._needed_engine("save")
+        engine, started = self._needed_engine("save"), time.monotonic()
         path = save(self.folder / "checkpoints", engine, self._optimizer, step=self.num_steps, extra=extra, keep=keep)
-        self._note("checkpoint", {"path": str(path), "step": self.num_steps})
+        seconds, num_bytes = time.monotonic() - started, open_checkpoint(path).manifest.num_bytes
+        self._note("checkpoint", {"folder": str(path), "bytes": num_bytes, "seconds": seconds, "background": False})
         self._meter.start()
         return path
 
