@@ -29,9 +29,8 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.find import Retention, find_checkpoint
-from paceline.checkpoint.manifest import State
-from paceline.checkpoint.optimizer import held_by, restore
-from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.checkpoint.optimizer import restore
+from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
 from paceline.classic.config import check_choice, check_count, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
@@ -52,11 +51,10 @@ from paceline.errors import Problem, TrainingError, UsageError
 from paceline.free_memory import peak_memory_bytes
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
-from paceline.records.meter import StepMeter
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
-from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
-from paceline.train.survive.recovery import BadSteps, Wording, explain_bad_steps, find_overflow
+from paceline.train.run_state import StepState
+from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
+from paceline.train.survive.recovery import Wording, explain_bad_steps, find_overflow
 
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
@@ -85,7 +83,7 @@ class TrainerOptions:
 _OPTIONS = tuple(field.name for field in fields(TrainerOptions))
 
 
-class MicrobatchTrainer:
+class MicrobatchTrainer(StepState):
     """The part of a trainer that trains on one microbatch a call: see ``DistributedTrainer``."""
 
     def __init__(
@@ -123,24 +121,25 @@ class MicrobatchTrainer:
         )
         if isinstance(self.engine, ModuleEngine) and ranks.takes_real_time:  # calls of train_step are an own loop
             self.engine.watch_replicas()
-        self.fit_state: dict[str, Any] = {}  # the best loss so far, and epochs since
-        self.num_updates = 0
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
-        self._scaler = make_scaler(self.engine.precision, ranks.device)
-        self._bad_updates = BadSteps()
+        super().__init__(self.engine, self._policy)  # rank 0's position has that of the checkpoint that was loaded
+        self.fit_state: dict[str, Any] = {}  # the best loss so far, and epochs since
         log = None if self.log_dir is None else DistributedMonitor(self.log_dir / "trainer", ranks.rank)
-        self._calls = TimedCalls(StepMeter(ranks.device, trace), log)
+        self._calls = TimedCalls(ranks.device, trace, log)
         weakref.finalize(self, self._calls.close)
         self._optimizer: torch.optim.Optimizer | None = None
         self._writer: CheckpointWriter | None = None
         self._retention = Retention(last=more.keep_checkpoints)
         # The last microbatch and its loss, for a replay; before the first call one without samples.
-        unused = self.loss_of(nn.functional.cross_entropy)
-        self._last: tuple[list[Any], OutputLoss] = ([None], unused)
+        self._last: tuple[list[Any], OutputLoss] = ([None], self.loss_of(nn.functional.cross_entropy))
         self._num_steps = self._num_samples = 0
         self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
         self._pending: list[LossValue] = []
-        self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates there were, those left out and those of the checkpoint that was loaded among them."""
+        return self.step
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterates over what an optimizer of this rank updates."""
@@ -169,10 +168,10 @@ class MicrobatchTrainer:
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = self.loss_of(criterion)
-        if self._scaler is not None and self._scaler.elements is None:  # how many the first update will have
+        if self.scaler is not None and self.scaler.elements is None:  # how many the first update will have
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
-            self._scaler.note_elements(first)
+            self.scaler.note_elements(first)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
         rate, norm = optimizer.param_groups[0]["lr"], None
         learning_rate = rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
@@ -180,7 +179,7 @@ class MicrobatchTrainer:
         if is_update:
             norm = self._update(optimizer, [placed])
         else:
-            factor = None if self._scaler is None else self._scaler.factors(self.engine.comm.size, None)[0]
+            factor = None if self.scaler is None else self.scaler.factors(self.engine.comm.size, None)[0]
             with self.engine.no_sync():
                 self._run_passes(Passes(self.engine, [placed], loss, factor))
         self._num_steps += 1
@@ -236,17 +235,13 @@ class MicrobatchTrainer:
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        list(self._bad_updates.read())
-        shards, found = held_by(self.engine, optimizer)
+        list(self.bad_steps.read())
+        state = self.collect(self.engine, optimizer)
         extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        state = State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=shards,
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
+        state = replace(
+            state,
+            position=sum(gather_objects(comm, self.position)),
+            values={"extra": extra, **state.values},
             about={"strategy": self.strategy},
         )
         path = self._writer.save(state)
@@ -270,10 +265,13 @@ class MicrobatchTrainer:
             checkpoint = open_checkpoint(chosen)
             if optimizer is not None:
                 self._adopt(optimizer)
-            self._restore(checkpoint, optimizer)
+            restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
+            self._forget_gradients()
+            self.go_on_from(checkpoint, self.engine.comm)
+            self.position = self.position if self.engine.comm.rank == 0 else 0
             extra = checkpoint.values.get("extra", {})
             self.fit_state = extra.get("fit") or {}
-        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.step}
 
     def get_performance_metrics(self) -> dict[str, Any]:
         """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
@@ -284,7 +282,7 @@ class MicrobatchTrainer:
         """
         self._calls.read_times(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self._bad_updates.read())  # counts them; whether there are too many is for the next update to say
+        list(self.bad_steps.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -295,8 +293,8 @@ class MicrobatchTrainer:
             "average_communication_time": waited_s / num_steps,
             "total_samples": self._num_samples,
             "total_steps": self._num_steps,
-            "total_updates": self.num_updates,
-            "skipped_updates": self._bad_updates.num_skipped,
+            "total_updates": self.step,
+            "skipped_updates": self.bad_steps.num_skipped,
             "world_size": self.engine.comm.size,
             "strategy": self.strategy,
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
@@ -345,12 +343,12 @@ class MicrobatchTrainer:
         """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
         batch = StepBatch(microbatches=microbatches, global_samples=1)  # how many there are is counted
         outcome = train_step(
-            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self._scaler, passes=self._run_passes
+            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self.scaler, passes=self._run_passes
         )
-        self.num_updates += 1
-        self._applied_samples += self._pending_samples
+        self.step += 1
+        self.position += self._pending_samples
         self._forget_gradients()
-        for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
+        for bad in self.bad_steps.note(self.step, outcome, self._last):
             if bad.num_in_a_row >= self._policy.max_bad_steps:  # one too many: all ranks come here together
                 microbatches, loss = bad.batch
                 finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
@@ -362,19 +360,6 @@ class MicrobatchTrainer:
         for parameter in self.engine.parameters():
             parameter.grad = None
         self._num_pending, self._pending = 0, []
-
-    def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
-        comm, values = self.engine.comm, checkpoint.values
-        restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
-        self._forget_gradients()
-        if self._scaler is not None and "scaler" in values:
-            self._scaler.load_state_dict(values["scaler"])
-        if "bad_steps" in values:
-            self._bad_updates.load_state_dict(values["bad_steps"])
-        self.num_updates = checkpoint.step
-        self._applied_samples = checkpoint.manifest.position if comm.rank == 0 else 0
-        if checkpoint.manifest.world == comm.size:
-            restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
 
 
 def _problems(

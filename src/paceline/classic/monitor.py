@@ -24,6 +24,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 import torch
 
+from paceline.comm.base import Trace
 from paceline.comm.torch_dist import launched_rank, launched_ranks
 from paceline.free_memory import peak_memory_bytes
 from paceline.records.host import open_gpus
@@ -172,16 +173,15 @@ class StepMetrics(Mapping[str, Any]):
         return f"StepMetrics({dict(self)})"
 
 
-class TimedCalls:
+class TimedCalls(StepMeter):
     """Times a trainer's calls, without a wait for the device; logs those that had samples once it has passed them."""
 
-    def __init__(self, meter: StepMeter, log: DistributedMonitor | None = None) -> None:
+    def __init__(self, device: torch.device, trace: Trace, log: DistributedMonitor | None = None) -> None:
+        super().__init__(device, trace)
         self.step_s = self.comm_s = 0.0  # of all calls that the device has passed
-        self.start = meter.start
-        self._meter = meter
         self._log = log
         self._nothing = StepOutcome(loss_sum=torch.zeros(()), count=0.0, grad_norm=torch.zeros(()))
-        self._waiting: deque[tuple[list[StepRecord], StepMetrics]] = deque()
+        self._called: deque[tuple[list[StepRecord], StepMetrics]] = deque()
 
     def stop(self, number: int = 0, **values: Any) -> StepMetrics:
         """Ends a call; returns its values with its times."""
@@ -196,15 +196,15 @@ class TimedCalls:
         values["communication_time"] = lambda: read().comm_s
         values["step_time"] = lambda: read().step_s
         metrics = StepMetrics(values)
-        self._meter.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
-        self._waiting.append((times, metrics))
+        self.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
+        self._called.append((times, metrics))
         self.read_times()
         return metrics
 
     def read_times(self, *, wait: bool = False) -> None:
         """Reads the times of calls that the device has passed; with ``wait``, of all."""
-        for record in self._meter.drain(wait=wait):
-            times, metrics = self._waiting.popleft()
+        for record in self.drain(wait=wait):
+            times, metrics = self._called.popleft()
             times.append(record)
             self.step_s += record.step_s
             self.comm_s += record.comm_s
