@@ -427,7 +427,7 @@ def test_the_usual_script_runs_with_everything_switched_on(
 ) -> None:
     """Sharded or not: mixed precision, accumulation, clipping, checkpointed activations, offload, saving."""
     loader = [b for group in ragged(2) for b in group[0]]
-    monkeypatch.setattr("paceline.classic.microbatches.bf16_instructions", lambda: ("bf16",))
+    monkeypatch.setattr("paceline.classic.config.bf16_instructions", lambda: ("bf16",))
 
     def work(comm: Communicator) -> dict[str, Any]:
         trainer = DistributedTrainer(
