@@ -32,11 +32,13 @@ PATIENCE_S = 1800
 class CleanRoot:
     """A machine: its files are below ``folder``. ``space``: the network namespace in which its commands run.
 
-    ``binds``: folders of this machine, and where the root sees them.
+    ``binds``: folders of this machine, and where the root sees them. ``beside``: a process of the machine, whose mounts
+    and network all further commands share, as they do on a real one: what one mounts, a session over ssh sees.
     """
 
     folder: Path
     space: str | None = None
+    beside: int | None = None
     binds: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
@@ -50,8 +52,12 @@ class CleanRoot:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         chroot = ["chroot", str(self.folder), "env", "-i", f"PATH={path}", "HOME=/root", "LANG=C.UTF-8"]
         chroot += ["DEBIAN_FRONTEND=noninteractive", *inside, "bash", "-c", f"cd /root && {command}"]
-        words = ["ip", "netns", "exec", self.space] if self.space else []
-        words += ["unshare", "--mount", "--propagation", "private", "sh", "-ec", f"{mounts}exec {shlex.join(chroot)}"]
+        if self.beside is not None:
+            words = ["nsenter", "--target", str(self.beside), "--mount", "--net", *chroot]
+        else:
+            apart = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
+            words = ["ip", "netns", "exec", self.space] if self.space else []
+            words += [*apart, f"{mounts}exec {shlex.join(chroot)}"]
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

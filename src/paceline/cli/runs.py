@@ -36,8 +36,6 @@ def report(
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
     from paceline.terminal import new_console
-    from paceline.view.html import write_csv, write_figure, write_report
-    from paceline.view.runs import read_runs
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
@@ -58,7 +56,12 @@ def report(
             console.print("", part, sep="\n")
     asked = {"html": html, "png": png, "svg": svg, "csv": csv}
     files = {kind: path for kind, path in asked.items() if path}
-    runs = read_runs([summary.folder for summary in summaries]) if files else []
+    if not files:
+        return
+    from paceline.view.html import write_csv, write_figure, write_report
+    from paceline.view.runs import read_runs
+
+    runs = read_runs([summary.folder for summary in summaries])
     for kind, path in files.items():
         if kind == "html":
             write_report(runs, path, summaries)
