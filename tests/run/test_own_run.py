@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +144,48 @@ def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ran
         "resume",
     ]
     assert [each.status for each in records_of(folder, 0, EndRecord)] == ["failed", "done"]
+
+
+def losses_with_dropout(comm: Any, folder: str, *, stop_at: int = 8, resume: bool = False) -> list[float]:
+    """Trains with dropout, and with noise of numpy and Python; each rank draws numbers of its own."""
+    engine = paceline.parallelize(nn.Sequential(make_model(), nn.Dropout(0.5)), comm)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.02)
+    loader = paceline.loader(TensorDataset(INPUTS, TARGETS), comm, batch_size=6, seed=5)
+    seed = 100 if resume else comm.rank
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    found = []
+    with paceline.Run(comm, "own", engine, optimizer, loader, monitor={"sample_s": None, "folder": folder}) as run:
+        if resume:
+            run.resume()
+        while run.num_steps < stop_at:
+            for x, y in loader:
+                with run.step(len(y)):
+                    loss = F.cross_entropy(engine(x + 0.01 * np.random.rand() + 0.01 * random.random()), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+                if run.num_steps == stop_at:
+                    break
+        run.save()
+    return found
+
+
+def test_dropout_after_a_resume_is_that_of_a_run_without_one() -> None:
+    whole = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "whole"), ranks=2)
+    parts = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=3), ranks=2)
+    rest = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", resume=True), ranks=2)
+    assert [[*a, *b] for a, b in zip(parts, rest, strict=True)] == whole
+    assert whole[0] != whole[1]
+
+
+def test_at_another_size_the_resume_says_that_random_numbers_are_others() -> None:
+    paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=3), ranks=2)
+    paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=4, resume=True), ranks=1)
+    (event,) = [each for each in records_of(Path("parts/own"), 0, EventRecord) if each.name == "resume"]
+    assert event_text(event).endswith("; random states are those of 2 ranks, and not used on 1")
 
 
 def test_without_a_checkpoint_it_begins_and_without_a_step_it_leaves_nothing() -> None:

@@ -342,11 +342,12 @@ def warn_of(passed: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a loop goes on from."""
+    """What a loop goes on from; ``own`` is what this rank had alone, None where there were more ranks, or fewer."""
 
     path: Path
     step: int
     extra: Any
+    own: dict[str, Any] | None = None
 
 
 def save(
@@ -356,17 +357,19 @@ def save(
     *,
     step: int,
     extra: Any = None,
+    own: dict[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
     """Saves into ``folder/step-<step>``, each rank what it holds; of older ones the newest ``keep`` are left.
 
-    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0. Raises
-    CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
+    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0; ``own`` those that
+    each rank has alone. Raises CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
     """
     _enter(engine)
     writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
     shards, found = held_by(engine, optimizer)
-    return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
+    values = {"extra": extra}
+    return writer.save(State(step=step, position=0, shards=shards, values=values, own=own or {}, found=found))
 
 
 def load(
@@ -382,7 +385,9 @@ def load(
     with raised_on_all(engine.world):
         checkpoint = open_checkpoint(chosen)
         restore(checkpoint, engine, optimizer, "build both as they were when it was saved")
-        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
+        is_same = checkpoint.manifest.world == engine.world.size
+        own = checkpoint.own(engine.world.rank) if is_same else None
+        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"), own=own)
 
 
 def _enter(engine: HasShards) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from paceline.cli.completion import complete_run
 from paceline.cli.options import check_word, print_json, progress_bar
 from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
@@ -28,14 +29,20 @@ app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
 _FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
-_SOURCE = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL.")
+_SOURCE = typer.Argument(metavar="SRC", autocompletion=complete_run, help="A checkpoint, run, folder or URL.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
-_PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
+_PATH = typer.Argument(
+    metavar="PATH",
+    autocompletion=complete_run,
+    help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.",
+)
 
 
 @app.command("ls")
 def list_all(
-    where: str = typer.Argument(metavar="RUN|FOLDER", help="A run's folder, one with checkpoints, or a URL."),
+    where: str = typer.Argument(
+        metavar="RUN|FOLDER", autocompletion=complete_run, help="A run's folder, one with checkpoints, or a URL."
+    ),
     full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
     as_json: bool = _JSON,
 ) -> None:

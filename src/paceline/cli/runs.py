@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from paceline.cli.completion import complete_run
 from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
@@ -22,7 +23,9 @@ _FEWEST_CHARACTERS = 16
 
 
 def report(
-    folders: list[Path] = typer.Argument(metavar="RUN", help="Folders of runs, such as runs/digits."),
+    folders: list[Path] = typer.Argument(
+        metavar="RUN", autocompletion=complete_run, help="Folders of runs, such as runs/digits."
+    ),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
     html: Path | None = typer.Option(None, metavar="FILE.html", callback=check_page, help="Write the runs' page."),
@@ -73,7 +76,9 @@ def report(
 
 
 def watch(
-    runs: list[Path] | None = typer.Argument(None, metavar="RUNS", help="Runs, or folders of runs; else runs/."),
+    runs: list[Path] | None = typer.Argument(
+        None, metavar="RUNS", autocompletion=complete_run, help="Runs, or folders of runs; else runs/."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to serve at; any but the loopback needs the token it prints."),
     port: Port = None,
     is_opened: IsOpened = True,
@@ -165,7 +170,11 @@ def _end_with(parent: int) -> None:
 
 
 def sample(
-    run: str = typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint: the newest whole one is taken."),
+    run: str = typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_run,
+        help="A run's folder, or a checkpoint: the newest whole one is taken.",
+    ),
     prompt: str = typer.Option("\n", help="The text that the model goes on from."),
     *,
     tokens: int = typer.Option(200, min=1, help="The most tokens that are written."),
