@@ -174,7 +174,7 @@ def test_classes_and_images_are_exported_as_they_were_used(
     if not has_file:
         (folder / "preprocessor_config.json").unlink()
     work = build_workload(make_config(folder, images, pretrained=False))
-    for name, content in kept_files(work.model, work.data, folder).items():
+    for name, content in kept_files(work.model, work.data).items():
         (tmp_path / name.removeprefix(HUGGING_FACE)).write_bytes(content)
     assert transformers.AutoConfig.from_pretrained(tmp_path).id2label == {0: "cat", 1: "dog"}
     made = transformers.AutoImageProcessor.from_pretrained(tmp_path)

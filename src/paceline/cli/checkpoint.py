@@ -17,10 +17,12 @@ import typer
 
 from paceline.cli.completion import complete_run
 from paceline.cli.options import check_word, print_json, progress_bar
+from paceline.errors import UsageError
 from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.read import Checkpoint
     from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
@@ -134,7 +136,6 @@ def reshard(
     as_json: bool = _JSON,
 ) -> None:
     """Rewrite a checkpoint as other ranks would have saved it."""
-    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
@@ -144,7 +145,7 @@ def reshard(
     check_word("--strategy", strategy, STRATEGIES)
     strategy = cast("Strategy", strategy)
     layout = check_layout(Layout(strategy=strategy, pipeline=pipeline, tensor=tensor), ranks)
-    checkpoint = open_checkpoint(_find_whole(source, fast))
+    checkpoint = _open_whole(source, fast)
     values = checkpoint.manifest.about.get("config")
     cut = None
     if isinstance(values, dict) and layout.is_split:
@@ -157,8 +158,10 @@ def reshard(
 @app.command()
 def export(
     source: str = _SOURCE,
-    target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
-    kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by the name's ending]"),
+    target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf, dcp or peft the folder, to write."),
+    kind: str = typer.Option(
+        None, "--format", help="safetensors, torch, dcp, hf, or peft: the adapters alone.  [default: by the ending]"
+    ),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
     fast: bool = _FAST,
@@ -166,19 +169,46 @@ def export(
     as_json: bool = _JSON,
 ) -> None:
     """Write the model of a checkpoint in a format that others read."""
-    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
-        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
-    hf, kind = hf or kind == "hf", "safetensors" if kind == "hf" else kind
+        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf", "peft"))
+    hf, peft, kind = hf or kind == "hf", kind == "peft", "safetensors" if kind in ("hf", "peft") else kind
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
-    options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
-    checkpoint = open_checkpoint(_find_whole(source, fast))
+    given = {"is_hugging_face": hf, "is_peft": peft, "with_optimizer": optimizer, "may_replace": force}
+    options = ExportOptions(format=chosen, **given)
+    checkpoint = _open_whole(source, fast)
     with progress_bar("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)
     show_written("exported", path, as_json=as_json)
+
+
+@app.command()
+def merge(
+    source: str = typer.Argument(metavar="SRC", help="A folder of PEFT; or a checkpoint, run or URL with adapters."),
+    target: Path = typer.Argument(metavar="OUT", help="The folder to write, for from_pretrained."),
+    base: Path | None = typer.Option(None, help="The model of a folder of PEFT, where it names none, or another."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Add low-rank adapters to the weights of their model."""
+    from paceline.checkpoint.tools.outgoing import ExportOptions, saved_adapters
+    from paceline.checkpoint.tools.outgoing import export as write
+    from paceline.checkpoint.tools.pretrained import merge_adapters
+    from paceline.config.peft_folder import CONFIG
+
+    with _reading(), progress_bar("merging", None, as_json) as tell:
+        if (Path(source) / CONFIG).is_file():
+            path = merge_adapters(Path(source), target, base, may_replace=force, progress=tell)
+        else:
+            checkpoint = _open_whole(source, fast=False)
+            if base is not None or not saved_adapters(checkpoint):
+                what = f"{source} has no adapters" if base is None else f"--base {base} with a checkpoint"
+                rule = "adapters of a run are added to its own weights, those of a folder of PEFT to --base"
+                raise UsageError(f"{what}\n  {rule}\n  leave --base out, or take paceline checkpoint export")
+            path = write(checkpoint, target, ExportOptions(is_hugging_face=True, may_replace=force), tell)
+    show_written("merged", path, as_json=as_json)
 
 
 @app.command("import")
@@ -217,14 +247,15 @@ def find_any(where: str) -> Path:
     return find_checkpoint(where, path, "fast", lambda passed: echo(f"paceline: {passed}", err=True), fix=fix)
 
 
-def _find_whole(where: str, fast: bool) -> Path:
-    """Returns the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
+def _open_whole(where: str, fast: bool) -> Checkpoint:
+    """Opens the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
+    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.find import verify_checkpoint
 
     with _reading():
         path = find_any(where)
         verify_checkpoint(path, "fast" if fast else "full")
-        return path
+    return open_checkpoint(path)
 
 
 @contextlib.contextmanager

@@ -12,21 +12,24 @@ their logits behind the output layer (a soft cap, a scale) would be lost, so tho
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.config.hf_folder import PREPROCESSOR
+from paceline.config.peft_folder import resolve_lora
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import head_loss
 from paceline.models.lora import add_lora, fits, output_layer
 
 if TYPE_CHECKING:
-    from paceline.config.sections import HFModelConfig, ModelConfig
+    from paceline.config.sections import HFModelConfig
     from paceline.data.datasets import DataShape
 
 
@@ -70,8 +73,9 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     if is_unfilled:
         _draw(model, config.fresh)
         mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
-    if config.lora.rank:
-        add_lora(model, **config.lora.model_dump(), trained=config.fresh)
+    lora = resolve_lora(config.lora)
+    if lora.rank:
+        add_lora(model, **lora.model_dump(exclude={"path"}), trained=config.fresh)
     return model
 
 
@@ -161,8 +165,25 @@ def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: functools.reduce(lambda key, each: each.rename_source_key(key)[0], plain, name) for name in names}
 
 
-def model_folder(config: ModelConfig) -> Path | None:
-    return Path(config.path) if config.kind == "hf" else None
+# What folders have for tokens, images and generation, apart from the weights.
+_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
+_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
+_BESIDE += ["generation_config.json", PREPROCESSOR]
+
+
+def folder_files(model: nn.Module) -> dict[str, bytes]:
+    """Returns what a folder has of a model but the weights, from the one that it came from; nothing for others."""
+    settings: Any = getattr(model, "config", None)
+    if not callable(getattr(settings, "to_json_string", None)) or not hasattr(model, "save_pretrained"):
+        return {}
+    settings = copy.deepcopy(settings)
+    settings.architectures = [type(model).__name__]
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = True  # off while it trains
+    folder = getattr(settings, "_name_or_path", None)
+    beside = [Path(folder) / name for name in _BESIDE] if folder else []
+    found = {path.name: path.read_bytes() for path in beside if path.is_file()}
+    return {"config.json": settings.to_json_string().encode(), **found}
 
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
@@ -249,7 +270,7 @@ def _is_product(model: nn.Module, head: nn.Linear) -> bool:
     return torch.allclose(logits, products, rtol=1e-4, atol=1e-5)
 
 
-_MARK = "_paceline_unfilled"
+_MARK, _FILL = "_paceline_unfilled", "_paceline_fill"
 
 
 @contextlib.contextmanager
@@ -277,6 +298,16 @@ def mark_unfilled(parameters: Iterable[nn.Parameter]) -> None:
 
 def is_unfilled(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _MARK, False)
+
+
+def fill_later(model: nn.Module, fill: Callable[[Any], object]) -> None:
+    """Has the engine that takes a model over read its values: ``fill`` gets the engine, when all else is there."""
+    vars(model)[_FILL] = fill
+
+
+def fill_now(model: nn.Module, engine: Any) -> None:
+    if (fill := vars(model).pop(_FILL, None)) is not None:
+        fill(engine)
 
 
 def allocate_unfilled(models: Iterable[nn.Module], device: torch.device) -> None:

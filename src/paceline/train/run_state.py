@@ -13,7 +13,6 @@ them (4 P / N bytes under full sharding), and a pass over them. Nothing is sent.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -37,6 +36,7 @@ from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import ConsumedIds
 from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
+from paceline.models.hugging_face import folder_files
 from paceline.models.lora import adapters
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
@@ -184,31 +184,18 @@ class RunState(StepState):
             seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 
-# What folders of Hugging Face have for tokens, images and generation, apart from the weights.
-_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
-_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
-_BESIDE += ["generation_config.json", PREPROCESSOR]
-
-
-def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -> dict[str, bytes]:
-    """Returns the files of a model before an engine has it; ``folder`` is the one that it was built from, if any."""
+def kept_files(model: nn.Module, data: DataSplits) -> dict[str, bytes]:
+    """Returns the files of a model, before an engine has it."""
     files: dict[str, bytes] = {}
     if data.tokenizer is not None:
         with tempfile.TemporaryDirectory() as name:
             data.tokenizer.save(Path(name))
             files |= {TOKENIZER + each.name: each.read_bytes() for each in sorted(Path(name).iterdir())}
-    settings: Any = getattr(model, "config", None)
-    if callable(getattr(settings, "to_json_string", None)) and hasattr(model, "save_pretrained"):
-        settings = copy.deepcopy(settings)
-        settings.architectures = [type(model).__name__]
-        if hasattr(settings, "use_cache"):
-            settings.use_cache = True  # off while it trains
-        files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
-        beside = [] if folder is None else [folder / name for name in _BESIDE]
-        files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
-        if data.shape.mean is not None:
-            files.setdefault(HUGGING_FACE + PREPROCESSOR, _preprocessor(data.shape))
-    if found := adapters(model):
+    beside = folder_files(model)
+    if beside and data.shape.mean is not None:
+        beside.setdefault(PREPROCESSOR, _preprocessor(data.shape))
+    files |= {HUGGING_FACE + name: content for name, content in beside.items()}
+    if found := adapters([model], [name for name, each in model.named_parameters() if each.requires_grad]):
         files[LORA] = json.dumps(found).encode()
     return files
 
