@@ -56,6 +56,7 @@ LOADERS: dict[str, Any] = {
     "generator": lambda: DataLoader(
         DATA, batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 20, generator=torch.Generator().manual_seed(7))
     ),
+    "shuffle": lambda: DataLoader(DATA, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(7)),
     "numpy": lambda: DataLoader(DATA, batch_size=6, sampler=Drawn()),
     "batches": lambda: DataLoader(DATA, batch_sampler=Lengths()),
     "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(23), 6, drop_last=False)),
@@ -87,7 +88,18 @@ def test_ranks_share_out_what_one_process_has(name: str) -> None:
     half = len(alone) // 2
     if name != "batch sampler":
         assert alone[:half] != alone[half:]  # another order in another epoch
-        assert (read(name, 1, seed=1) == alone) == (name == "generator")  # which has a seed of its own
+        assert (read(name, 1, seed=1) == alone) == (name in ("generator", "shuffle"))  # which have seeds of their own
+
+
+@pytest.mark.filterwarnings(WARNED)
+@pytest.mark.parametrize("name", ["generator", "shuffle"])
+def test_a_generator_gives_the_order_that_it_gives_in_one_process(name: str) -> None:
+    alone = LOADERS[name]()
+    assert read(name, 2, epochs=4) == [batch[0].tolist() for _ in range(4) for batch in alone]
+    loader = alone.batch_sampler.sampler  # shard() leaves the generator as it was
+    before = loader.generator.get_state()
+    list(paceline.shard(alone, paceline.connect()))
+    assert torch.equal(loader.generator.get_state(), before)
 
 
 def test_the_samples_are_those_of_the_sampler() -> None:

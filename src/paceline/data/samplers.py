@@ -1,11 +1,12 @@
 """The order of samples that a sampler of torch's kind draws, the same on every rank, and again after a resume.
 
     an epoch    the sampler is asked once, with all random numbers set by the seed and the number of the epoch
-    the seed    that of its generator, where it has one; else the one that was given
+    generator   of the sampler's own: goes on from epoch to epoch, so that the order is that of torch in one process
     state       as of any order: the number of samples consumed
 
-So ``WeightedRandomSampler`` and most samplers of one's own resume exactly. One that draws from elsewhere, or remembers
-what it gave, cannot: it gives another order when it is asked again, and is refused.
+So ``WeightedRandomSampler`` and most samplers of one's own resume exactly; with a generator the epochs before are drawn
+again. One that draws from elsewhere, or remembers what it gave, cannot: it gives another order when it is asked again,
+and is refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class SampledOrder(DataOrder):
     num_items: int
     gives_batches: bool = False
     known: dict[int, _Epoch] = field(default_factory=dict, compare=False)
+    generator: OwnGenerator = field(compare=False)
 
     @property
     def num_indices(self) -> int:
@@ -69,7 +71,8 @@ class SampledOrder(DataOrder):
     def _epoch(self, epoch: int) -> _Epoch:
         """Returns the samples of an epoch; the last ones are kept, since batches are cut from them."""
         if epoch not in self.known:
-            found = _draw(self.sampler, self.seed, epoch, self.gives_batches)
+            for number in range(self.generator.nearest(epoch), epoch + 1):
+                found = _draw(self.sampler, self.seed, number, self.gives_batches, self.generator)
             if len(found.indices) != self.length:
                 raise DataError(
                     f"the {type(self.sampler).__name__} drew {len(found.indices):,} samples in epoch {epoch}, and "
@@ -87,17 +90,52 @@ class _Epoch(NamedTuple):
     ends: list[int]
 
 
+class OwnGenerator:
+    """The generator of a sampler, if it has one, with its state before epochs; it is the user's again after each.
+
+    A DataLoader draws a number for its workers from its own when an epoch begins.
+    """
+
+    def __init__(self, generator: torch.Generator | None, *, is_loaders: bool) -> None:
+        self.generator, self._is_loaders = generator, is_loaders
+        self._states = {} if generator is None else {0: generator.get_state()}
+
+    def nearest(self, epoch: int) -> int:
+        """Returns the epoch from which to draw so that this one comes: those before have been forgotten."""
+        return max((each for each in self._states if each <= epoch), default=epoch)
+
+    @contextlib.contextmanager
+    def at(self, epoch: int) -> Iterator[None]:
+        """Sets the state before an epoch, and keeps the one that is left behind it."""
+        if self.generator is None:
+            yield
+            return
+        self.generator.set_state(self._states[epoch])
+        if self._is_loaders:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        yield
+        self._states = {0: self._states[0], epoch: self._states[epoch], epoch + 1: self.generator.get_state()}
+        self.generator.set_state(self._states[0])
+
+
 def sampled_order(
-    sampler: Any, num_items: int, *, seed: int, global_batch: int | None = None, drop_last: bool = False
+    sampler: Any,
+    num_items: int,
+    *,
+    seed: int,
+    global_batch: int | None = None,
+    drop_last: bool = False,
+    loaders: torch.Generator | None = None,
 ) -> SampledOrder:
     """Makes the order of a sampler; without a ``global_batch``, of one that gives batches.
 
-    Raises UsageError for one that gives another order when it is asked again.
+    ``loaders`` is the generator of its DataLoader. Raises UsageError for one that gives another order when it is asked
+    again.
     """
-    inner = getattr(sampler, "sampler", sampler)
-    generator = getattr(inner, "generator", None)
-    seed = seed if generator is None else generator.initial_seed()
-    first, again = (_draw(sampler, seed, 0, global_batch is None) for _ in range(2))
+    found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+    generator = OwnGenerator(found, is_loaders=found is loaders)
+    seed = seed if found is None else found.initial_seed()
+    first, again = (_draw(sampler, seed, 0, global_batch is None, generator) for _ in range(2))
     if first.ends != again.ends or not np.array_equal(first.indices, again.indices):
         raise UsageError(
             f"shard() of a DataLoader with a {type(sampler).__name__}: asked twice for the same epoch, "
@@ -113,21 +151,16 @@ def sampled_order(
         sampler=sampler,
         num_items=num_items,
         gives_batches=global_batch is None,
+        generator=generator,
     )
 
 
-def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool) -> _Epoch:
-    inner = getattr(sampler, "sampler", sampler)
-    generator = getattr(inner, "generator", None)
-    for each in (sampler, inner):
+def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool, generator: OwnGenerator) -> _Epoch:
+    for each in (sampler, getattr(sampler, "sampler", None)):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
-    with seeded(mix_seed(seed, epoch)):
-        if generator is not None:
-            generator.manual_seed(mix_seed(seed, epoch) % 2**63)
+    with seeded(mix_seed(seed, epoch)), generator.at(epoch):
         found = [[int(each) for each in batch] for batch in sampler] if gives_batches else [[int(i) for i in sampler]]
-    if generator is not None:
-        generator.manual_seed(seed)  # its initial seed stays the user's
     indices = np.array([each for batch in found for each in batch], dtype=np.int64)
     return _Epoch(indices, list(accumulate(len(batch) for batch in found if batch)))
 
