@@ -30,7 +30,7 @@ from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.own_stream import OwnStream
-from paceline.data.samplers import SampledOrder, sampled_order
+from paceline.data.samplers import SampledOrder, are_alike, sampled_order
 from paceline.errors import DataError, UsageError
 
 
@@ -226,10 +226,7 @@ def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
 
 def _check_alike(order: SampledOrder, comm: Any) -> None:
     """Raises UsageError on all ranks where their samplers draw different orders."""
-    own = order.fingerprint()
-    found = torch.tensor([own, -own], dtype=torch.int64, device=comm.device)
-    comm.all_reduce(found, "max").wait()
-    if found[0] != -found[1]:
+    if not are_alike(comm, order.fingerprint()):
         raise UsageError(
             f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
             "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"

@@ -165,6 +165,13 @@ def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool, generator: O
     return _Epoch(indices, list(accumulate(len(batch) for batch in found if batch)))
 
 
+def are_alike(comm: Any, number: int) -> bool:
+    """Whether all ranks have the same number; they call it together."""
+    found = torch.tensor([number, -number], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(found, "max").wait()
+    return bool(found[0] == -found[1])
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Sets the random numbers of torch, numpy and Python for a while."""
