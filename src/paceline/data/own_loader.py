@@ -207,7 +207,6 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
 def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
     """Returns the order of a DataLoader's batches: ours for a plain one, else that of its sampler."""
     cut: Any = batches.batch_sampler
-    drawn: dict[str, Any] = {"seed": seed, "loaders": batches.generator}
     sampler = getattr(cut, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
@@ -215,13 +214,13 @@ def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
             "  give the DataLoader without it, or use that DataLoader as it is"
         )
     if type(cut) is not BatchSampler:
-        return sampled_order(cut, length, **drawn)
+        return sampled_order(cut, length, seed=seed, loaders=batches.generator)
     is_whole = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
     is_shuffle = is_whole and sampler.generator is None  # with one the order is torch's
     if is_shuffle or type(sampler) is SequentialSampler:
         options = {"shuffle": is_shuffle, "drop_last": cut.drop_last}
         return DataOrder(length=length, global_batch=cut.batch_size, seed=seed, **options)
-    return sampled_order(sampler, length, global_batch=cut.batch_size, drop_last=cut.drop_last, **drawn)
+    return sampled_order(sampler, length, seed=seed, loaders=batches.generator, cut=cut)
 
 
 def _check_alike(order: SampledOrder, comm: Any) -> None:

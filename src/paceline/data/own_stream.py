@@ -11,7 +11,6 @@ the beginning of each sample tells.
 
 from __future__ import annotations
 
-import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import Batch
 from paceline.data.order import mix_seed, share
-from paceline.data.samplers import are_alike, seeded
+from paceline.data.samplers import are_alike, random_states, seeded, set_random_states
 from paceline.errors import DataError, UsageError
 
 
@@ -138,39 +137,26 @@ class _OwnDraws:
     def __init__(self, stream: Any, seed: int) -> None:
         with seeded(seed):
             self._samples = iter(stream)
-            self._states = _states()
+            self._states = random_states()
 
     def __iter__(self) -> _OwnDraws:
         return self
 
     def __next__(self) -> Any:
-        outside = _states()
-        _set_states(self._states)
+        outside = random_states()
+        set_random_states(self._states)
         try:
             return next(self._samples)
         finally:
-            self._states = _states()
-            _set_states(outside)
+            self._states = random_states()
+            set_random_states(outside)
 
 
 def _checksum(samples: list[Any], before: int) -> int:
     """Goes on with a checksum over samples: over the first bytes of whatever they are made of."""
     for leaf in tree_leaves(samples):
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().flatten()[:8].cpu().double().numpy().tobytes()
-        elif isinstance(leaf, np.ndarray):
-            leaf = leaf.ravel()[:8].tobytes()
-        is_plain = isinstance(leaf, bytes | str | int | float)
-        words = leaf[:64] if isinstance(leaf, bytes) else str(leaf)[:64].encode() if is_plain else b""
-        before = zlib.crc32(words, before)
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            leaf = leaf.reshape(-1)[:8].tolist()
+        if isinstance(leaf, list | bytes | str | int | float):
+            before = zlib.crc32(repr(leaf[:64] if isinstance(leaf, bytes | str) else leaf).encode(), before)
     return before
-
-
-def _states() -> tuple[Any, Any, Any]:
-    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.random.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])

@@ -91,51 +91,39 @@ class _Epoch(NamedTuple):
 
 
 class OwnGenerator:
-    """The generator of a sampler, if it has one, with its state before epochs; it is the user's again after each.
-
-    A DataLoader draws a number for its workers from its own when an epoch begins.
-    """
+    """The generator of a sampler, if it has one, with its states before epochs; after each it is as it was."""
 
     def __init__(self, generator: torch.Generator | None, *, is_loaders: bool) -> None:
-        self.generator, self._is_loaders = generator, is_loaders
+        self._generator, self._is_loaders = generator, is_loaders
         self._states = {} if generator is None else {0: generator.get_state()}
 
     def nearest(self, epoch: int) -> int:
-        """Returns the epoch from which to draw so that this one comes: those before have been forgotten."""
+        """Returns the epoch from which to draw up to this one."""
         return max((each for each in self._states if each <= epoch), default=epoch)
 
     @contextlib.contextmanager
     def at(self, epoch: int) -> Iterator[None]:
-        """Sets the state before an epoch, and keeps the one that is left behind it."""
-        if self.generator is None:
+        if self._generator is None:
             yield
             return
-        self.generator.set_state(self._states[epoch])
-        if self._is_loaders:
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._generator.set_state(self._states[epoch])
+        if self._is_loaders:  # which draws a number for its workers when an epoch begins
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         yield
-        self._states = {0: self._states[0], epoch: self._states[epoch], epoch + 1: self.generator.get_state()}
-        self.generator.set_state(self._states[0])
+        self._states = {0: self._states[0], epoch: self._states[epoch], epoch + 1: self._generator.get_state()}
+        self._generator.set_state(self._states[0])
 
 
-def sampled_order(
-    sampler: Any,
-    num_items: int,
-    *,
-    seed: int,
-    global_batch: int | None = None,
-    drop_last: bool = False,
-    loaders: torch.Generator | None = None,
-) -> SampledOrder:
-    """Makes the order of a sampler; without a ``global_batch``, of one that gives batches.
+def sampled_order(sampler: Any, num_items: int, *, seed: int, loaders: Any = None, cut: Any = None) -> SampledOrder:
+    """Makes the order of a sampler, with batches as ``cut`` has them; without it, of one that gives batches.
 
-    ``loaders`` is the generator of its DataLoader. Raises UsageError for one that gives another order when it is asked
-    again.
+    ``loaders`` is the generator of the DataLoader. Raises UsageError for a sampler that gives another order when it is
+    asked again.
     """
     found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
     generator = OwnGenerator(found, is_loaders=found is loaders)
     seed = seed if found is None else found.initial_seed()
-    first, again = (_draw(sampler, seed, 0, global_batch is None, generator) for _ in range(2))
+    first, again = (_draw(sampler, seed, 0, cut is None, generator) for _ in range(2))
     if first.ends != again.ends or not np.array_equal(first.indices, again.indices):
         raise UsageError(
             f"shard() of a DataLoader with a {type(sampler).__name__}: asked twice for the same epoch, "
@@ -145,12 +133,12 @@ def sampled_order(
         )
     return SampledOrder(
         length=len(first.indices),
-        global_batch=global_batch or max((end - start for start, end in pairwise([0, *first.ends])), default=1),
+        global_batch=max((b - a for a, b in pairwise([0, *first.ends])), default=1) if cut is None else cut.batch_size,
         seed=seed,
-        drop_last=drop_last,
+        drop_last=cut is not None and cut.drop_last,
         sampler=sampler,
         num_items=num_items,
-        gives_batches=global_batch is None,
+        gives_batches=cut is None,
         generator=generator,
     )
 
@@ -175,13 +163,21 @@ def are_alike(comm: Any, number: int) -> bool:
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Sets the random numbers of torch, numpy and Python for a while."""
-    state, words = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed sets those of GPUs too
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(words)
+    outside = random_states()
+    torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed sets those of GPUs too
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_states(outside)
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    torch.random.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

@@ -53,6 +53,7 @@ from paceline.run import records
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.observe import observing_from_a_rank
+from paceline.run.own_checks import OwnChecks
 
 _LOSS, _NORM = ("loss", "loss_sum"), "grad_norm"
 
@@ -125,6 +126,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if not name or Path(name).name != name:
             rule = "it is the name of a folder below runs, or below monitor's folder"
             raise UsageError(f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn")
+        self._checks = OwnChecks(comm, loader)
         self.name, self.num_steps, self.folder = name, 0, Path()
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
         self._planned, self._config = steps, dict(config or {})
@@ -134,8 +136,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._waiting: deque[_OwnStep] = deque()
         self._claimed: RunFolder | None = None
         self._sink: Sink | None = None
-        self._problem = ""
-        self._around = contextlib.ExitStack()
+        self._problem, self._around = "", contextlib.ExitStack()
         self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
         self._phases = _Phases(self._meter)
         self._listen()
@@ -176,6 +177,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._open()
         assert self._sink is not None
         found, now = {name: float(value) for name, value in values.items()}, time.time()
+        self._checks.evaluated = dict(found)
         if "loss" not in found:
             self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
         else:
@@ -198,6 +200,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         Called by all ranks. Raises CheckpointError on all of them if one cannot write.
         """
         self._open()
+        self._checks.compare(values)
         extra = {"values": values, "position": self._position}
         if self._loader is not None:
             extra["loader"] = self._loader.state_dict()
@@ -287,6 +290,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         done: list[StepRecord | EventRecord] = []
         for record in self._meter.drain(wait=wait):
             facts = self._waiting.popleft()
+            self._checks.see_loss(record.step, record.loss)
             record.grad_norm = record.grad_norm if facts.has_norm else None
             done += [record, *([facts.event(record.time)] if facts.names else [])]
         if done:
