@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ LOADERS: dict[str, Any] = {
     "generator": lambda: DataLoader(
         DATA, batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 20, generator=torch.Generator().manual_seed(7))
     ),
+    "shuffle": lambda: DataLoader(DATA, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(7)),
     "numpy": lambda: DataLoader(DATA, batch_size=6, sampler=Drawn()),
     "batches": lambda: DataLoader(DATA, batch_sampler=Lengths()),
     "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(23), 6, drop_last=False)),
@@ -87,7 +89,18 @@ def test_ranks_share_out_what_one_process_has(name: str) -> None:
     half = len(alone) // 2
     if name != "batch sampler":
         assert alone[:half] != alone[half:]  # another order in another epoch
-        assert (read(name, 1, seed=1) == alone) == (name == "generator")  # which has a seed of its own
+        assert (read(name, 1, seed=1) == alone) == (name in ("generator", "shuffle"))  # which have seeds of their own
+
+
+@pytest.mark.filterwarnings(WARNED)
+@pytest.mark.parametrize("name", ["generator", "shuffle"])
+def test_a_generator_gives_the_order_that_it_gives_in_one_process(name: str) -> None:
+    alone = LOADERS[name]()
+    assert read(name, 2, epochs=4) == [batch[0].tolist() for _ in range(4) for batch in alone]
+    loader = alone.batch_sampler.sampler  # shard() leaves the generator as it was
+    before = loader.generator.get_state()
+    list(paceline.shard(alone, paceline.connect()))
+    assert torch.equal(loader.generator.get_state(), before)
 
 
 def test_the_samples_are_those_of_the_sampler() -> None:
@@ -213,6 +226,42 @@ def test_a_stream_goes_on_where_it_was(stop: int) -> None:
     state = paceline.run_virtual(lambda comm: stream(comm, stop=stop), ranks=2)[1]
     assert state["position"] == {2: 10, 5: 23, 7: 33}[stop]
     assert joined(paceline.run_virtual(lambda comm: stream(comm, state), ranks=3)) == alone[stop:]
+
+
+class Unlike(IterableDataset[int]):
+    """Gives other samples each time that it is read, or other ones after a while."""
+
+    def __init__(self, marks: Iterator[int], after: int) -> None:
+        self.marks, self.after = marks, after
+
+    def __iter__(self) -> Iterator[int]:
+        mark = next(self.marks)
+        return (number if number < self.after else 1000 * mark + number for number in range(23))
+
+
+@pytest.mark.parametrize("after", [0, 7, 22])
+def test_ranks_that_read_different_samples_of_a_stream_are_refused(after: int) -> None:
+    """At the latest behind the last batch of an epoch, on all of them."""
+    marks = count(1)
+
+    def work(comm: Any) -> None:
+        list(paceline.shard(DataLoader(Unlike(marks, after), batch_size=5), comm))
+
+    with pytest.raises(RankFailedError, match=r"the stream \(Unlike\) gives ranks different samples"):
+        paceline.run_virtual(work, ranks=2)
+
+
+def test_a_stream_that_gives_other_samples_does_not_go_on() -> None:
+    loader = paceline.shard(DataLoader(Unlike(count(1), 7), batch_size=5), paceline.connect())
+    places = [loader.state_dict() for _ in zip(range(3), loader, strict=False)]
+    loader.load_state_dict(places[0])
+    next(iter(loader))
+    loader.load_state_dict(places[2])
+    with pytest.raises(DataError, match="gives other samples before sample 15 of epoch 0"):
+        next(iter(loader))
+    del places[2]["checksum"]  # as of an older checkpoint
+    loader.load_state_dict(places[2])
+    next(iter(loader))
 
 
 def test_what_a_stream_cannot_do_is_told() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import RankFailedError, UsageError
@@ -304,3 +304,38 @@ def test_settings_of_any_kind_are_shown_and_those_of_the_monitor_checked() -> No
     for monitor, words in (({"folde": "x"}, "did you mean monitor.folder"), ({"sample_s": "often"}, "sample_s")):
         with pytest.raises(RankFailedError, match=words):
             paceline.run_virtual(lambda comm, monitor=monitor: paceline.Run(comm, "a", monitor=monitor), ranks=1)
+
+
+# Mistakes that would train on without a word.
+
+
+def test_a_loader_that_is_not_shared_out_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"with a DataLoader as its loader\n.*\n  give paceline.shard"):
+        paceline.Run(paceline.connect(), "own", loader=DataLoader(TensorDataset(INPUTS)))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_finite_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    run = paceline.Run(paceline.connect(), "own", monitor={"sample_s": None})
+    for loss in (1.0, math.nan, math.inf):
+        with run.step(1):
+            run.log(loss=loss)
+    run.close()
+    told = [str(each.message).split("\n")[0] for each in recwarn]
+    assert told == ["the loss of rank 0 is nan in step 2"]
+
+
+@pytest.mark.parametrize("what", ["evaluated", "saved", "alike"])
+def test_numbers_that_ranks_do_not_have_alike_are_told_at_a_save(what: str, recwarn: pytest.WarningsRecorder) -> None:
+    def work(comm: Any) -> None:
+        engine = paceline.parallelize(make_model(), comm, "ddp")
+        with paceline.Run(comm, "own", engine, monitor={"sample_s": None}) as run:
+            run.log(loss=0.5 + comm.rank * (what == "evaluated"))
+            run.save(best=0.25 + comm.rank * (what == "saved"), when=math.nan)
+
+    paceline.run_virtual(work, ranks=2)
+    told = [str(each.message).split("\n")[0] for each in recwarn]
+    expected = {
+        "evaluated": "loss is 0.5 on rank 0 and 1.5 on rank 1",
+        "saved": "best is 0.25 on rank 0 and 1.25 on rank 1",
+    }
+    assert told == ([expected[what]] if what in expected else [])

@@ -30,7 +30,7 @@ from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.own_stream import OwnStream
-from paceline.data.samplers import SampledOrder, sampled_order
+from paceline.data.samplers import SampledOrder, are_alike, sampled_order
 from paceline.errors import DataError, UsageError
 
 
@@ -175,9 +175,9 @@ def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader 
     """Shares the batches of a torch ``DataLoader`` of one process out among the ranks.
 
     Its batch size is then that of all ranks together; shuffled or not, collate function, workers and ``drop_last`` are
-    taken over. The order of a shuffle is ours, of ``seed``; other samplers, and those that give batches, draw theirs
-    (``samplers.py``); a stream keeps its own (``own_stream.py``). Raises UsageError for samplers that cannot be asked
-    again.
+    taken over. The order of a shuffle is ours, of ``seed``; one with a ``generator``, other samplers, and those that
+    give batches, draw theirs (``samplers.py``); a stream keeps its own (``own_stream.py``). Raises UsageError for
+    samplers that cannot be asked again.
     """
     made = shard_weighed(batches, comm, seed=seed)
     return made if isinstance(made, OwnStream) else _warned(made, comm)
@@ -198,14 +198,15 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
             "shard() of a DataLoader with batch_size=None\n  ranks share batches out sample by sample\n"
             "  give it batch_size=..., and samples in place of batches"
         )
-    order = _order_of(batches.batch_sampler, check_map_style(dataset, "the data set"), seed)
+    order = _order_of(batches, check_map_style(dataset, "the data set"), seed)
     if isinstance(order, SampledOrder) and comm.size > 1:
         _check_alike(order, comm)
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
 
 
-def _order_of(cut: Any, length: int, seed: int) -> DataOrder:
+def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
     """Returns the order of a DataLoader's batches: ours for a plain one, else that of its sampler."""
+    cut: Any = batches.batch_sampler
     sampler = getattr(cut, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
@@ -213,20 +214,18 @@ def _order_of(cut: Any, length: int, seed: int) -> DataOrder:
             "  give the DataLoader without it, or use that DataLoader as it is"
         )
     if type(cut) is not BatchSampler:
-        return sampled_order(cut, length, seed=seed)
-    is_shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
+        return sampled_order(cut, length, seed=seed, loaders=batches.generator)
+    is_whole = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
+    is_shuffle = is_whole and sampler.generator is None  # with one the order is torch's
     if is_shuffle or type(sampler) is SequentialSampler:
         options = {"shuffle": is_shuffle, "drop_last": cut.drop_last}
         return DataOrder(length=length, global_batch=cut.batch_size, seed=seed, **options)
-    return sampled_order(sampler, length, seed=seed, global_batch=cut.batch_size, drop_last=cut.drop_last)
+    return sampled_order(sampler, length, seed=seed, loaders=batches.generator, cut=cut)
 
 
 def _check_alike(order: SampledOrder, comm: Any) -> None:
     """Raises UsageError on all ranks where their samplers draw different orders."""
-    own = order.fingerprint()
-    found = torch.tensor([own, -own], dtype=torch.int64, device=comm.device)
-    comm.all_reduce(found, "max").wait()
-    if found[0] != -found[1]:
+    if not are_alike(comm, order.fingerprint()):
         raise UsageError(
             f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
             "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"

@@ -4,24 +4,26 @@
 
 Every rank reads the same stream and takes its share of each batch, so that a step has the samples that it has in one
 process. The random numbers of torch, numpy and Python that the stream draws are its own, set by the seed and the epoch;
-``set_epoch`` is called where there is one. To resume is to pass over the samples that were consumed.
+``set_epoch`` is called where there is one. To resume is to pass over the samples that were consumed. A stream that
+draws from elsewhere (the time, the process) gives every rank other samples, and others after a resume: a checksum over
+the beginning of each sample tells.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import Batch
 from paceline.data.order import mix_seed, share
-from paceline.data.samplers import seeded
+from paceline.data.samplers import are_alike, random_states, seeded, set_random_states
 from paceline.errors import DataError, UsageError
 
 
@@ -42,6 +44,8 @@ class OwnStream:
         self.position = 0  # samples consumed by all ranks
         self._place = 0  # those of the epoch that is read
         self._loaded = 0  # of which the next iteration passes over so many
+        self._sum = 0  # over the samples of the epoch up to this place
+        self._expected: int | None = None  # of a state that was loaded
 
     @property
     def num_epochs(self) -> float:
@@ -54,24 +58,27 @@ class OwnStream:
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
         samples = _OwnDraws(self._stream, mix_seed(self._seed, epoch))
-        if sum(1 for _ in islice(samples, passed)) < passed:
-            raise DataError(
-                f"the stream ended before sample {passed:,} of epoch {epoch}, from which the loop goes on\n"
-                "  a stream gives the same samples each time it is read\n  give the one that the run began with"
-            )
+        self._pass_over(samples, passed, epoch)
         self.epoch = epoch + 1  # a loop that leaves early goes on with the next one, as with any loader
+        number = 0
         while batch := list(islice(samples, self.global_batch)):
             if len(batch) < self.global_batch and self._drops:
                 break
+            self._sum = _checksum(batch, self._sum)
+            number += 1
+            if number & (number - 1) == 0:
+                self._compare()
             self._place += len(batch)
             self.position += len(batch)
             yield self._own_share(batch)
         self._place = 0
+        self._compare()
 
     def state_dict(self) -> dict[str, int]:
         """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
         epoch = self.epoch - 1 if self._place and not self._loaded else self.epoch
-        return {"position": self.position, "epoch": epoch, "place": self._place, "seed": self._seed}
+        place = {"place": self._place, "checksum": self._sum if self._place else 0}
+        return {"position": self.position, "epoch": epoch, "seed": self._seed, **place}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks."""
@@ -80,12 +87,38 @@ class OwnStream:
             raise DataError(f"{what}\n  its random numbers follow from it\n  give the same seed")
         self.position, self.epoch = state["position"], state["epoch"]
         self._place = self._loaded = state["place"]
+        self._expected = state.get("checksum")
+        self._sum = self._expected or 0
 
     def turn(self, batches: int) -> tuple[int, int, int]:
         raise UsageError(
             f"engine.accumulate({batches}, a stream)\n  nobody knows where a stream ends, and so which update is the "
             "last\n  use engine.no_sync() and engine.loss_scale() by hand, or larger batches"
         )
+
+    def _pass_over(self, samples: Iterator[Any], count: int, epoch: int) -> None:
+        """Reads what was consumed before. Raises DataError where the stream gives other samples than it did then."""
+        passed = found = 0
+        for sample in islice(samples, count):
+            passed, found = passed + 1, _checksum([sample], found)
+        what = f"ended before sample {count:,}" if passed < count else f"gives other samples before sample {count:,}"
+        if passed < count or (count and self._expected not in (None, found)):
+            raise DataError(
+                f"the stream {what} of epoch {epoch}, from which the loop goes on\n"
+                "  a stream gives the same samples each time it is read\n"
+                "  give the one that the run began with, and a seed to all that shuffles in it"
+            )
+        self._sum, self._expected = found, None
+
+    def _compare(self) -> None:
+        """Raises DataError on all ranks where they have read different samples: at batch 1, 2, 4, ... and the end."""
+        if self._comm.size > 1 and not are_alike(self._comm, self._sum):
+            raise DataError(
+                f"the stream ({type(self._stream).__name__}) gives ranks different samples\n"
+                "  every rank reads the whole stream, and takes its share of each batch\n"
+                "  give a seed to all that shuffles in it, and let nothing in it split by rank "
+                "(webdataset: seed=..., nodesplitter=iter)"
+            )
 
     def _own_share(self, samples: list[Any]) -> Batch:
         comm = self._comm
@@ -104,26 +137,26 @@ class _OwnDraws:
     def __init__(self, stream: Any, seed: int) -> None:
         with seeded(seed):
             self._samples = iter(stream)
-            self._states = _states()
+            self._states = random_states()
 
     def __iter__(self) -> _OwnDraws:
         return self
 
     def __next__(self) -> Any:
-        outside = _states()
-        _set_states(self._states)
+        outside = random_states()
+        set_random_states(self._states)
         try:
             return next(self._samples)
         finally:
-            self._states = _states()
-            _set_states(outside)
+            self._states = random_states()
+            set_random_states(outside)
 
 
-def _states() -> tuple[Any, Any, Any]:
-    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.random.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def _checksum(samples: list[Any], before: int) -> int:
+    """Goes on with a checksum over samples: over the first bytes of whatever they are made of."""
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            leaf = leaf.reshape(-1)[:8].tolist()
+        if isinstance(leaf, list | bytes | str | int | float):
+            before = zlib.crc32(repr(leaf[:64] if isinstance(leaf, bytes | str) else leaf).encode(), before)
+    return before

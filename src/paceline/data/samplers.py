@@ -1,11 +1,12 @@
 """The order of samples that a sampler of torch's kind draws, the same on every rank, and again after a resume.
 
     an epoch    the sampler is asked once, with all random numbers set by the seed and the number of the epoch
-    the seed    that of its generator, where it has one; else the one that was given
+    generator   of the sampler's own: goes on from epoch to epoch, so that the order is that of torch in one process
     state       as of any order: the number of samples consumed
 
-So ``WeightedRandomSampler`` and most samplers of one's own resume exactly. One that draws from elsewhere, or remembers
-what it gave, cannot: it gives another order when it is asked again, and is refused.
+So ``WeightedRandomSampler`` and most samplers of one's own resume exactly; with a generator the epochs before are drawn
+again. One that draws from elsewhere, or remembers what it gave, cannot: it gives another order when it is asked again,
+and is refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class SampledOrder(DataOrder):
     num_items: int
     gives_batches: bool = False
     known: dict[int, _Epoch] = field(default_factory=dict, compare=False)
+    generator: OwnGenerator = field(compare=False)
 
     @property
     def num_indices(self) -> int:
@@ -69,7 +71,8 @@ class SampledOrder(DataOrder):
     def _epoch(self, epoch: int) -> _Epoch:
         """Returns the samples of an epoch; the last ones are kept, since batches are cut from them."""
         if epoch not in self.known:
-            found = _draw(self.sampler, self.seed, epoch, self.gives_batches)
+            for number in range(self.generator.nearest(epoch), epoch + 1):
+                found = _draw(self.sampler, self.seed, number, self.gives_batches, self.generator)
             if len(found.indices) != self.length:
                 raise DataError(
                     f"the {type(self.sampler).__name__} drew {len(found.indices):,} samples in epoch {epoch}, and "
@@ -87,17 +90,40 @@ class _Epoch(NamedTuple):
     ends: list[int]
 
 
-def sampled_order(
-    sampler: Any, num_items: int, *, seed: int, global_batch: int | None = None, drop_last: bool = False
-) -> SampledOrder:
-    """Makes the order of a sampler; without a ``global_batch``, of one that gives batches.
+class OwnGenerator:
+    """The generator of a sampler, if it has one, with its states before epochs; after each it is as it was."""
 
-    Raises UsageError for one that gives another order when it is asked again.
+    def __init__(self, generator: torch.Generator | None, *, is_loaders: bool) -> None:
+        self._generator, self._is_loaders = generator, is_loaders
+        self._states = {} if generator is None else {0: generator.get_state()}
+
+    def nearest(self, epoch: int) -> int:
+        """Returns the epoch from which to draw up to this one."""
+        return max((each for each in self._states if each <= epoch), default=epoch)
+
+    @contextlib.contextmanager
+    def at(self, epoch: int) -> Iterator[None]:
+        if self._generator is None:
+            yield
+            return
+        self._generator.set_state(self._states[epoch])
+        if self._is_loaders:  # which draws a number for its workers when an epoch begins
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        yield
+        self._states = {0: self._states[0], epoch: self._states[epoch], epoch + 1: self._generator.get_state()}
+        self._generator.set_state(self._states[0])
+
+
+def sampled_order(sampler: Any, num_items: int, *, seed: int, loaders: Any = None, cut: Any = None) -> SampledOrder:
+    """Makes the order of a sampler, with batches as ``cut`` has them; without it, of one that gives batches.
+
+    ``loaders`` is the generator of the DataLoader. Raises UsageError for a sampler that gives another order when it is
+    asked again.
     """
-    inner = getattr(sampler, "sampler", sampler)
-    generator = getattr(inner, "generator", None)
-    seed = seed if generator is None else generator.initial_seed()
-    first, again = (_draw(sampler, seed, 0, global_batch is None) for _ in range(2))
+    found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+    generator = OwnGenerator(found, is_loaders=found is loaders)
+    seed = seed if found is None else found.initial_seed()
+    first, again = (_draw(sampler, seed, 0, cut is None, generator) for _ in range(2))
     if first.ends != again.ends or not np.array_equal(first.indices, again.indices):
         raise UsageError(
             f"shard() of a DataLoader with a {type(sampler).__name__}: asked twice for the same epoch, "
@@ -107,41 +133,51 @@ def sampled_order(
         )
     return SampledOrder(
         length=len(first.indices),
-        global_batch=global_batch or max((end - start for start, end in pairwise([0, *first.ends])), default=1),
+        global_batch=max((b - a for a, b in pairwise([0, *first.ends])), default=1) if cut is None else cut.batch_size,
         seed=seed,
-        drop_last=drop_last,
+        drop_last=cut is not None and cut.drop_last,
         sampler=sampler,
         num_items=num_items,
-        gives_batches=global_batch is None,
+        gives_batches=cut is None,
+        generator=generator,
     )
 
 
-def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool) -> _Epoch:
-    inner = getattr(sampler, "sampler", sampler)
-    generator = getattr(inner, "generator", None)
-    for each in (sampler, inner):
+def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool, generator: OwnGenerator) -> _Epoch:
+    for each in (sampler, getattr(sampler, "sampler", None)):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
-    with seeded(mix_seed(seed, epoch)):
-        if generator is not None:
-            generator.manual_seed(mix_seed(seed, epoch) % 2**63)
+    with seeded(mix_seed(seed, epoch)), generator.at(epoch):
         found = [[int(each) for each in batch] for batch in sampler] if gives_batches else [[int(i) for i in sampler]]
-    if generator is not None:
-        generator.manual_seed(seed)  # its initial seed stays the user's
     indices = np.array([each for batch in found for each in batch], dtype=np.int64)
     return _Epoch(indices, list(accumulate(len(batch) for batch in found if batch)))
+
+
+def are_alike(comm: Any, number: int) -> bool:
+    """Whether all ranks have the same number; they call it together."""
+    found = torch.tensor([number, -number], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(found, "max").wait()
+    return bool(found[0] == -found[1])
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Sets the random numbers of torch, numpy and Python for a while."""
-    state, words = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed sets those of GPUs too
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(words)
+    outside = random_states()
+    torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed sets those of GPUs too
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_states(outside)
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    torch.random.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

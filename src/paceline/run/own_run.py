@@ -52,6 +52,7 @@ from paceline.run import records
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.observe import observing_from_a_rank
+from paceline.run.own_checks import OwnChecks
 from paceline.run.own_step import OwnStep, Phases, StepNumbers
 from paceline.train.randomness import capture_random_states, restore_random_states
 
@@ -81,6 +82,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if not name or Path(name).name != name:
             rule = "it is the name of a folder below runs, or below monitor's folder"
             raise UsageError(f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn")
+        self._checks = OwnChecks(comm, loader)
         self.name, self.num_steps, self.folder = name, 0, Path()
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
         self._planned, self._config = steps, dict(config or {})
@@ -132,6 +134,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._open()
         assert self._sink is not None
         found, now = {name: float(value) for name, value in values.items()}, time.time()
+        self._checks.evaluated = dict(found)
         if "loss" not in found:
             self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
         else:
@@ -155,6 +158,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         cannot write.
         """
         self._open()
+        self._checks.compare(values)
         extra = {"values": values, "position": self._position}
         if self._loader is not None:
             extra["loader"] = self._loader.state_dict()
@@ -253,6 +257,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         done: list[StepRecord | EventRecord] = []
         for record in self._meter.drain(wait=wait):
             facts = self._waiting.popleft()
+            self._checks.see_loss(record.step, record.loss)
             record.grad_norm = record.grad_norm if facts.has_norm else None
             done += [record, *([facts.event(record.time)] if facts.names else [])]
         if done:

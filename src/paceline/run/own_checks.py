@@ -1,0 +1,47 @@
+"""Mistakes in loops of one's own that train on without a word: a run tells of each once, with the rule and the fix."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.comm.base import Communicator
+from paceline.comm.objects import gather_objects
+from paceline.errors import UsageError
+
+
+class OwnChecks:
+    """What a run looks at beside its records; ``evaluated`` are the numbers of the last evaluation."""
+
+    def __init__(self, comm: Communicator, loader: Any) -> None:
+        if loader is not None and not hasattr(loader, "position"):
+            raise UsageError(
+                f"paceline.Run(...) with a {type(loader).__name__} as its loader\n"
+                "  ranks share its batches out, and a run resumes where it was\n"
+                "  give paceline.shard(loader, comm), or paceline.loader(dataset, comm, batch_size=...)"
+            )
+        self._comm, self._told = comm, set[str]()
+        self.evaluated: dict[str, float] = {}
+
+    def see_loss(self, step: int, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
+            what = f"the loss of rank {self._comm.rank} is {loss} in step {step}"
+            rule = "gradients are averaged over ranks: one that is not finite makes the whole model so"
+            self._tell(what, rule, "look at its batch; leave updates out where clip_grad_norm_ gives no finite norm")
+
+    def compare(self, values: Mapping[str, Any]) -> None:
+        """Compares what ranks save, and what they evaluated last; called by all of them."""
+        own = {name: repr(value) for name, value in {**self.evaluated, **values}.items()}
+        for rank, other in enumerate(everyone := gather_objects(self._comm, own)):
+            if other != everyone[0] and self._comm.rank == 0:
+                name = next(each for each in {**own, **other} if own.get(each) != other.get(each))
+                what = f"{name} is {own.get(name):.60} on rank 0 and {other.get(name):.60} on rank {rank}"
+                rule = "ranks decide alike, and a checkpoint has the values of rank 0"
+                self._tell(what, rule, "take paceline.mean(total, count, comm), which is the same on all ranks")
+
+    def _tell(self, what: str, rule: str, fix: str) -> None:
+        if rule not in self._told:
+            self._told.add(rule)
+            warnings.warn(f"{what}\n  {rule}\n  {fix}", stacklevel=4)
