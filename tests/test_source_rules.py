@@ -53,7 +53,7 @@ LINES = {
     "search": 2_300,
     "train": 4_700,
     "verify": 1_150,
-    "view": 1_700,
+    "view": 1_950,  # texts, failures, tags and notes of a run; the table of all runs
 }
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Serve = Callable[..., str]
 DRAWN = "document.body.dataset.drawn && page.timeline.found && page.heat.found && page.words.get(page.focus)?.told"
-LAST_LOSS = "page.charts.get('loss').plot.data[1].filter((each) => each != null).at(-1)"
+LAST_LOSS = "page.charts.get('loss').plot.data[2].filter((each) => each != null).at(-1)"  # the raw curve
 
 
 def assert_no_overflow(page: Page) -> None:
@@ -42,8 +42,8 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         assert page.ask("document.querySelector('h1').textContent") == "<b>run<img src=x>"  # shown, and not run
         assert page.ask("page.charts.get('loss').plot.data[1].length") == 200
         assert page.ask(LAST_LOSS) == pytest.approx(1 / 200)
-        told = page.ask("document.querySelector('#verdict').textContent")
-        assert "done after 200 steps" in told
+        assert "done after 200 steps" in page.ask("document.querySelector('#verdict').textContent")
+        told = page.ask("document.querySelector('.notes').textContent")
         assert told.count("rank 1 is the last") == 1
         assert {"phases", "step_s", "lr", "memory_bytes"} <= set(page.ask("[...page.charts.keys()]"))
         # The slow rank's row of the map is brighter where it computes, and the pointer says which it is.
@@ -69,14 +69,16 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         for key in "0lxds":
             page.key(key)
         page.wait(
-            "!page.view.zoom && page.view.isLog && page.view.x === 'time' && isDark() && page.view.smooth === 0.6"
+            "!page.view.zoom && page.view.isLog && page.view.x === 'time' && isDark() && page.view.smooth === 0.9"
         )
         page.wait("page.charts.get('loss').plot.scales.y.distr === 3")
         assert_no_overflow(page)
-        page.ask("addEventListener('beforeprint', () => { window.printed = [isDark(), page.grid.clientWidth]; })")
+        page.ask(
+            "addEventListener('beforeprint', () => { window.printed = [isDark(), page.grids.learning.clientWidth]; })"
+        )
         page.call("Page.printToPDF")
         assert page.ask("printed") == [False, 710]  # on paper it is light, and as wide as a page
-        assert page.ask("isDark() && page.grid.clientWidth > 710")
+        assert page.ask("isDark() && page.grids.learning.clientWidth > 710")
         assert page.errors == []
         assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
 

@@ -17,6 +17,7 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
@@ -34,11 +35,15 @@ from paceline.records.report import COMMUNICATION, RunSummary, headline, plain_t
 from paceline.records.summary import PHASES
 from paceline.search.expectation import Compared
 from paceline.units import format_bytes, format_seconds
-from paceline.view.document import Window, config_of, describe, differences, heat, rounded, timeline
+from paceline.view.document import Window, describe, differences, heat, rounded, timeline
+from paceline.view.folder import config_of, row_of, text_of
 from paceline.view.runs import ShownRun
 
 _INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
-_SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
+_SCRIPTS = (
+    *("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "plots.js", "heat.js", "timeline.js"),
+    *("tables.js", "runs.js", "texts.js", "page.js"),
+)
 _POINTS, _HEAT_POINTS, _HEAT_VALUES = 1500, 600, 40_000  # of a report
 _COLUMNS = (
     *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
@@ -47,6 +52,7 @@ _COLUMNS = (
 _COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
 _PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
 _MOST_ROWS = 256  # of a table
+_TEXT_BYTES = 2**15  # of each text of a report
 
 
 def live_page() -> tuple[str, str]:
@@ -68,7 +74,7 @@ def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSu
 
 def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
     """Returns the settings in which runs differ; nothing for a single one."""
-    return differences([config_of(run) for run in runs]) if len(runs) > 1 else []
+    return differences([config_of(run.folder) for run in runs]) if len(runs) > 1 else []
 
 
 def as_json(value: Any) -> str:
@@ -81,14 +87,26 @@ def as_json(value: Any) -> str:
 
 def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
+    files = _files(run, told["failure"])
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))
     first, last = map(float, run.columns.steps[-8:][[0, -1]]) if len(run.columns.steps) else (0.0, 0.0)
     return told | {
         "words": summary_of(run.folder, summary),
         "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]},
         "timeline": timeline(run, first, last, most=8),
-        "config": config_of(run),
+        "texts": list(files),
+        "files": files,
+        "row": {"id": run.id, "name": run.name} | row_of(run.folder) | {"status": told["state"]["status"]},
     }
+
+
+def _files(run: ShownRun, failure: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the texts that a report has: the config, the log of the run, and that of the rank that failed."""
+    names, found = ["config", "run", *([f"rank-{failure['rank']}"] if failure else [])], {}
+    for name in names:
+        with suppress(KeyError):
+            found[name] = text_of(run.folder, name, _TEXT_BYTES)
+    return found
 
 
 def _page(data: str, connect: str) -> tuple[str, str]:
@@ -204,15 +222,20 @@ def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any
 
 
 def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    """Yields what is to be said, by kind: what went wrong, the verdict, its evidence, advice, what was predicted."""
+    limits = summary.limits
     if summary.status == "failed" and summary.message:
         yield "bad", summary.message.partition("\n")[0]
-    limits = [line.strip() for line in summary.limits.lines()] if summary.limits.found else []
     late = summary.late if summary.straggler is None else (str(summary.straggler),)
-    yield from (("warning", line) for line in late if line not in limits)
-    kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
-    yield from ((kinds[place > 0], line) for place, line in enumerate(limits))
+    told = [line.strip() for line in limits.lines()] if limits.found else []
+    yield from (("warning", line) for line in late if line not in told)
+    if limits.sentence:
+        yield "good" if limits.what == "compute" else "warning" if limits.found else "evidence", limits.sentence
+    yield from (("evidence", line) for line in limits.evidence)
+    yield from (("evidence", f"also {limit}") for limit in limits.found[1:])
+    yield from (("advice", str(change)) for change in limits.changes)
     if summary.prediction is not None:
-        yield from (("note", line) for line in summary.prediction.lines())
+        yield from (("prediction", line) for line in summary.prediction.lines())
 
 
 def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:
