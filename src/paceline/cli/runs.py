@@ -36,7 +36,8 @@ def report(
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
     from paceline.terminal import new_console
-    from paceline.view.html import write_csv, write_figure, write_report
+    from paceline.view.html import write_csv, write_report
+    from paceline.view.picture import write_figure
     from paceline.view.runs import read_runs
 
     if compare and len(folders) < 2:

@@ -1,4 +1,4 @@
-"""Runs as files: the page with markup, style, code and data in one, curves as CSV, charts as PNG or SVG.
+"""Runs as files: the page with markup, style, code and data in one, and curves as CSV.
 
 The live page and a report are the same page. A report has its data inside; the live page asks the server for it. Code
 and style are allowed by their hashes alone: nothing that data brings along can run.
@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import resources
@@ -24,11 +24,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_json
 
 from paceline import __version__
-from paceline.charts import Line, draw_lines
 from paceline.errors import PacelineError, RunFolderError
 from paceline.records.records import strict_json
 from paceline.records.report import COMMUNICATION, RunSummary, headline, plain_tables, summarize
@@ -49,8 +47,6 @@ _COLUMNS = (
     *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
     *("flops_per_s", "mfu"),
 )
-_COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
-_PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
 _MOST_ROWS = 256  # of a table
 _TEXT_BYTES = 2**15  # of each text of a report
 
@@ -148,53 +144,6 @@ def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
             cells = ["" if value != value else repr(value) for value in row]
             lines.writerow([name, int(step), f"{time:.3f}", *cells])
     write_file(path, text.getvalue().encode())
-
-
-def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
-    """Draws loss, throughput, step time and memory of runs, phases and the map of ranks of the first one."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
-    axes: Any = figure.subplots(2, 3)
-    unit = "samples" if runs[0].lead is None else runs[0].lead.unit
-    panels = (
-        ("loss", "loss", 1.0),
-        ("samples_per_s", f"{unit}/s", None),
-        ("step_s", "step time of the slowest rank, ms", 1e3),
-        ("memory_bytes", "memory of the largest rank, GiB", 2**-30),
-    )
-    for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
-        draw_lines(axis, list(_lines(runs, name, scale)), title=title, xlabel="step")
-    columns, phases, heat_map = runs[0].columns, axes[1, 1], axes[1, 2]
-    parts = [1e3 * np.nan_to_num(columns.curves()[name]) for name in PHASES]
-    names = [name.removesuffix("_s") for name in PHASES]
-    phases.stackplot(columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
-    phases.legend(fontsize=8, loc="upper right")
-    draw_lines(phases, [], title="phases of a step, mean of the ranks, ms", xlabel="step")
-    ranks, steps, values = columns.heat("step_s", slice(None), 600)
-    if values.size:
-        low, high = 1e3 * np.nanpercentile(values, (2, 98))
-        extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
-        shown = heat_map.imshow(1e3 * values, aspect="auto", extent=extent, vmin=low, vmax=high)
-        figure.colorbar(shown, ax=heat_map, shrink=0.8)
-    heat_map.set(title="step time by rank and step, ms", xlabel="step")
-    figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
-    made = io.BytesIO()
-    figure.savefig(made, format=kind, dpi=130)
-    write_file(path, made.getvalue())
-
-
-def _lines(runs: Sequence[ShownRun], name: str, scale: float | None) -> Iterator[Line]:
-    for place, run in enumerate(runs):
-        factor = scale if scale is not None else 1.0 if run.lead is None else run.lead.units_per_sample
-        values, label = run.columns.curves()[name] * factor, _plain(run.name) if len(runs) > 1 else ""
-        yield Line(run.columns.steps, values, label, {"color": _COLORS[place % len(_COLORS)], "linewidth": 1.0})
-
-
-def _plain(name: str) -> str:
-    """Returns a name that is drawn as it is: dollars begin formulas, and an underscore hides a label."""
-    shown = name.replace("$", r"\$")
-    return f" {shown}" if shown.startswith("_") else shown
 
 
 def write_file(path: Path, content: bytes) -> None:
