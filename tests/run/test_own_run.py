@@ -23,7 +23,7 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
-from paceline.view.document import config_of
+from paceline.view.folder import config_of
 from paceline.view.runs import ShownRun
 
 INPUTS = (torch.arange(23 * 4, dtype=torch.float64) * 0.37).sin().reshape(23, 4)
@@ -116,7 +116,7 @@ def test_report_and_page_read_it() -> None:
     shown.look()
     assert shown.evaluations[0].accuracy == 0.5
     assert len(shown.scalars) == STEPS
-    assert config_of(shown) == {
+    assert config_of(shown.folder) == {
         "name": "own",
         "ranks": "1",
         "strategy": "ddp",
@@ -299,7 +299,7 @@ def test_settings_of_any_kind_are_shown_and_those_of_the_monitor_checked() -> No
         return run.folder
 
     shown = ShownRun(paceline.run_virtual(loop, ranks=1)[0])
-    found = config_of(shown)
+    found = config_of(shown.folder)
     assert (found["dtype"], found["deep.lr"], found["deep.path"]) == ("torch.float32", "0.1", "a/b")
     for monitor, words in (({"folde": "x"}, "did you mean monitor.folder"), ({"sample_s": "often"}, "sample_s")):
         with pytest.raises(RankFailedError, match=words):

@@ -61,7 +61,8 @@ def report(
     files = {kind: path for kind, path in asked.items() if path}
     if not files:
         return
-    from paceline.view.html import write_csv, write_figure, write_report
+    from paceline.view.html import write_csv, write_report
+    from paceline.view.picture import write_figure
     from paceline.view.runs import read_runs
 
     runs = read_runs([summary.folder for summary in summaries])
