@@ -31,7 +31,7 @@ LINES = {
     "calibrate": 1_300,
     "chaos": 1_100,
     "checkpoint": 4_450,
-    "classic": 1_650,
+    "classic": 1_550,
     "cli": 3_300,
     "cluster": 1_750,
     "comm": 7_200,  # single_tensors.py came from classic
