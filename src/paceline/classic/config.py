@@ -25,6 +25,7 @@ from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
+from paceline.plan.rule_case import unknown_word
 
 _FEATURES = 784
 _BACKENDS = ("nccl", "gloo", "shared_memory", "auto")
@@ -58,11 +59,11 @@ def check_count(name: str, value: Any, least: int = 1, fix: str = "") -> list[Pr
     return expect(type(value) is int and value >= least, f"{name} = {value!r}", rule, fix)
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...], *, also: str = "", says: str = "") -> list[Problem]:
-    """An argument is one of some words; ``also`` is what else it may be, ``says`` what is said of another value."""
+def check_choice(name: str, value: Any, choices: tuple[str, ...], also: str = "") -> list[Problem]:
+    """An argument is one of some words; ``also`` is what else it may be."""
     rule, is_known = f"it is {also}one of {', '.join(choices)}", isinstance(value, str) and value in choices
     near = did_you_mean(value.lower(), choices, cutoff=0.5) if isinstance(value, str) else ""
-    return expect(is_known, f"{name} = {value!r} {says}".rstrip(), rule, near)
+    return expect(is_known, f"{name} = {value!r}", rule, near)
 
 
 @dataclass(init=False, slots=True)
@@ -158,7 +159,7 @@ def check_arguments(
     is_offload = more.cpu_offload is not True or strategy != "ddp"
     problems = [
         *check_type("model", model, nn.Module, "an nn.Module"),
-        *check_choice("strategy", strategy, STRATEGY_NAMES, says="is unknown"),
+        *unknown_word("strategy", strategy, STRATEGY_NAMES),
         *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
         *check_count("gradient_accumulation_steps", steps, fix="for no accumulation, leave it out"),
         *expect(is_clip, f"gradient_clip_val = {clip_val!r}", clip_rule, "for no clipping, leave it out"),

@@ -12,15 +12,13 @@
     result = trainer.evaluate(held_out, criterion, metrics={"accuracy": accuracy})     # the same on every rank
     outputs = trainer.predict(loader)                                                  # of this rank's samples
 
-A thin face of ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. Every
-``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses, divided once by the
-number of samples of all ranks and microbatches of the update, also where some are smaller than others. An update whose
-gradients are not finite is left out on all ranks, and ten in a row end the run.
+A face of ``parallelize`` and of ``train/step.py``. Every ``gradient_accumulation_steps`` calls make one update, of
+*summed* losses divided once by the number of samples of all ranks and microbatches, also where some are smaller than
+others. An update whose gradients are not finite is left out on all ranks, and ten in a row end the run.
 
-In ``fit`` and ``evaluate`` a plain ``DataLoader`` of all the data, the same on every rank, is shared out as by
-``paceline.shard``: a step has the samples that it has in one process. Any other loader is this rank's own share. Shares
-may differ in length: a rank that has no batch left takes part without samples, so that nobody waits for it. That costs
-one small all-reduce a batch where there are several ranks.
+``fit`` and ``evaluate`` share a plain ``DataLoader``, the same on every rank, out as ``paceline.shard`` does. Any other
+loader is this rank's own share. Shares may differ in length: a rank that has no batch left takes part without samples,
+so that nobody waits for it. That costs one small all-reduce a batch where there are several ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ from paceline.classic.config import check_arguments, check_count, make_engine, r
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
 from paceline.clock import on_device
 from paceline.comm.base import clock_of
-from paceline.comm.objects import ask_first_rank, gather_objects
+from paceline.comm.objects import ask_first_rank, gather_objects, mean
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.data.own_loader import OwnLoader, shard_weighed
 from paceline.data.samplers import seeded
 from paceline.engines.groups import fingerprint, tensors_in
-from paceline.engines.torch_helpers import adopt_optimizer
+from paceline.engines.torch_helpers import adopt_optimizer, is_of_former
 from paceline.errors import TrainingError, UsageError
 from paceline.free_memory import peak_memory_bytes
 from paceline.train.evaluate import apply_to_each, evaluate
@@ -95,7 +93,6 @@ class DistributedTrainer(StepState):
         self.log_dir = None if more.log_dir is None else Path(more.log_dir)
         ranks = connect() if more.comm is None else more.comm
         trace = Trace(ranks.device, clock=clock_of(ranks))
-        self._built = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         self.engine = make_engine(model, TracedCommunicator(ranks, trace), strategy, mixed_precision, more)
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
         super().__init__(self.engine, self._policy)  # rank 0's position has that of the checkpoint that was loaded
@@ -212,15 +209,10 @@ class DistributedTrainer(StepState):
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
         list(self.bad_steps.read())
-        state = self.collect(self.engine, optimizer)
+        state, position = self.collect(self.engine, optimizer), sum(gather_objects(comm, self.position))
         extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
-        state = replace(
-            state,
-            position=sum(gather_objects(comm, self.position)),
-            values={"extra": extra, **state.values},
-            about={"strategy": self.strategy},
-        )
-        path = self._writer.save(state)
+        values, about = {"extra": extra, **state.values}, {"strategy": self.strategy}
+        path = self._writer.save(replace(state, position=position, values=values, about=about))
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -239,8 +231,8 @@ class DistributedTrainer(StepState):
         chosen = ask_first_rank(self.engine.comm, find)  # so that all ranks read the same one
         with raised_on_all(self.engine.comm):
             checkpoint = open_checkpoint(chosen)
-            if optimizer is not None:
-                self._adopt(optimizer)
+            if optimizer is not None and is_of_former(optimizer):
+                adopt_optimizer(self.engine, optimizer, optimizer.state_dict())
             restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
             self._forget_gradients()
             self.go_on_from(checkpoint, self.engine.comm)
@@ -348,20 +340,13 @@ class DistributedTrainer(StepState):
                 f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
                 "  a group makes one update of one optimizer\n  call trainer.flush with the former optimizer first"
             )
-        self._adopt(optimizer)
+        if is_of_former(optimizer):  # built of the model's own parameters, which the engine has replaced
+            adopt_optimizer(self.engine, optimizer, optimizer.state_dict())
         try:
             self.engine.check_optimizer(optimizer)
         except UsageError as error:
             raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
         self._optimizer = optimizer
-
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets an optimizer that was built of the model's own parameters update those that the engine has for them."""
-        built = {name: parameter for name, each in self._built.items() if (parameter := each()) is not None}
-        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        is_built = theirs <= {id(parameter) for parameter in built.values()}
-        if is_built and not theirs <= {id(parameter) for parameter in self.engine.parameters()}:
-            adopt_optimizer(self.engine, optimizer, built, optimizer.state_dict())
 
     @property
     def _pending_samples(self) -> int:
@@ -402,15 +387,13 @@ class DistributedTrainer(StepState):
         sampler: Any = getattr(loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        total, count = 0.0, 0
         for step, batch in enumerate(self._together(self._shared(loader, epoch))):
             metrics = self.train_step(batch, optimizer, criterion, step)
-            if samples := metrics["samples"]:
-                sums += torch.tensor([metrics["loss"] * samples, samples], dtype=torch.float64).to(sums.device)
+            if samples := metrics["samples"]:  # without any there is no loss
+                total, count = total + metrics["loss"] * samples, count + samples
         self.flush(optimizer)
-        self.engine.comm.all_reduce(sums).wait()
-        total, samples = sums.tolist()
-        return float(total / max(samples, 1.0))
+        return mean(total, count, self.engine.comm)
 
     def _shared(self, loader: Iterable[Any], epoch: int = 0) -> Iterable[Any]:
         """Returns what shares a plain ``DataLoader`` out, if all ranks have the same; else the loader itself."""

@@ -36,11 +36,12 @@ from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
-from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
 from paceline.models.hugging_face import allocate_unfilled, fill_now, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
+from paceline.plan.rule_case import unknown_word
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
@@ -117,9 +118,9 @@ def parallelize(
     fill_now(model, engine)
     if comm.trained is not None:
         comm.trained.add(engine.parameters())
-    if optimizer is not None and state is not None:
-        adopt_optimizer(engine, optimizer, before, state)
     watch_engine(engine, before)
+    if optimizer is not None and state is not None:
+        adopt_optimizer(engine, optimizer, state)
     return engine
 
 
@@ -166,9 +167,8 @@ def _host(comm: Communicator) -> str:
 
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:
     """Makes a layout of its fields and the name of a strategy. Raises UsageError for names that it does not know."""
-    if strategy is not None and strategy not in STRATEGY_NAMES:
-        what, rule = f"strategy = {strategy!r} is unknown", f"it is one of {', '.join(STRATEGY_NAMES)}"
-        raise UsageError(str(Problem(what=what, rule=rule, fix=did_you_mean(str(strategy), STRATEGY_NAMES))))
+    for problem in () if strategy is None else unknown_word("strategy", strategy, STRATEGY_NAMES):
+        raise UsageError(str(problem))
     known = [field.name for field in fields(Layout)]
     for name in [name for name in options if name not in known]:
         fix = did_you_mean(name, known, "leave it out")
