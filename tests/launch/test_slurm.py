@@ -120,7 +120,7 @@ def test_a_cancelled_run_saves_and_stays_cancelled(tmp_path: Path) -> None:
     [
         (
             ["--queue", "mian"],
-            "Slurm has no queue named mian\n  its queues (partitions) are main\n  did you mean --queue",
+            "Slurm has no queue named mian\n  its queues (partitions) are main\n  did you mean main?",
         ),
         (["--nodes", "5"], "--nodes 5, and queue main has 4 such nodes"),
         (

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -102,6 +103,8 @@ def make_root(suite: str, folder: Path) -> CleanRoot:
     for path in filter(os.path.isfile, COPIED):
         (folder / path[1:]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / path[1:])
+    # As installers write it: without its own name torchrun's ranks do not find it.
+    (folder / "etc/hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
     return CleanRoot(folder=folder)
 
 
