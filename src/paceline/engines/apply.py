@@ -11,7 +11,7 @@ import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_args
 
 import psutil
 import torch
@@ -40,7 +40,7 @@ from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
 from paceline.models.hugging_face import allocate_unfilled, fill_now, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
-from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
+from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload, StrategyName
 from paceline.plan.rule_case import unknown_word
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
@@ -48,7 +48,8 @@ from paceline.predict.memory.memory import StateFacts
 from paceline.search.automatic import Choice, take_first, whole_ladder
 from paceline.units import GIB, MIB
 
-STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
+STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
+M = TypeVar("M", bound=nn.Module)
 _MARK = "_paceline_engine"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")  # torch's own
 _FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
@@ -56,16 +57,16 @@ _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as g
 
 
 def parallelize(
-    model: nn.Module,
+    model: M,
     comm: Communicator,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     *,
     layout: Layout | None = None,
     precision: str | Precision | None = None,
     compressor: GradientCompression | None = None,
     optimizer: Optimizer | None = None,
     **options: Any,
-) -> Engine:
+) -> Engine[M]:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
     ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
@@ -108,7 +109,7 @@ def parallelize(
     _check_parameters(model, layout.expert, policy)
     before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
-    engine: Engine
+    engine: Engine[Any]
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
         engine = combine(model, comm, layout, lambda part, groups: _share(part, groups, layout, policy, None))
@@ -121,7 +122,7 @@ def parallelize(
     watch_engine(engine, before)
     if optimizer is not None and state is not None:
         adopt_optimizer(engine, optimizer, state)
-    return engine
+    return cast("Engine[M]", engine)
 
 
 def _state_to_adopt(optimizer: Optimizer, comm: Communicator) -> dict[str, Any]:
