@@ -193,8 +193,13 @@ class _WithPadding(nn.Module):
     """Mixed into the class of a model of texts: called with tokens alone, it leaves padding out of its attention."""
 
     _padding: int
+    config: Any
 
     def forward(self, tokens: Tensor | None = None, **options: Any) -> Any:
+        if tokens is not None and tokens.ndim > 2:  # of pairs: tokens, and the text that each is of
+            if getattr(self.config, "type_vocab_size", 1) > 1:
+                options["token_type_ids"] = tokens[:, 1]
+            tokens = tokens[:, 0]
         if tokens is not None and "attention_mask" not in options:
             is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0  # of a row that is left out: no nan
             options |= {"input_ids": tokens, "attention_mask": ((tokens != self._padding) | is_first).long()}
