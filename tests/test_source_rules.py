@@ -30,13 +30,13 @@ LINES = {
     "beside the rooms": 1_550,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_300,
     "chaos": 1_100,
-    "checkpoint": 4_650,
+    "checkpoint": 4_600,
     "classic": 1_550,
     "cli": 3_450,  # completion.py
     "cluster": 1_750,
     "comm": 7_200,  # single_tensors.py came from classic
-    "config": 3_550,
-    "data": 4_550,
+    "config": 3_500,
+    "data": 4_600,
     "doctor": 900,
     "engines": 10_050,
     "health": 1_500,
@@ -51,7 +51,7 @@ LINES = {
     "run": 7_250,  # run_ranks: functions of a cell on real processes
     "schedule": 1_050,
     "search": 2_300,
-    "train": 4_700,
+    "train": 4_750,
     "verify": 1_150,
     "view": 2_000,  # texts, failures, tags and notes of a run; the table of all runs
 }

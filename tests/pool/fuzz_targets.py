@@ -39,6 +39,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
 from paceline.config.load import config_from_dict, load_config
+from paceline.config.peft_folder import parse_peft
 from paceline.data.token_files import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
@@ -463,6 +464,12 @@ TARGETS: tuple[Target, ...] = (
     parser("images of models", parse_image_settings, parser_inputs([_IMAGES]), ValueError),
     parser(
         "classes of models", parse_class_names, parser_inputs([b'{"id2label": {"0": "cat", "1": "dog"}}']), ValueError
+    ),
+    parser(
+        "configs of adapters",
+        lambda content: parse_peft(content, b'{"base_model.model.q.lora_A.weight": {}}'),
+        parser_inputs([b'{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none"}']),
+        ValueError,
     ),
     parser("patches of pods", _patch_pods, parser_inputs([_as_bytes(_PATCH)], _as_bytes), ValueError),
     parser("requests for ranks", parse_request, parser_inputs([_REQUEST], _as_bytes), ValueError),

@@ -394,7 +394,7 @@ def _model_files(engine: Any) -> dict[str, bytes]:
 
 
 @overload
-def load(path: str | Path, *, classes: int | Sequence[str] | None = None, **model: Any) -> nn.Module: ...
+def load(path: str | Path, *, classes: Sequence[str] | None = None, **model: Any) -> nn.Module: ...
 
 
 @overload
@@ -418,7 +418,7 @@ def load(
 
     Without an engine, ``path`` is a folder of Hugging Face. What comes back is its model without values: give it to
     ``parallelize``, whose ranks read the bytes that they hold. Keys are those of ``model: {kind: hf}`` in a config:
-    ``task``, ``fresh``, ``lora={"rank": 8}`` or ``lora={"path": folder}``. ``classes`` are those of a new head.
+    ``task``, ``fresh``, ``lora={"rank": 8}`` or ``lora={"path": folder}``. ``classes`` names those of a new head.
     """
     if engine is None:
         return load_model(Path(path), **model)

@@ -186,29 +186,18 @@ def export(
 
 @app.command()
 def merge(
-    source: str = typer.Argument(metavar="SRC", help="A folder of PEFT; or a checkpoint, run or URL with adapters."),
+    source: str = _SOURCE,
     target: Path = typer.Argument(metavar="OUT", help="The folder to write, for from_pretrained."),
-    base: Path | None = typer.Option(None, help="The model of a folder of PEFT, where it names none, or another."),
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Add low-rank adapters to the weights of their model."""
-    from paceline.checkpoint.tools.outgoing import ExportOptions, saved_adapters
-    from paceline.checkpoint.tools.outgoing import export as write
-    from paceline.checkpoint.tools.pretrained import merge_adapters
-    from paceline.config.peft_folder import CONFIG
+    """Add low-rank adapters to the weights of their model, as a folder of Hugging Face."""
+    from paceline.checkpoint.tools.outgoing import saved_adapters
 
-    with _reading(), progress_bar("merging", None, as_json) as tell:
-        if (Path(source) / CONFIG).is_file():
-            path = merge_adapters(Path(source), target, base, may_replace=force, progress=tell)
-        else:
-            checkpoint = _open_whole(source, fast=False)
-            if base is not None or not saved_adapters(checkpoint):
-                what = f"{source} has no adapters" if base is None else f"--base {base} with a checkpoint"
-                rule = "adapters of a run are added to its own weights, those of a folder of PEFT to --base"
-                raise UsageError(f"{what}\n  {rule}\n  leave --base out, or take paceline checkpoint export")
-            path = write(checkpoint, target, ExportOptions(is_hugging_face=True, may_replace=force), tell)
-    show_written("merged", path, as_json=as_json)
+    if not saved_adapters(_open_whole(source, fast=True)):
+        rule = "merge adds low-rank adapters to the weights that they were trained on"
+        raise UsageError(f"{source} has no adapters\n  {rule}\n  take paceline checkpoint export")
+    export(source, target, kind="hf", hf=True, optimizer=False, fast=False, force=force, as_json=as_json)
 
 
 @app.command("import")

@@ -13,7 +13,6 @@ import json
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +33,14 @@ _OTHER_KINDS = (
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # those that leave the frozen weights as they were
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeftFolder:
-    """What a folder of adapters says. ``shapes`` are those of its tensors, by their names without the prefix."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    is_transposed: bool
-    base: str | None
-    shapes: dict[str, tuple[int, ...]]
-
-    @property
-    def layers(self) -> list[str]:
-        return [name.removesuffix(A) for name in self.shapes if name.endswith(A)]
-
-    @property
-    def whole(self) -> list[str]:
-        """The parameters that were trained whole."""
-        return [name for name in self.shapes if not name.endswith((A, B))]
-
-
-def read_peft(folder: Path) -> PeftFolder:
-    """Reads a folder but for its values. Raises ConfigError for what is none, and for adapters that are not plain."""
+def read_peft(folder: Path) -> LoraConfig:
+    """Reads what a folder says of its adapters, but no values. Raises ConfigError for what is no such folder."""
     try:
-        return _parse(parse_json_object(read_regular(folder / CONFIG)), dict(_shapes(folder / WEIGHTS)))
+        with open_regular(folder / WEIGHTS) as file:
+            (size,) = struct.unpack("<Q", (file.read(8) or b"").ljust(8, b"\xff"))
+            header = file.read(size) or b"" if size <= _MOST_BYTES else b""
+        found = parse_peft(read_regular(folder / CONFIG), header)
+        return found.model_copy(update={"path": str(folder)})
     except (OSError, ValueError) as error:
         what = f"the adapters in {folder} cannot be used: {getattr(error, 'strerror', None) or reason_of(error)}"
         rule = f"a folder has {CONFIG} and {WEIGHTS}, as PEFT and paceline checkpoint export --format peft write them"
@@ -66,42 +48,23 @@ def read_peft(folder: Path) -> PeftFolder:
         raise ConfigError([problem], source=str(folder)) from error
 
 
-def _parse(values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> PeftFolder:
-    start, bias = values.get("init_lora_weights", True), values.get("bias", "none")
-    odd = [f"{key} = {values[key]}" for key in _OTHER_KINDS if values.get(key)]
-    odd += [f"peft_type = {values.get('peft_type')}"] if values.get("peft_type") != "LORA" else []
-    odd += [f"bias = {bias}"] if bias != "none" else []
-    odd += [f"init_lora_weights = {start}"] if start not in _PLAIN_STARTS else []
+def parse_peft(config: bytes, header: bytes) -> LoraConfig:
+    """Reads a config, and the header of the tensors. Raises ValueError for adapters that are not plain ones."""
+    values = parse_json_object(config)
+    plain = {"peft_type": ("LORA",), "bias": (None, "none"), "init_lora_weights": (None, *_PLAIN_STARTS)}
+    odd = [key for key, known in plain.items() if values.get(key) not in known]
+    odd += [key for key in _OTHER_KINDS if values.get(key)]
     if odd:
-        raise ValueError(f"{', '.join(odd)}: plain LORA is read, of one rank")
+        raise ValueError(f"{', '.join(f'{key} = {values.get(key)}' for key in odd)}: plain LORA is read, of one rank")
     rank, alpha, dropout = values.get("r", 8), values.get("lora_alpha", 8), values.get("lora_dropout", 0.0)
-    if not (is_count(rank) and rank and is_number(alpha) and alpha > 0 and is_number(dropout) and 0 <= dropout < 1):
+    if not (is_count(rank) and rank and is_number(alpha) and is_number(dropout)):
         raise ValueError(f"r = {rank}, lora_alpha = {alpha} and lora_dropout = {dropout} are no such numbers")
-    found = PeftFolder(
-        rank=rank,
-        alpha=alpha * math.sqrt(rank) if values.get("use_rslora") else float(alpha),
-        dropout=float(dropout),
-        is_transposed=bool(values.get("fan_in_fan_out")),
-        base=values.get("base_model_name_or_path") or None,
-        shapes=shapes,
-    )
-    sizes = {tuple(shapes.get(name + B, ()))[-1:] + shapes[name + A][:1] for name in found.layers}
-    if sizes != {(rank, rank)}:
-        raise ValueError(f"its tensors are not pairs of lora_A and lora_B of rank {rank}")
-    return found
-
-
-def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with open_regular(path) as file:
-        (size,) = struct.unpack("<Q", (file.read(8) or b"").ljust(8, b"\xff"))
-        if size > _MOST_BYTES:
-            raise ValueError(f"{path.name} is no safetensors file")
-        header = parse_json_object(file.read(size) or b"")
-    for name in header.keys() - {"__metadata__"}:
-        shape = header[name].get("shape") if isinstance(header[name], dict) else None
-        if not name.startswith(PREFIX) or not isinstance(shape, list) or not all(map(is_count, shape)):
-            raise ValueError(f"{path.name} has {name[:80]!r}, and names begin with {PREFIX}")
-        yield name.removeprefix(PREFIX), tuple(shape)
+    names = [name.removeprefix(PREFIX) for name in parse_json_object(header) if name.startswith(PREFIX)]
+    layers = [name.removesuffix(A) for name in names if name.endswith(A)]
+    if not layers:
+        raise ValueError(f"it has no tensor {PREFIX}...{A}")
+    alpha = alpha * math.sqrt(rank) if values.get("use_rslora") else alpha
+    return LoraConfig(rank=rank, alpha=alpha, dropout=dropout, targets=layers)
 
 
 def peft_config(layers: dict[str, dict[str, Any]], rank: int, names: list[str], **known: Any) -> bytes:
@@ -122,12 +85,9 @@ def peft_config(layers: dict[str, dict[str, Any]], rank: int, names: list[str], 
 
 
 def resolve_lora(lora: LoraConfig) -> LoraConfig:
-    """Returns the settings of adapters with what their folder says, where they begin with one."""
-    if lora.path is None:
-        return lora
-    found = read_peft(Path(lora.path))
-    sizes = {"rank": found.rank, "alpha": found.alpha, "dropout": lora.dropout or found.dropout}
-    return LoraConfig.model_validate({**sizes, "targets": found.layers, "path": lora.path})
+    """Returns the settings of adapters as their folder says them, where they begin with one; dropout may be new."""
+    found = lora if lora.path is None else read_peft(Path(lora.path))
+    return found.model_copy(update={"dropout": lora.dropout or found.dropout})
 
 
 def lora_problems(lora: LoraConfig, *, is_pretrained: bool) -> Iterator[Problem]:
@@ -145,8 +105,8 @@ def lora_problems(lora: LoraConfig, *, is_pretrained: bool) -> Iterator[Problem]
     except ConfigError as error:
         yield from error.problems
         return
-    for key, own in {"rank": found.rank, "alpha": found.alpha, "targets": found.layers}.items():
-        if getattr(lora, key) not in (own, getattr(LoraConfig(), key)):
-            what = f"model.lora.{key} = {getattr(lora, key)} with model.lora.path, whose adapters have {own}"
-            rule = "the folder says what its adapters are like"
+    for key in ("rank", "alpha", "targets"):
+        own, given = getattr(found, key), getattr(lora, key)
+        if given not in (own, getattr(LoraConfig(), key)):
+            what, rule = f"model.lora.{key} = {given} with model.lora.path", f"the adapters of the folder have {own}"
             yield Problem(what=what, rule=rule, fix=f"leave model.lora.{key} out")

@@ -38,7 +38,7 @@ from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
-from paceline.models.hugging_face import allocate_unfilled, fill_now, is_unfilled
+from paceline.models.hugging_face import FILL, allocate_unfilled, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload, StrategyName
 from paceline.plan.rule_case import unknown_word
@@ -116,7 +116,8 @@ def parallelize(
         object.__setattr__(model, _MARK, True)
     else:
         engine = _share(model, make_groups(comm, layout), layout, policy, compressor)
-    fill_now(model, engine)
+    if (fill := vars(model).pop(FILL, None)) is not None:
+        fill(engine)
     if comm.trained is not None:
         comm.trained.add(engine.parameters())
     watch_engine(engine, before)

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -193,8 +193,13 @@ class _WithPadding(nn.Module):
     """Mixed into the class of a model of texts: called with tokens alone, it leaves padding out of its attention."""
 
     _padding: int
+    config: Any
 
     def forward(self, tokens: Tensor | None = None, **options: Any) -> Any:
+        if tokens is not None and tokens.ndim > 2:  # of pairs: tokens, and the text that each is of
+            if getattr(self.config, "type_vocab_size", 1) > 1:
+                options["token_type_ids"] = tokens[:, 1]
+            tokens = tokens[:, 0]
         if tokens is not None and "attention_mask" not in options:
             is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0  # of a row that is left out: no nan
             options |= {"input_ids": tokens, "attention_mask": ((tokens != self._padding) | is_first).long()}
@@ -270,7 +275,8 @@ def _is_product(model: nn.Module, head: nn.Linear) -> bool:
     return torch.allclose(logits, products, rtol=1e-4, atol=1e-5)
 
 
-_MARK, _FILL = "_paceline_unfilled", "_paceline_fill"
+_MARK = "_paceline_unfilled"
+FILL = "_paceline_fill"  # an attribute of a model: what reads its values into the engine that takes it over
 
 
 @contextlib.contextmanager
@@ -298,16 +304,6 @@ def mark_unfilled(parameters: Iterable[nn.Parameter]) -> None:
 
 def is_unfilled(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _MARK, False)
-
-
-def fill_later(model: nn.Module, fill: Callable[[Any], object]) -> None:
-    """Has the engine that takes a model over read its values: ``fill`` gets the engine, when all else is there."""
-    vars(model)[_FILL] = fill
-
-
-def fill_now(model: nn.Module, engine: Any) -> None:
-    if (fill := vars(model).pop(_FILL, None)) is not None:
-        fill(engine)
 
 
 def allocate_unfilled(models: Iterable[nn.Module], device: torch.device) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from paceline.checkpoint.manifest import MALFORMED, MODEL, damaged
+from paceline.checkpoint.manifest import MODEL
 from paceline.checkpoint.read import HUGGING_FACE, TOKENIZER, Checkpoint, open_checkpoint, read_files, write_files
 from paceline.checkpoint.tools.outgoing import saved_adapters
 from paceline.comm.base import Communicator
@@ -207,12 +207,10 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the settings of a checkpoint's adapters, as a config has them; a folder of PEFT may be gone."""
-    try:
-        layers = {name: each["scale"] for name, each in saved_adapters(checkpoint).items() if "is_whole" not in each}
-        rank = max((checkpoint.shapes(MODEL)[f"{name}.{A}"][0] for name in layers), default=0)
-        return {"rank": rank, "alpha": max(layers.values()) * rank, "targets": list(layers)} if layers else {}
-    except MALFORMED as error:
-        raise damaged(f"the adapters of {checkpoint.path} are not those of its tensors: {error}") from error
+    layers = {name: each for name, each in saved_adapters(checkpoint).items() if "is_whole" not in each}
+    ranks = [shape[0] for name, shape in checkpoint.shapes(MODEL).items() if name.endswith(f".{A}")]
+    scales = [each["scale"] for each in layers.values()]
+    return {"rank": ranks[0], "alpha": scales[0] * ranks[0], "targets": list(layers)} if ranks and scales else {}
 
 
 def _data_context(checkpoint: Checkpoint) -> int | None:

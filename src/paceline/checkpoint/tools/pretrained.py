@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -20,79 +20,50 @@ from paceline.checkpoint.formats import TensorPlace, read_header
 from paceline.checkpoint.manifest import MANIFEST, HasShards, Manifest, SavedPiece, SavedTensor
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tensors import Progress, ignore_progress
 from paceline.checkpoint.tools.incoming import safetensors_files
-from paceline.checkpoint.tools.outgoing import folder_writer, merge_streams, write_whole
-from paceline.checkpoint.tools.stream import stream_saved
 from paceline.config import peft_folder
 from paceline.config.data_sections import DataShape
 from paceline.config.load import config_from_dict
-from paceline.config.sections import HFModelConfig, LoraConfig
+from paceline.config.sections import HFModelConfig
 from paceline.errors import MisfitError, UsageError
-from paceline.models.hugging_face import build_hugging_face, fill_later, folder_files, renamed
-from paceline.models.lora import A, Adapted, B, adapters, fits
+from paceline.models.hugging_face import FILL, build_hugging_face, renamed
+from paceline.models.lora import A, B, fits
 from paceline.shards import whole_region
 
 _CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
 
 
-def load_model(folder: Path, classes: int | Sequence[str] | None = None, **keys: Any) -> nn.Module:
+def load_model(folder: Path, classes: Sequence[str] | None = None, **keys: Any) -> nn.Module:
     """Builds the model of a folder without values; the engine that takes it over reads them, each rank what it holds.
 
-    ``keys`` are those of ``model: {kind: hf}`` in a config. ``classes`` is for a new head, a number or the names.
-    Raises ConfigError with all that is wrong with keys and folder.
+    ``keys`` are those of ``model: {kind: hf}`` in a config, ``classes`` the names for a new head. Raises ConfigError.
     """
     if (folder / MANIFEST).is_file() or (folder / "checkpoints").is_dir():
         rule = "it is read into an engine of the model that was saved"
         raise UsageError(f"{folder} is a checkpoint of Paceline\n  {rule}\n  call paceline.load(path, engine)")
     data = {"kind": "factory", "factory": "no:data"}  # none are made
-    model = {"kind": "hf", "path": str(folder), **keys}
-    config = config_from_dict({"model": model, "data": data, "train": {"steps": 1}}, source="paceline.load").model
-    assert isinstance(config, HFModelConfig)
-    names = None if classes is None or isinstance(classes, int) else tuple(classes)
-    count = classes if isinstance(classes, int) else None if names is None else len(names)
-    shape = DataShape(kind="custom" if count is None else "classes", classes=count, class_names=names)
-    built = build_hugging_face(config, shape, is_unfilled=config.pretrained)
+    values = {"model": {"kind": "hf", "path": str(folder), **keys}, "data": data, "train": {"steps": 1}}
+    config = cast("HFModelConfig", config_from_dict(values, source="paceline.load").model)
+    shape = DataShape(kind="custom")
+    if classes is not None:
+        shape = DataShape(kind="classes", classes=len(classes), class_names=tuple(classes))
+    model = build_hugging_face(config, shape, is_unfilled=config.pretrained)
     if config.pretrained:
-        read_later(built, config)
-    return built
+        read_later(model, config)
+    return model
 
 
-def read_later(model: nn.Module, config: HFModelConfig) -> list[Pretrained]:
+def read_later(model: nn.Module, config: HFModelConfig) -> None:
     """Has the engine that takes over a model without values read those of its folders. Raises MisfitError, at once."""
     found = [open_pretrained(Path(config.path), model, config.fresh)]
     if config.lora.path is not None:
         found.append(open_adapters(Path(config.lora.path), model, config.fresh))
-    fill_later(model, lambda engine: [each.fill(engine) for each in found])
-    return found
 
+    def fill(engine: HasShards) -> None:
+        for each in found:
+            each.fill(engine)
 
-def merge_adapters(
-    folder: Path,
-    out: Path,
-    base: Path | None = None,
-    *,
-    may_replace: bool = False,
-    progress: Progress = ignore_progress,
-) -> Path:
-    """Writes the model of a folder of PEFT with its adapters merged, as a folder of Hugging Face; returns where.
-
-    ``base`` is the model's folder; None: the one that the adapters name. One merged weight is in memory at a time.
-    """
-    adapted = peft_folder.read_peft(folder)
-    base = Path(adapted.base or "") if base is None else base
-    if not (base / "config.json").is_file() or base == Path():
-        what = f"the model of {folder} is not at hand: {adapted.base or 'its adapters name no folder'}"
-        raise UsageError(f"{what}\n  adapters are added to the weights of a local folder\n  name it with --base")
-    config = HFModelConfig(kind="hf", path=str(base), fresh=adapted.whole, lora=LoraConfig(path=str(folder)))
-    model = build_hugging_face(config, DataShape(kind="custom"), is_unfilled=True)
-    sources = {
-        name: (each.checkpoint, source) for each in read_later(model, config) for name, source in each.names.items()
-    }
-    once = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in sources]
-    streams = {name: replace(stream_saved(*sources[name]), name=name) for name in once}  # of tied weights, one
-    made = merge_streams(streams, adapters([model], ()), folder)
-    return write_whole(out, folder_writer(folder_files(model), list(made.values()), progress), may_replace=may_replace)
+    vars(model)[FILL] = fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,30 +100,28 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
 
 
 def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
-    """Matches a folder of PEFT with a model that has adapters, as ``open_pretrained`` does the model's own."""
-    found, has = peft_folder.read_peft(folder), dict(model.named_parameters())
-    layers = [name for name, module in model.named_modules() if isinstance(module, Adapted)]
-    endings = {f".{A}": peft_folder.A, f".{B}": peft_folder.B}
-    names = {name + ours: name + theirs for name in layers for ours, theirs in endings.items()}
-    problems = [f"unexpected: {name}" for name in found.shapes if name not in (*names.values(), *found.whole)]
-    for name in found.whole:
-        names[name] = name
-        if not any(fits(name, pattern) for pattern in fresh):
-            problems.append(f"trained beside the adapters: {name}; name it in model.fresh")
-    for ours, theirs in names.items():
-        shape, here = found.shapes.get(theirs), tuple(has[ours].shape) if ours in has else None
-        if shape is None:
-            problems.append(f"missing: {theirs}")
-        elif shape != here:
-            problems.append(f"shape: {theirs} is {list(shape)}, and {ours} of the model {list(here or ())}")
+    """Matches a folder of PEFT with the adapters of a model, and what was trained beside them with ``fresh``."""
+    patterns, endings = list(fresh), (f".{A}", f".{B}")
+    places = _places([folder / peft_folder.WEIGHTS])
+    names = {source.removeprefix(peft_folder.PREFIX): source for source in places}
+    for theirs, ours in ((peft_folder.A, endings[0]), (peft_folder.B, endings[1])):
+        names = {name.replace(theirs, ours): source for name, source in names.items()}
+    has = {
+        name: tuple(each.shape)
+        for name, each in model.named_parameters()
+        if name.endswith(endings) or any(fits(name, pattern) for pattern in patterns)
+    }
+    problems = [f"missing: {name}" for name in has if name.endswith(endings) and name not in names]
+    for name, source in names.items():
+        shape = places[source][1].shape
+        if shape != has.get(name):
+            here = list(has[name]) if name in has else "none that trains: name it in model.fresh"
+            problems.append(f"{source} is {list(shape)}, and {name} of the model {here}")
     if problems:
         listed = "".join(f"  {problem}\n" for problem in problems)
         fix = "take the folder of the model that they were trained on"
         raise MisfitError(f"the adapters in {folder} are not those of {type(model).__name__}\n{listed}  {fix}")
-    places = _places([folder / peft_folder.WEIGHTS])
-    return Pretrained(
-        checkpoint=_opened(folder, places), names={ours: peft_folder.PREFIX + theirs for ours, theirs in names.items()}
-    )
+    return Pretrained(checkpoint=_opened(folder, places), names=names)
 
 
 def _places(files: Iterable[Path]) -> dict[str, tuple[str, TensorPlace]]:
