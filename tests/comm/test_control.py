@@ -21,7 +21,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.control import wire
 from paceline.comm.control.server import Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
-from paceline.comm.control.wire import HEAD, LONGEST_MESSAGE, NONCE_BYTES, Address, RefusedError, WireLink
+from paceline.comm.control.wire import HEAD, LONGEST_MESSAGE, NONCE_BYTES, WRONG_PROOF, Address, RefusedError, WireLink
 from paceline.comm.meeting import disconnect
 from paceline.comm.torch_dist import connect
 from paceline.errors import CommunicationError
@@ -149,7 +149,8 @@ def test_a_stranger_is_sent_away_unread(server: tuple[Address, Path], parsed: li
         with raw(server[0]) as link:
             assert len(link.recv(NONCE_BYTES)) == NONCE_BYTES
             link.sendall(words)
-            assert is_closed(link)
+            with link.makefile("rb") as answer:
+                assert answer.read() == WRONG_PROOF
     assert parsed == []
 
 
@@ -174,6 +175,26 @@ def test_a_wrong_secret_is_told_as_such(client: Connect, parsed: list[bytes]) ->
         client(b"x" * 32).ask("count")
     assert parsed == []
     assert client().ask("count") == 0
+
+
+@pytest.mark.parametrize("greeting", [b"", bytes(NONCE_BYTES)], ids=["before its greeting", "after it"])
+def test_a_server_that_ends_while_a_client_comes_is_gone_and_has_no_other_secret(
+    tmp_path: Path, greeting: bytes
+) -> None:
+    address = Address(str(tmp_path / "ending"))
+
+    def end(listener: socket.socket) -> None:
+        link, _ = listener.accept()
+        with link:
+            link.sendall(greeting)
+            link.recv(len(greeting) and 64)
+
+    with wire.listen(address) as listener:
+        thread = threading.Thread(target=end, args=(listener,))
+        thread.start()
+        with pytest.raises(CommunicationError, match="cannot be reached"):
+            ControlClient(address, lambda: b"s" * 32).ask("count")
+        thread.join()
 
 
 def test_a_server_without_the_secret_is_not_believed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from made_records import write_records
 from memory_channel import MemoryChannel
 
-from paceline.comm.ledger.file import DATA_NS, FORWARD_NS, HEARTBEAT, STEP_NS, TIMED_STEPS, ledger_path
+from paceline.comm.ledger.file import DATA_NS, FORWARD_NS, HEARTBEAT, PID, STEP_NS, TIMED_STEPS, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import load_config
@@ -229,11 +229,30 @@ def test_a_process_whose_memory_comes_from_a_disk_is_told(
 def test_a_process_that_is_gone_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     process = states(monkeypatch, ProcessState(halted="stopped (SIGSTOP)"), None)
     assert (process.halted, process.blocked) == ("", "")
-    assert not process.is_dead(20.9)
+    since = 20.9 - process.gone_s(20.9)
     process.look(15.0)
-    assert process.is_dead(21.0)
+    assert process.gone_s(since + 12.0) == pytest.approx(12.0)  # a second look begins nothing anew
     process.moves()
-    assert not process.is_dead(99.0)
+    assert process.gone_s(99.0) == 0.0
+
+
+@pytest.mark.parametrize(("is_launcher", "after_s"), [(True, 60.0), (False, 10.0)])
+def test_a_launcher_leaves_a_dead_rank_to_its_agent_for_longer(
+    tmp_path: Path, clock: Clock, is_launcher: bool, after_s: float
+) -> None:
+    ledgers = [Ledger(rank=rank, world=2, path=ledger_path(tmp_path, rank)) for rank in (0, 1)]
+    for ledger in ledgers:
+        ledger.count_step()
+    ledgers[1].cells[PID] = 4_000_000  # of which there is none
+    watch = Watch(tmp_path, {"a": [0, 1]}, POLICY, host="a", ledger=None if is_launcher else ledgers[0])
+    watch.observe(clock.now)
+    clock.now += 1.0
+    watch.observe(clock.now)  # the process is seen to be gone
+    seen = []
+    for passed_s in (after_s - 0.5, after_s + 0.5):
+        watch.observe(clock.now + passed_s)
+        seen.append([view.state for view in watch.views(clock.now + passed_s)])
+    assert seen == [["running", "running"], ["running", "dead"]]
 
 
 def test_a_process_is_stopped_since_it_was_first_seen_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from paceline.cluster.detect import Machine
-from paceline.config import Config, config_from_dict
+from paceline.config import Config, config_from_dict, layout_of
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import StateFacts, largest_microbatch
 from paceline.search.automatic import choose, first_microbatch
 
 MACHINE = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("NVIDIA H100 80GB HBM3",) * 2)
@@ -51,6 +52,22 @@ def test_without_a_price_the_estimate_alone_says_where_to_begin() -> None:
     unknown = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("An unknown card",))
     config = make_config()
     assert first_microbatch(config, facts_of(config), unknown, [1], ranks=1, node_ranks=1) is None
+
+
+def test_candidates_are_priced_with_the_largest_microbatch_that_has_room() -> None:
+    """Also where it has room to the byte, and is all that a rank has."""
+    config = make_config()
+    where = RunMachine(device="cuda", ranks=2, device_bytes=2**35, host_bytes=2**40)
+    most = largest_microbatch(
+        facts_of(config), layout_of(config, 2, 2), StateFacts.of(config, "cuda"), where.budget_bytes
+    )
+    times = []
+    for size in ("auto", most, most // 2):
+        task = {"microbatch": size, "global_batch": 2 * most if size != most // 2 else most // 2 * 2}
+        taken = make_config(parallel={"strategy": "auto"}, train=task)
+        ladder = choose(taken, facts_of(taken), where, MACHINE).ladder
+        times.append(next(each.seconds for each in ladder if each.layout.strategy == "ddp"))
+    assert times[0] == times[1] != times[2]
 
 
 def test_a_stage_that_has_an_end_of_the_model_alone_is_priced() -> None:

@@ -123,6 +123,15 @@ def test_what_is_far_out_or_not_finite_is_counted_too() -> None:
     assert (found["gradients"]["max"], found["gradients"]["counts"]) == (1.5, [8])
 
 
+def test_gradients_of_masters_are_measured_before_an_optimizer_asks_for_them() -> None:
+    """An optimizer that writes the copies in bf16 too leaves the gradients at those, where they arrive."""
+    engine = parallelize(nn.Linear(2, 1, bias=False), SoloCommunicator(torch.device("cpu")), precision="bf16_master")
+    engine.fuse_cast()
+    engine(torch.tensor([[2.0, -4.0]])).sum().backward()
+    (found,) = measure_histograms(engine)
+    assert (found["gradients"]["min"], found["gradients"]["max"]) == (-4.0, 2.0)
+
+
 def test_readers_of_records_take_it_for_an_event() -> None:
     records, _ = of_one_process()
     event = next(each for each in records if isinstance(each, EventRecord) and each.name == "histogram")

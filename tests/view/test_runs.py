@@ -47,6 +47,14 @@ def test_a_run_is_read_as_it_grows(tmp_path: Path) -> None:
     assert run.columns.curves()["loss"][11] == pytest.approx(1 / 12)
 
 
+def test_a_run_is_read_when_the_files_of_all_ranks_are(tmp_path: Path) -> None:
+    run = ShownRun(write_run(tmp_path / "run", steps=10))
+    shares = [run.share_read for _ in iter(lambda: run.look(0.0), False)]  # a file at each look
+    assert len(shares) >= 2
+    assert shares == sorted(shares)
+    assert [share < 1 for share in shares] == [True] * (len(shares) - 1) + [False]
+
+
 def test_damaged_lines_older_versions_and_absent_ranks_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", ranks=3, steps=6)
     (folder / "records" / "rank-2.jsonl").unlink()

@@ -36,7 +36,6 @@ from paceline.health.straggler import RankLook
 from paceline.run.notes import noted_processes
 
 STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
-_DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
 _MOSTLY = 0.5  # of the looks
 _MANY_PAGES = 50  # read from a disk in a second
 _PROC = Path("/proc")
@@ -76,8 +75,9 @@ class _ProcessSeen:
             self.halted, self.halted_s = found.halted, now
         self._faults_a_s = (found.page_faults - self._page_faults) / max(1.0, now - self._still_s)
 
-    def is_dead(self, now: float) -> bool:
-        return self._gone_s is not None and now - self._gone_s >= _DEAD_S
+    def gone_s(self, now: float) -> float:
+        """For how long its process has been gone."""
+        return 0.0 if self._gone_s is None else now - self._gone_s
 
     @property
     def blocked(self) -> str:
@@ -109,20 +109,21 @@ class _RankSeen:
         self.process.moves()
         return still_s
 
-    def view(self, now: float, host: str) -> LedgerView:
-        """Returns what it says and does; a rank that left its ledger open and its process is dead after a while."""
+    def view(self, now: float, host: str, dead_s: float) -> LedgerView:
+        """Returns what it says and does; a rank that left its ledger open is dead ``dead_s`` after its process."""
         process = self.process
-        state: State = "dead" if not self.pulse.is_finished and process.is_dead(now) else "running"
+        state: State = "dead" if not self.pulse.is_finished and process.gone_s(now) >= dead_s else "running"
         view = self.reader.view(state=state, changed_s=self.changed_s, host=host)
         return replace(view, halted=process.halted, halted_s=process.halted_s, blocked=process.blocked)
 
 
 class SeenRanks:
-    """The ranks ``numbers`` of this host, with ledgers in ``folder``."""
+    """The ranks ``numbers`` of this host, with ledgers in ``folder``; one is dead ``dead_s`` after its process."""
 
-    def __init__(self, folder: Path, numbers: Iterable[int], host: str) -> None:
+    def __init__(self, folder: Path, numbers: Iterable[int], host: str, dead_s: float) -> None:
         self.folder = folder
         self.host = host
+        self._dead_s = dead_s
         self._numbers = tuple(numbers)
         self._ranks: dict[int, _RankSeen] = {}
         self._early: dict[int, _ProcessSeen] = {}  # ranks that have no ledger yet
@@ -141,7 +142,7 @@ class SeenRanks:
 
     def views(self, now: float) -> list[LedgerView]:
         """Returns what all ranks say and do; of those without a ledger, the ones that are stopped."""
-        found = [rank.view(now, self.host) for rank in self._ranks.values()]
+        found = [rank.view(now, self.host, self._dead_s) for rank in self._ranks.values()]
         for number, process in self._early.items():
             if process.halted:
                 since = process.halted_s

@@ -46,6 +46,8 @@ from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
 
 _LOOK_AT_ALL_S = 2.0
+_DEAD_S = 10.0  # a launcher tells of its dead ranks itself, and sooner, even on a host that is overrun
+_DEAD_CHILD_S = 60.0  # the agent beside this watch knows by which signal: it is ending the other ranks
 _PATIENT = 3.0  # times the longest standstill that ended by itself
 _BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
@@ -131,7 +133,7 @@ class Watch(SeenRanks):
         named: str = "",
         told: Path | None = None,
     ) -> None:
-        super().__init__(folder, hosts[host], host)
+        super().__init__(folder, hosts[host], host, _DEAD_S if ledger is not None else _DEAD_CHILD_S)
         self.hosts, self.channel, self.told = hosts, channel, told
         self.paired: PairedHosts | None = None  # in a loop of the user's own, on the first rank of one of several hosts
         self.left: LeftRanks | None = None  # in a loop of the user's own, on several hosts

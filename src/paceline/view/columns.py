@@ -333,6 +333,6 @@ def record_files(folder: Path) -> list[RecordFile]:
         for entry in os.scandir(records):
             with contextlib.suppress(ValueError):
                 if name := _NAME.fullmatch(entry.name):
-                    path = file_inside(records, entry.name)
-                    found.append(RecordFile(path=path, rank=int(name[1]) if name[1] else None))
+                    path, size = file_inside(records, entry.name), entry.stat(follow_symlinks=False).st_size
+                    found.append(RecordFile(path=path, rank=int(name[1]) if name[1] else None, size=size))
     return sorted(found, key=lambda each: (each.rank is None, each.rank or 0, each.path.name))

@@ -68,7 +68,7 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "version": run.version,
-        "read": round(run.share_read, 3),
+        "read": run.share_read,
         "state": asdict(run.state()),
         "verdict": run.verdict(),
         "problems": run.problems(),

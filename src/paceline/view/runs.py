@@ -95,9 +95,10 @@ class ShownRun:
 
     @property
     def share_read(self) -> float:
+        """How much of the known files was read, to a thousandth; 1 is said of all of it alone."""
         files = self._files.values()
         size = sum(each.size for each in files)
-        return sum(each.offset for each in files) / size if size else 1.0
+        return sum(each.offset for each in files) * 1000 // size / 1000 if size else 1.0
 
     @property
     def lead(self) -> RunRecord | None:

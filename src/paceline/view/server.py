@@ -105,7 +105,7 @@ class Follower:
     def states(self) -> list[dict[str, Any]]:
         """Returns the list of runs; the state of those that nobody has chosen is a glance at their files."""
         return [
-            {"id": run.id, "name": run.name, "version": run.version, "read": round(run.share_read, 3)}
+            {"id": run.id, "name": run.name, "version": run.version, "read": run.share_read}
             | (asdict(run.state()) if run.id in self._wanted else glance(run))
             | {"verdict": run.verdict() if run.id in self._wanted else ""}
             for run in self.runs

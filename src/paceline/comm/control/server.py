@@ -133,11 +133,15 @@ class ControlServer:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     theirs = await reader.readexactly(wire.NONCE_BYTES)
                     claimed = await reader.readexactly(wire.PROOF_BYTES)
-                proof, requests, replies = wire.derive(self.secret(), nonce, theirs)
-                if hmac.compare_digest(proof, claimed):
-                    return requests, replies
-        except CommunicationError:  # there is no secret
-            pass
+                    with contextlib.suppress(CommunicationError):  # there is no secret
+                        proof, requests, replies = wire.derive(self.secret(), nonce, theirs)
+                        if hmac.compare_digest(proof, claimed):
+                            return requests, replies
+                    writer.write(wire.WRONG_PROOF)
+                    writer.write_eof()
+                    # To close a connection that has unread bytes may take the answer away from who sent them.
+                    while await reader.read(2**16):
+                        pass
         finally:
             self._num_strangers -= 1
         return None

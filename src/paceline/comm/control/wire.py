@@ -4,9 +4,9 @@
     client -> server    32 random bytes, and their HMAC together with the server's under the job's secret
     both, from then on  length, HMAC of number and text, text
 
-Until the proof is right the server reads 64 bytes and parses none. The keys of the seals come from the secret and both
-random parts, one for each direction, and messages are numbered: none can be forged, repeated, left out or sent back,
-and a client knows from the first reply that the server has the secret too. Nothing is encrypted.
+Until the proof is right the server parses nothing; one that is wrong it answers with zeros. The keys of the seals come
+from the secret and both random parts, one for each direction, and messages are numbered: none can be forged, repeated,
+left out or sent back, and a client knows from the first reply that the server has the secret too. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ DEEPEST_MESSAGE = 8
 FEWEST_SECRET_BYTES = 16
 LONGEST_UNIX_PATH = 100  # Linux takes 107 bytes, macOS 103
 HEAD = struct.Struct("!I32s")
+WRONG_PROOF = bytes(HEAD.size)  # in the place of a reply
 CUT_S = 6.0  # until a connection that carries nothing any more is given up
 
 SECRET, SECRET_FILE = "PACELINE_SECRET", "PACELINE_SECRET_FILE"  # in the environment
@@ -160,17 +161,15 @@ class WireLink:
     def ask(self, operation: str, *details: Any, timeout_s: float) -> Any:
         """Returns the answer to a request. Raises RefusedError, OSError, or TimeoutError when it does not come."""
         self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(self._requests.close(to_text([operation, *details])))
-            length, mark = read_length(self._receive(HEAD.size))
-        except ConnectionError as error:
-            if self._is_proven:
-                raise
+        self._socket.sendall(self._requests.close(to_text([operation, *details])))
+        head = self._receive(HEAD.size)
+        if head == WRONG_PROOF and not self._is_proven:
             raise RefusedError(
-                f"the control server at {self._address} closed the connection: the secrets differ\n"
+                f"the control server at {self._address} refused the connection: the secrets differ\n"
                 "  all processes of a job have one secret: of PACELINE_SECRET, PACELINE_SECRET_FILE, or the run's "
-                "folder\n  give all hosts the same, and see that no other program has this port"
-            ) from error
+                "folder\n  give all hosts the same, and see that no other job has this port"
+            )
+        length, mark = read_length(head)
         answer = from_text(self._replies.check(mark, self._receive(length)))
         self._is_proven = True
         match answer:

@@ -218,8 +218,8 @@ class Baton:
             candidate = (rank + step) % self.num_ranks
             if candidate in self._finished:
                 continue
-            wait = self._waits.get(candidate)
-            if wait is None or wait.is_over():
+            # Without a name for its wait, which would hold the rank's tensors for a moment of its turn.
+            if candidate not in self._waits or self._waits[candidate].is_over():
                 self._waits.pop(candidate, None)
                 self._holder = candidate
                 self._give_turn(candidate)
