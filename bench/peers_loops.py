@@ -4,7 +4,8 @@
     python bench/peers_loops.py --arms "paceline ddp" --mistakes leaves       # print one cell, write nothing
     python bench/peers_loops.py --write                                       # docs/convert.md from scripts and record
 
-The scripts are in ``own_loops``. Every run has processes and a folder of its own, on Gloo ranks of this CPU. A mistake is an edit of the script; what came of it is read from its exit code, its output and its curve:
+The scripts are in ``own_loops``. Every run has processes and a folder of its own, on Gloo ranks of this CPU. A mistake
+is an edit of the script; what came of it is read from its exit code, its output and its curve:
 
     right      the validation losses are those of the same script without the mistake
     told       the same, or others, with a warning that names the mistake
@@ -35,226 +36,23 @@ import time
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from own_loops.mistakes import ARMS, MISTAKES, SCRIPTS, script_of
 from paceline.bench.timing import BenchRecord
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "bench" / "own_loops"
 PAGE, RECORD = ROOT / "docs" / "convert.md", ROOT / "bench" / "results" / "own-loops-cpu.json"
-LIMIT_S = 60.0  # a right run takes 2 to 10 s beside other work
+LIMIT_S = 90.0  # a right run takes 2 to 20 s beside other work
 TELLS_S = 20.0  # after the first rank has failed
-EPOCHS, CLOSE = 3, 1e-5
-# The arms, by script and by an edit of it.
-ARMS: dict[str, tuple[str, tuple[str, str]]] = {
-    "paceline ddp": ("with_paceline", ('"fsdp"', '"ddp"')),
-    "paceline fsdp": ("with_paceline", ("", "")),
-    "accelerate": ("with_accelerate", ("", "")),
-    "lightning": ("with_lightning", ("", "")),
-}
+EPOCHS, CLOSE, SAMPLES = 3, 1e-5, 1397
 # What is there without a further line, by a look at the folder and the terminal of a right run.
 SHOWN = {
     "paceline": "the print; live page, report, comparison and records of every rank; trackers by a word",
     "accelerate": "the print; trackers by further lines",
     "lightning": "a progress bar, losses in a CSV file; trackers by further lines",
-}
-END = "main(int(sys.argv[1]))"
-TELL = """import json, os
-    curve = main(int(sys.argv[1]))
-    if os.environ.get("RANK", "0") == "0":
-        with open("curve.json", "w") as file:
-            json.dump(curve, file)"""
-ON_RANK_1 = '__import__("os").environ["RANK"] == "1"'
-ON_RANK_0 = '__import__("os").environ["RANK"] == "0"'
-Edits = Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mistake:
-    """A mistake: its words, the edits that make it in each script, and the edits of a script that does it right."""
-
-    words: str
-    paceline: Edits
-    accelerate: Edits
-    lightning: Edits
-    right: Mapping[str, Edits] = field(default_factory=dict)
-
-    def edits(self, arm: str) -> Edits:
-        found: Edits = getattr(self, arm.split()[0])
-        return found
-
-
-_STEP = "train_step(model, optimizer, x, y)"
-_PREPARED = (
-    "model, optimizer, train_loader, valid_loader = accelerator.prepare(model, optimizer, train_loader, valid_loader)"
-)
-_L_STEP = '        loss = F.cross_entropy(self.model(x), y)\n        self.log("loss", loss)\n'
-_SEEDED = (("Generator().manual_seed(1)", "Generator().manual_seed(int(__import__('os').environ['RANK']))"),)
-_UNUSED = (
-    ("nn.Linear(512, 10))", "nn.Linear(512, 10), Unused())"),
-    (
-        "def make_model():",
-        "class Unused(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.layer = nn.Linear(3, 3)\n\n    def forward(self, x):\n        return x\n\n\ndef make_model():",
-    ),
-)
-_OTHERS = (("AdamW(model.parameters()", "AdamW(make_model().parameters()"),)
-_NAN = f"if {ON_RANK_1} and len(seen) == 5:\n{{0}}    x = x * float('nan')\n{{0}}seen.append(0)\n"
-_SEEN = ("def make_data", "seen = []\n\n\ndef make_data")
-_RATE = "for group in {0}.param_groups:\n{1}    group['lr'] = 3e-3 if float({2}) < 1.0 else 1e-3\n"
-
-
-def _before(line: str, added: str) -> tuple[str, str]:
-    """Puts lines before a line, at its indentation."""
-    indent = re.match(" *", line)
-    assert indent is not None
-    return (line, indent[0] + added.format(indent[0]) + line)
-
-
-MISTAKES: dict[str, Mistake] = {
-    "unshared": Mistake(
-        words="the loader is not shared out",
-        paceline=[
-            ("(paceline.shard(each, comm) for each in (train_loader, valid_loader))", "(train_loader, valid_loader)")
-        ],
-        accelerate=[(_PREPARED, "model, optimizer = accelerator.prepare(model, optimizer)")],
-        lightning=[("max_epochs=epochs,", "max_epochs=epochs, use_distributed_sampler=False,"), ("60 // ranks", "60")],
-    ),
-    "order": Mistake(
-        words="each rank shuffles by a seed of its own", paceline=_SEEDED, accelerate=_SEEDED, lightning=_SEEDED
-    ),
-    "leaves": Mistake(
-        words="one rank leaves its epoch early",
-        paceline=[
-            _before("            with run.step", f"if {ON_RANK_1} and train_loader.position == 600:\n{{0}}    break\n")
-        ],
-        accelerate=[
-            _SEEN,
-            _before(
-                f"            {_STEP}", f"seen.append(0)\n{{0}}if {ON_RANK_1} and len(seen) == 11:\n{{0}}    break\n"
-            ),
-        ],
-        lightning=[
-            _before(
-                "    def training_step",
-                f"def on_train_batch_start(self, batch, number):\n{{0}}    return -1 if {ON_RANK_1} and number == 10 "
-                "else None\n\n",
-            )
-        ],
-    ),
-    "uneven": Mistake(
-        words="mean losses, where the last batch gives ranks 9 and 8 samples",
-        paceline=[
-            ('    loss = F.cross_entropy(model(x), y, reduction="sum")\n', "    loss = F.cross_entropy(model(x), y)\n"),
-            ("(loss * model.loss_scale(len(y))).backward()", "loss.backward()"),
-            ("loss_sum=", "loss="),
-        ],
-        accelerate=[],  # it fills the batch up with samples that it has already had
-        lightning=[],
-    ),
-    "left over": Mistake(
-        words="five batches an update, and four are left over",
-        paceline=[
-            (
-                "    (loss * model.loss_scale(len(y))).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-                "    optimizer.step()\n    optimizer.zero_grad()\n",
-                "    with model.accumulate(5, loader) as turn:\n        (loss * turn.scale).backward()\n"
-                "        if turn.is_last:\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-                "            optimizer.step()\n            optimizer.zero_grad()\n",
-            ),
-            ("def train_step(model, optimizer, x, y):", "def train_step(model, optimizer, x, y, loader):"),
-            (f"run.log(loss_sum={_STEP})", "run.log(loss_sum=train_step(model, optimizer, x, y, train_loader))"),
-        ],
-        accelerate=[
-            ("Accelerator(cpu=True,", "Accelerator(cpu=True, gradient_accumulation_steps=5,"),
-            (f"            {_STEP}", f"            with accelerator.accumulate(model):\n                {_STEP}"),
-            (
-                "    accelerator.clip_grad_norm_",
-                "    if accelerator.sync_gradients:\n        accelerator.clip_grad_norm_",
-            ),
-        ],
-        lightning=[("max_epochs=epochs,", "max_epochs=epochs, accumulate_grad_batches=5,")],
-        right={name: [("batch_size=60", "batch_size=300")] for name in ("paceline", "accelerate", "lightning")},
-    ),
-    "own loss": Mistake(
-        words="the validation loss is that of the rank's own share",
-        paceline=[("paceline.mean(total, count, model.comm)", "float(total / count)")],
-        accelerate=[
-            (
-                'accelerator.gather_for_metrics(F.cross_entropy(model(x), y, reduction="none"))',
-                'F.cross_entropy(model(x), y, reduction="none")',
-            )
-        ],
-        lightning=[(", sync_dist=True", "")],
-    ),
-    "saves alone": Mistake(
-        words="rank 0 saves alone",
-        paceline=[("        run.save(", f"        if {ON_RANK_0}:\n            run.save(")],
-        accelerate=[
-            ("        accelerator.save_state(", f"        if {ON_RANK_0}:\n            accelerator.save_state(")
-        ],
-        lightning=[
-            _before(
-                "        if not self.trainer.sanity_checking:",
-                f"if {ON_RANK_0}:\n{{0}}    self.trainer.save_checkpoint('mine.ckpt')\n",
-            )
-        ],
-    ),
-    "validates alone": Mistake(
-        words="rank 0 validates alone",
-        paceline=[
-            ("        valid_loss = validate(", f"        if {ON_RANK_0}:\n            valid_loss = validate("),
-            ("    for epoch in range(", "    valid_loss = 9.0\n    for epoch in range("),
-        ],
-        accelerate=[
-            ("        valid_loss = validate(", f"        if {ON_RANK_0}:\n            valid_loss = validate("),
-            ("    for epoch in range(", "    valid_loss = 9.0\n    for epoch in range("),
-        ],
-        lightning=[
-            _before(
-                "        if not self.trainer.sanity_checking:",
-                f"if {ON_RANK_0}:\n{{0}}    self.trainer.strategy.reduce(torch.ones(()))\n",
-            )
-        ],
-    ),
-    "unused": Mistake(
-        words="a layer that the loss does not use", paceline=_UNUSED, accelerate=_UNUSED, lightning=_UNUSED
-    ),
-    "other optimizer": Mistake(
-        words="the optimizer has the parameters of another model",
-        paceline=_OTHERS,
-        accelerate=_OTHERS,
-        lightning=[("AdamW(self.parameters()", "AdamW(make_model().parameters()")],
-    ),
-    "own rate": Mistake(
-        words="the learning rate follows the rank's own loss",
-        paceline=[
-            _before(
-                "    optimizer.step()",
-                _RATE.replace("{0}", "optimizer").replace("{1}", "{0}").replace("{2}", "loss.detach() / len(y)"),
-            )
-        ],
-        accelerate=[
-            _before(
-                "    optimizer.step()",
-                _RATE.replace("{0}", "optimizer").replace("{1}", "{0}").replace("{2}", "loss.detach()"),
-            )
-        ],
-        lightning=[
-            _before(
-                "        return loss\n",
-                _RATE.replace("{0}", "self.optimizers()").replace("{1}", "{0}").replace("{2}", "loss.detach()"),
-            )
-        ],
-    ),
-    "nan": Mistake(
-        words="a batch of one rank has a NaN",
-        paceline=[_SEEN, _before("            with run.step", _NAN)],
-        accelerate=[_SEEN, _before(f"            {_STEP}", _NAN)],
-        lightning=[_SEEN, _before('        loss = F.cross_entropy(self.model(x), y)\n        self.log("loss"', _NAN)],
-    ),
 }
 
 
@@ -267,22 +65,11 @@ class Done:
     text: str
 
 
-def script_of(arm: str, edits: Edits = ()) -> str:
-    """Returns the text of an arm's script with edits; each must fit."""
-    name, own = ARMS.get(arm, (arm, ("", "")))
-    text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
-    for old, new in (own, *edits, (END, TELL)):
-        if old not in text:
-            raise ValueError(f"{name}.py has no {old!r}")
-        text = text.replace(old, new) if old else text
-    return text
-
-
 def run_script(text: str, ranks: int, folder: Path, epochs: int = EPOCHS) -> Done:
     """Runs a script on ranks of its own in a folder; with 0 ranks, as one process that no launcher started.
 
-    Ranks are forked from this process, which has loaded the libraries: that takes longer than all else. As launchers do,
-    it ends the others when one has failed, after they had time to tell what they know.
+    Ranks are forked from this process, which has loaded the libraries: that takes longer than all else. When one has
+    failed it ends the others, as launchers do, after they had time to tell what they know.
     """
     (folder / "curve.json").unlink(missing_ok=True)
     with socket.socket() as free:
@@ -349,6 +136,7 @@ def difference(curve: Sequence[float] | None, right: Sequence[float]) -> float:
 # Mistakes.
 
 _ERROR = re.compile(r"^(?:\[rank\d\]: ?)?((?:paceline\.errors\.)?\w*(?:Error|Exception|Exited)\b.*)$", re.MULTILINE)
+_COUNTED = re.compile(r"^samples (\d+)$", re.MULTILINE)
 _WARNING = re.compile(r"^.*?(?:Warning: )(.*)$", re.MULTILINE)
 
 
@@ -393,13 +181,12 @@ def try_mistakes(arms: Sequence[str], names: Sequence[str]) -> Iterator[dict[str
             key = (arm, name if right else "")
             if key not in rights:
                 rights[key] = _in_a_folder(script_of(arm, right))
-            if name == "uneven" and not mistake.edits(arm):
-                found = "silent" if difference(rights[key].curve, _plain_curve()) > CLOSE else "right"
-                seen = (
-                    f"the curve differs by {difference(rights[key].curve, _plain_curve()):.1e} from the plain script's"
-                )
-            else:
-                found, seen = outcome(_in_a_folder(script_of(arm, mistake.edits(arm))), rights[key])
+            done = _in_a_folder(script_of(arm, mistake.edits(arm)))
+            found, seen = outcome(done, rights[key])
+            counts = [int(each) for each in _COUNTED.findall(done.text)]
+            if counts:  # of a library that fills the last batch up
+                more = sum(counts) // EPOCHS - SAMPLES
+                found, seen = ("silent" if more else "right"), f"an epoch has {more} samples twice"
             print(f"{arm}: {mistake.words}: {found} ({seen})", flush=True)
             yield {"kind": "mistake", "name": name, "words": mistake.words, "arm": arm, "outcome": found, "seen": seen}
 
@@ -447,24 +234,106 @@ def compare_curves(arms: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Runs the script of each arm on 1, 2 and 3 ranks, and on 2 ranks for two epochs, then on 3 for the rest."""
     plain = _plain_curve()
     for arm in arms:
-        whole: list[float] | None = None
-        off: dict[str, float | str] = {}
-        for ranks in (1, 2, 3):
-            done = _in_a_folder(script_of(arm), ranks)
-            off[str(ranks)] = difference(done.curve, plain)
-            whole = done.curve
-        resumed: float | str
+        curves = {str(ranks): _in_a_folder(script_of(arm), ranks).curve for ranks in (1, 2, 3)}
         with _folder() as folder:
             run_script(script_of(arm), 2, folder, epochs=2)
             done = run_script(script_of(arm), 3, folder)
-            resumed = difference(done.curve, plain)
-            resumed_own = difference(done.curve, whole or [])
-        row = {"kind": "script", "arm": arm, **changed_lines(ARMS[arm][0]), "off": off, "resumed": resumed}
+        row = {
+            "kind": "script",
+            "arm": arm,
+            **changed_lines(ARMS[arm][0]),
+            "off": {ranks: _or_none(difference(curve, plain)) for ranks, curve in curves.items()},
+            "resumed": _or_none(difference(done.curve, plain)),
+            "resumed_own": _or_none(difference(done.curve, curves["3"] or [])),
+            "resume_failed": "" if done.code == 0 else _failure(done.text)[1],
+        }
         print(row, flush=True)
-        yield {**row, "resumed_own": resumed_own, "resume_failed": "" if done.code == 0 else _failure(done.text)[1]}
+        yield row
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 # The page.
+
+NAMES = {"paceline ddp": "Paceline, `ddp`", "paceline fsdp": "Paceline, `fsdp`"}
+OUTCOMES = {
+    "right": "right",
+    "told": "a warning names it",
+    "named": "an error names it",
+    "error": "another error",
+    "silent": "**silent**",
+    "hang": "**hang**",
+}
+
+
+def parts(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the page has between its marks: the plain script, what changes in it, and the tables."""
+    before, after = ((SCRIPTS / f"{name}.py").read_text(encoding="utf-8") for name in ("plain", "with_paceline"))
+    changes = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:]
+    shown = ["..." if line.startswith("@@") else line for line in changes]
+    return {
+        "script": f"```python\n{before}```",
+        "changes": "\n".join(["```diff", *shown, "```"]),
+        "peers": "\n".join(_peers_table(record)),
+        "mistakes": "\n".join(_mistakes_table(record)),
+    }
+
+
+def with_parts(page: str, record: Mapping[str, Any]) -> str:
+    """Returns the page with these parts in place of what is there."""
+    for name, text in parts(record).items():
+        begin, end = f"<!-- {name}: begin (bench/peers_loops.py) -->\n", f"\n<!-- {name}: end -->"
+        before, rest = page.split(begin)
+        page = before + begin + text + end + rest.split(end)[1]
+    return page
+
+
+def _titles(record: Mapping[str, Any]) -> list[str]:
+    versions = record["config"]["versions"]
+    return [NAMES.get(arm, f"{arm.title()} {versions.get(arm, '')}") for arm in ARMS]
+
+
+def _peers_table(record: Mapping[str, Any]) -> Iterator[str]:
+    rows = {row["arm"]: row for row in record["rows"] if row["kind"] == "script"}
+    found = [rows[arm] for arm in ARMS]
+    yield from _head(["the script", *_titles(record)])
+    yield _line("changed lines", [f"{row['changed']} (+{row['added']} -{row['removed']})" for row in found])
+    for ranks in ("1", "2", "3"):
+        words = f"the plain script's curve on {ranks} rank{'s' if ranks != '1' else ''}"
+        yield _line(words, [_off(row["off"][ranks]) for row in found])
+    yield _line("2 epochs on 2 ranks, the third on 3: the curve", [_off(row["resumed"]) for row in found])
+    yield _line("beside its own curve on 3 ranks", [_off(row["resumed_own"]) for row in found])
+    yield _line("what is shown", [SHOWN[arm.split()[0]] for arm in ARMS])
+
+
+def _mistakes_table(record: Mapping[str, Any]) -> Iterator[str]:
+    rows = {(row["name"], row["arm"]): row for row in record["rows"] if row["kind"] == "mistake"}
+    yield from _head(["mistake", *_titles(record)])
+    for name, mistake in MISTAKES.items():
+        yield _line(mistake.words, [_cell(rows[name, arm]) for arm in ARMS])
+
+
+def _head(titles: Sequence[str]) -> Iterator[str]:
+    yield _line(titles[0], titles[1:])
+    yield "|" + "---|" * len(titles)
+
+
+def _line(first: str, cells: Sequence[str]) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def _off(value: float | None) -> str:
+    if value is None:
+        return "no curve"
+    return f"equal ({value:.0e})" if value < CLOSE else f"differs by {value:.0e}"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    detail = re.search(r"\d\.\de[+-]\d+|an epoch has .*|a curve with NaN", row["seen"])
+    shows = row["outcome"] == "silent" and detail is not None
+    return OUTCOMES[row["outcome"]] + (f" ({detail[0]})" if shows and detail is not None else "")
 
 
 def main() -> None:
@@ -474,7 +343,12 @@ def main() -> None:
     parser.add_argument("--mistakes", nargs="+", default=list(MISTAKES), choices=[*MISTAKES, "none"])
     parser.add_argument("--output", type=Path, help="write the record, with the curves")
     parser.add_argument("--mistakes-alone", action="store_true", help="run no curves: the record keeps those it has")
+    parser.add_argument("--write", action="store_true", help="write docs/convert.md from the record")
     options = parser.parse_args()
+    if options.write:
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        PAGE.write_text(with_parts(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+        return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     for name in ("torch", "sklearn.datasets", "paceline", "accelerate", "lightning.pytorch"):
         importlib.import_module(name)

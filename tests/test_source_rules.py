@@ -36,7 +36,7 @@ LINES = {
     "cluster": 1_750,
     "comm": 7_200,  # single_tensors.py came from classic
     "config": 3_500,
-    "data": 4_600,
+    "data": 4_600,  # streams are compared between ranks; generators of samplers
     "doctor": 900,
     "engines": 10_050,
     "health": 1_500,
@@ -48,7 +48,7 @@ LINES = {
     "profile": 600,
     "records": 3_850,
     "rehearse": 2_750,
-    "run": 7_250,  # run_ranks: functions of a cell on real processes
+    "run": 7_250,  # own_checks.py: mistakes in loops of one's own
     "schedule": 1_050,
     "search": 2_300,
     "train": 4_750,

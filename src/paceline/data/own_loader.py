@@ -207,7 +207,7 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
 def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
     """Returns the order of a DataLoader's batches: ours for a plain one, else that of its sampler."""
     cut: Any = batches.batch_sampler
-    sampler = getattr(cut, "sampler", None)
+    sampler: Any = getattr(cut, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
             "shard() of a DataLoader with a DistributedSampler\n  shard() shares batches out itself\n"

@@ -144,7 +144,8 @@ def sampled_order(sampler: Any, num_items: int, *, seed: int, loaders: Any = Non
 
 
 def _draw(sampler: Any, seed: int, epoch: int, gives_batches: bool, generator: OwnGenerator) -> _Epoch:
-    for each in (sampler, getattr(sampler, "sampler", None)):
+    inner: Any = getattr(sampler, "sampler", sampler)
+    for each in (sampler, inner):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
     with seeded(mix_seed(seed, epoch)), generator.at(epoch):
