@@ -46,9 +46,9 @@ LINES = {
     "plan": 1_500,
     "predict": 4_750,
     "profile": 600,
-    "records": 3_850,
+    "records": 3_900,  # samples.py
     "rehearse": 2_750,
-    "run": 7_250,  # own_checks.py: mistakes in loops of one's own
+    "run": 7_250,  # log_samples of a loop of one's own
     "schedule": 1_050,
     "search": 2_300,
     "train": 4_750,

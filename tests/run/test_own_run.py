@@ -58,6 +58,7 @@ def train(comm: Any, epochs: int, *, stop_at: int | None = None, resume: bool = 
             with torch.no_grad():
                 loss = paceline.mean(F.cross_entropy(engine(INPUTS), TARGETS, reduction="sum"), 23, comm)
             run.log(loss=loss, accuracy=0.5, margin=1.5)
+            run.log_samples([f"epoch {loader.epoch}"], images=INPUTS[:1, None])
         return [values, run.folder, [each.double().sum().item() for each in engine.state_dict().values()]]
 
 
@@ -116,6 +117,7 @@ def test_report_and_page_read_it() -> None:
     shown.look()
     assert shown.evaluations[0].accuracy == 0.5
     assert len(shown.scalars) == STEPS
+    assert [event.detail["items"][0][0] for event in shown.samples] == ["epoch 1"]
     assert config_of(shown.folder) == {
         "name": "own",
         "ranks": "1",

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from made_records import END, RUN
 from view_runs import steps_of, write_run
 
-from paceline.records.records import to_line
+from paceline.records.records import EventRecord, to_line
+from paceline.records.samples import samples_of
 from paceline.view.html import write_report
 from paceline.view.runs import read_runs
 
@@ -153,8 +155,10 @@ def test_the_loss_is_above_the_fold_and_everything_has_an_address(
     """A failed run with its traceback and log, the table of runs, a chart of one's own, the menu of a phone."""
     folder = write_run(tmp_path / "runs" / "good", steps=30, is_done=False)
     bad = write_run(tmp_path / "runs" / "bad", steps=20, is_done=False)
+    detail = samples_of(["<b>seven</b>"], np.eye(8)[None])
     for rank in (0, 1):
         with (bad / "records" / f"rank-{rank}.jsonl").open("a") as file:
+            file.write(to_line(EventRecord(name="samples", step=20, detail=detail, time=RUN.time + 2)))
             file.write(to_line(replace(END, status="failed", step=20, message="rank 1 failed: ValueError: <b>no</b>")))
     (bad / "logs").mkdir()
     (bad / "logs" / "rank-1.log").write_text("first line\nValueError: <b>no</b>\n")
@@ -165,6 +169,8 @@ def test_the_loss_is_above_the_fold_and_everything_has_an_address(
         page.wait("document.body.dataset.drawn && page.view.isLog")
         assert page.ask("document.querySelector('[data-chart=loss]').getBoundingClientRect().bottom <= innerHeight")
         assert page.ask("document.querySelector('.notes-card pre').textContent") == "in <b>mine.py</b>"
+        page.wait("document.querySelector('.samples img').naturalWidth === 8")
+        assert page.ask("document.querySelector('.samples').textContent") == "<b>seven</b>"
         page.ask("document.querySelector('.notes-card .more').click()")
         page.wait("page.texts.pre.log.textContent === 'first line\\nValueError: <b>no</b>\\n'")
         assert page.ask("location.hash").endswith("&part=log")

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,6 +46,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.records.meter import StepMeter
 from paceline.records.records import EndStatus, EvalRecord, EventRecord, StepRecord
+from paceline.records.samples import samples_of
 from paceline.records.sinks import Fanout, JsonlSink, Sink
 from paceline.records.thin import lines_kept
 from paceline.run import records
@@ -150,6 +151,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
             )
             self._sink.write(evaluation)
         self._meter.start()
+
+    def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
+        """Keeps texts and images of an evaluation, for the page to show; those of rank 0. ``records/samples.py``."""
+        self._open()
+        self._note("samples", samples_of(texts, images))
 
     def save(self, *, keep: int | None = None, **values: Any) -> Path:
         """Saves engine, optimizer, loader and each rank's random states, and plain values of rank 0.

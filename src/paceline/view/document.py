@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from paceline.records.console import format_loss, format_percent
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
+from paceline.records.samples import MOST_SAMPLES
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
@@ -36,7 +37,6 @@ _MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
 _MOST_TRACE_BYTES = 64 * 2**20
-_MOST_SAMPLES = (4, 16)  # evaluations, and samples of each
 _FIRST_SETTINGS = (("lr",), ("global_batch", "microbatch", "accumulate"), ("strategy", "ranks"))
 _SEEN_LATE = 0.05  # of a step
 _Key = TypeVar("_Key", bound=Hashable)
@@ -269,12 +269,12 @@ def _events(run: ShownRun) -> list[dict[str, Any]]:
 
 def _samples(run: ShownRun) -> list[dict[str, Any]]:
     """Returns the samples of the last evaluations that kept any: [text, PNG in base64] each, one of them empty."""
-    found, (most, most_items) = [], _MOST_SAMPLES
-    for event in run.samples[-most:]:
+    found = []
+    for event in run.samples:
         items = event.detail.get("items")
         pairs = [each for each in items if isinstance(each, list)] if isinstance(items, list) else []
         good = [pair for pair in pairs if len(pair) == 2 and all(isinstance(each, str) for each in pair)]
-        found.append({"step": event.step, "items": good[:most_items]})
+        found.append({"step": event.step, "items": good[:MOST_SAMPLES]})
     return [each for each in found if each["items"]]
 
 

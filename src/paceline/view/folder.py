@@ -86,21 +86,25 @@ def _config(path: Path, _changed: int) -> dict[str, str]:
 
 def note_of(folder: Path) -> dict[str, str]:
     """Returns the tags and the note that somebody has given to a run."""
-    found: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        found = parse_json_object(read_regular(file_inside(folder, _NOTE), _TAIL_BYTES))
-    return {name: str(found.get(name) or "")[:most] for name, most in _NOTE_CHARACTERS.items()}
+    try:
+        return parse_note(read_regular(file_inside(folder, _NOTE), _TAIL_BYTES))
+    except (OSError, ValueError):
+        return dict.fromkeys(_NOTE_CHARACTERS, "")
 
 
-def keep_note(folder: Path, content: bytes) -> None:
-    """Keeps tags and note of a JSON object in the folder. Raises ValueError for other values, OSError if it cannot."""
-    asked = parse_json_object(content, _TAIL_BYTES)
+def parse_note(content: bytes) -> dict[str, str]:
+    """Reads tags and note of a JSON object. Raises ValueError for other values."""
+    given = parse_json_object(content, _TAIL_BYTES)
     for name, most in _NOTE_CHARACTERS.items():
-        if not isinstance(asked.get(name), str) or len(asked[name]) > most:
+        if not isinstance(given.get(name), str) or len(given[name]) > most:
             raise ValueError(f"{name} is a text of at most {most:,} characters")
+    return {name: given[name] for name in _NOTE_CHARACTERS}
+
+
+def keep_note(folder: Path, note: dict[str, str]) -> None:
+    """Keeps tags and note in the folder. Raises OSError if it cannot."""
     partial = folder / f".{_NOTE}.{secrets.token_hex(4)}"
-    with partial.open("xb") as file:
-        file.write(to_json({name: asked[name] for name in _NOTE_CHARACTERS}))
+    partial.write_bytes(to_json(note))
     partial.replace(folder / _NOTE)  # a link of that name is replaced, and not followed
 
 
@@ -119,7 +123,7 @@ def glance(folder: Path) -> dict[str, Any]:
         status = path.stat()
         found = _ends(path, (status.st_mtime_ns, status.st_size))
         written_at = max(path.lstat().st_mtime for path in (path, *records.glob("host-*.jsonl")))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, OverflowError):
         return {"status": "starting", "step": 0, "sentence": ""}
     known = found["status"] or ("running" if time.time() - written_at < _SILENT_S else "unfinished")
     return found | {"status": known, "sentence": f"{known}, step {found['step']:,}"}

@@ -36,7 +36,7 @@ from starlette.routing import Route
 from paceline.errors import UsageError
 from paceline.untrusted import parse_json_object
 from paceline.view.document import Window, describe, heat, timeline
-from paceline.view.folder import glance, keep_note, row_of, text_of
+from paceline.view.folder import glance, keep_note, parse_note, row_of, text_of
 from paceline.view.gate import HEADERS, PROBES, Gate, Protocol
 from paceline.view.html import differences_of, live_page
 from paceline.view.runs import ShownRun, find_runs, names_of
@@ -315,7 +315,7 @@ class _Api:
             run = self._follower.find_run(str(parse_json_object(content).get("id")))
             if run is None:
                 return _not_found()
-            await asyncio.to_thread(keep_note, run.folder, content)
+            await asyncio.to_thread(keep_note, run.folder, parse_note(content))
         except (OSError, ValueError) as error:
             return as_response({"error": f"the note is not kept: {getattr(error, 'strerror', None) or error}"}, 400)
         return as_response({})
