@@ -24,7 +24,7 @@ from paceline.engines.precision import PRECISIONS, Precision
 from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.models.registry import model_blocks
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Offload, StrategyName
 from paceline.plan.rule_case import unknown_word
 
 _FEATURES = 784
@@ -180,7 +180,7 @@ def check_arguments(
 
 
 def make_engine(
-    model: nn.Module, comm: Communicator, strategy: str, mixed_precision: bool | str, more: TrainerOptions
+    model: nn.Module, comm: Communicator, strategy: StrategyName, mixed_precision: bool | str, more: TrainerOptions
 ) -> Engine:
     """Parallelizes a model as a trainer was asked to."""
     # All that a strategy can keep on the host.
