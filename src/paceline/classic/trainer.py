@@ -55,6 +55,7 @@ from paceline.engines.groups import fingerprint, tensors_in
 from paceline.engines.torch_helpers import adopt_optimizer, is_of_former
 from paceline.errors import TrainingError, UsageError
 from paceline.free_memory import peak_memory_bytes
+from paceline.plan.layout import StrategyName
 from paceline.train.evaluate import apply_to_each, evaluate
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.run_state import StepState
@@ -78,7 +79,7 @@ class DistributedTrainer(StepState):
     def __init__(
         self,
         model: nn.Module,
-        strategy: str = "ddp",
+        strategy: StrategyName = "ddp",
         mixed_precision: bool | str = False,
         gradient_accumulation_steps: int = 1,
         gradient_clip_val: float | None = None,
