@@ -59,13 +59,6 @@ def check_count(name: str, value: Any, least: int = 1, fix: str = "") -> list[Pr
     return expect(type(value) is int and value >= least, f"{name} = {value!r}", rule, fix)
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...], also: str = "") -> list[Problem]:
-    """An argument is one of some words; ``also`` is what else it may be."""
-    rule, is_known = f"it is {also}one of {', '.join(choices)}", isinstance(value, str) and value in choices
-    near = did_you_mean(value.lower(), choices, cutoff=0.5) if isinstance(value, str) else ""
-    return expect(is_known, f"{name} = {value!r}", rule, near)
-
-
 @dataclass(init=False, slots=True)
 class DistributedConfig:
     """Settings of a classifier on synthetic data, to be changed by assignment; ``to_config`` makes the real config.
@@ -117,7 +110,7 @@ def _check_setting(name: str, value: Any) -> list[Problem]:
         rule, near = f"the settings are {', '.join(names)}", did_you_mean(name, names, cutoff=0.5)
         return [Problem(what=f"{shown} is not a setting", rule=rule, fix=near)]
     if name == "backend":
-        return check_choice(name, value, _BACKENDS)
+        return list(unknown_word(name, value, _BACKENDS))
     if name == "learning_rate":
         is_fine = type(value) in (int, float) and 0 < value < math.inf
         return expect(is_fine, shown, "it is a number above 0", "try learning_rate = 0.001")
@@ -150,7 +143,9 @@ def check_arguments(
     """Returns the options of a trainer. Raises UsageError with all problems of its arguments."""
     known = tuple(field.name for field in fields(TrainerOptions))
     more = TrainerOptions(**{name: value for name, value in options.items() if name in known})
-    names, is_named, clip = tuple(PRECISIONS), not isinstance(mixed_precision, bool), plain_number(clip_val)
+    precision_rule = f"it is True, False, or one of {', '.join(PRECISIONS)}"
+    is_precision = isinstance(mixed_precision, bool) or mixed_precision in tuple(PRECISIONS)
+    near, clip = did_you_mean(str(mixed_precision), PRECISIONS, cutoff=0.5), plain_number(clip_val)
     keep, recomputes = more.keep_checkpoints, more.enable_activation_checkpointing
     clip_rule = "it is the largest global norm of a gradient, a number above 0"
     is_clip = clip is None or (type(clip) in (int, float) and clip > 0)
@@ -160,7 +155,7 @@ def check_arguments(
     problems = [
         *check_type("model", model, nn.Module, "an nn.Module"),
         *unknown_word("strategy", strategy, STRATEGY_NAMES),
-        *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
+        *expect(is_precision, f"mixed_precision = {mixed_precision!r}", precision_rule, near),
         *check_count("gradient_accumulation_steps", steps, fix="for no accumulation, leave it out"),
         *expect(is_clip, f"gradient_clip_val = {clip_val!r}", clip_rule, "for no clipping, leave it out"),
         *check_type("enable_activation_checkpointing", recomputes, bool, "True or False"),

@@ -114,7 +114,7 @@ def field_problems(layout: Layout) -> list[Problem]:
 def unknown_word(name: str, value: Any, words: Sequence[str]) -> Iterator[Problem]:
     """Yields a problem where a value is none of the words, with the one that is most like it."""
     if value not in words:
-        fix = did_you_mean(str(value), words)
+        fix = did_you_mean(value.lower() if isinstance(value, str) else str(value), words)
         yield Problem(what=f"{name} = {value!r} is unknown", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
