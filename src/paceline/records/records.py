@@ -379,7 +379,7 @@ class _Form:
     def read(self, payload: dict[str, Any]) -> Record:
         if missing := [name for name in self._needed if name not in payload]:
             raise ValueError(f"record of type {self.name} lacks {', '.join(missing)}")
-        values = {}
+        values: dict[str, Any] = {}
         for name, plain, reader in self._readers:
             if type(value := payload.get(name)) is plain:
                 values[name] = value
