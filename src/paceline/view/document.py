@@ -37,7 +37,7 @@ _MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
 _MOST_TRACE_BYTES = 64 * 2**20
-_FIRST_SETTINGS = (("lr",), ("global_batch", "microbatch", "accumulate"), ("strategy", "ranks"))
+_FIRST_SETTINGS = {"lr": 0, "global_batch": 1, "microbatch": 1, "accumulate": 1, "strategy": 2, "ranks": 2}
 _SEEN_LATE = 0.05  # of a step
 _Key = TypeVar("_Key", bound=Hashable)
 _Valued = tuple[_Key, EvalRecord | EventRecord | CommRecord, Sequence[float]]
@@ -191,8 +191,7 @@ def differences(configs: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]
 
 def _weight(name: str) -> tuple[int, str]:
     """Sorts settings: those that decide on the result come first, names of runs last."""
-    ends = [place for place, words in enumerate(_FIRST_SETTINGS) if name.rpartition(".")[2] in words]
-    return (len(_FIRST_SETTINGS) + (name == "name") if not ends else ends[0], name)
+    return (_FIRST_SETTINGS.get(name.rpartition(".")[2], len(_FIRST_SETTINGS)) + (name == "name"), name)
 
 
 def rounded(values: Array, digits: int = 5) -> list[float]:
@@ -269,13 +268,13 @@ def _events(run: ShownRun) -> list[dict[str, Any]]:
 
 def _samples(run: ShownRun) -> list[dict[str, Any]]:
     """Returns the samples of the last evaluations that kept any: [text, PNG in base64] each, one of them empty."""
-    found = []
+    found: list[dict[str, Any]] = []
     for event in run.samples:
         items = event.detail.get("items")
-        pairs = [each for each in items if isinstance(each, list)] if isinstance(items, list) else []
-        good = [pair for pair in pairs if len(pair) == 2 and all(isinstance(each, str) for each in pair)]
-        found.append({"step": event.step, "items": good[:MOST_SAMPLES]})
-    return [each for each in found if each["items"]]
+        pairs = items[:MOST_SAMPLES] if isinstance(items, list) else []
+        good = [pair for pair in pairs if isinstance(pair, list) and [type(each) for each in pair] == [str, str]]
+        found += [{"step": event.step, "items": good}] if good else []
+    return found
 
 
 def _as_event(evaluation: EvalRecord) -> EventRecord:

@@ -52,7 +52,7 @@ def text_of(folder: Path, name: str, most_bytes: int = _MOST_TEXT_BYTES) -> dict
     except (OSError, ValueError) as error:
         raise KeyError(name) from error
     if len(content) < size:
-        content = content.partition(b"\n")[2]
+        content = content.partition(b"\n")[2] or content
     return {"text": content.decode("utf-8", "replace"), "bytes": size, "is_cut": len(content) < size}
 
 
@@ -111,8 +111,7 @@ def keep_note(folder: Path, note: dict[str, str]) -> None:
 def row_of(folder: Path) -> dict[str, Any]:
     """Returns what the table of all runs shows of one."""
     config = config_of(folder)
-    rate = next((config[name] for name in ("optim.lr", "optimizer.lr") if name in config), "")
-    return glance(folder) | {"lr": rate} | note_of(folder)
+    return glance(folder) | {"lr": config.get("optim.lr") or config.get("optimizer.lr", "")} | note_of(folder)
 
 
 def glance(folder: Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
         "timeline": timeline(run, first, last, most=8),
         "texts": list(files),
         "files": files,
-        "row": {"id": run.id, "name": run.name} | row_of(run.folder) | {"status": told["state"]["status"]},
+        "row": row_of(run.folder) | told["state"] | {"id": run.id, "name": run.name},
     }
 
 

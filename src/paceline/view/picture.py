@@ -16,7 +16,6 @@ from paceline.view.html import write_file
 from paceline.view.runs import ShownRun
 
 _PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
-_SMOOTH = 0.6  # as the page begins
 _PLACES = [["loss", "loss", "samples_per_s"], ["step_s", "memory_bytes", "phases"], ["ranks", "ranks", "ranks"]]
 
 
@@ -73,7 +72,7 @@ def _lines(runs: Sequence[ShownRun], name: str, scale: float | None) -> Iterator
         color = COLORS[place % len(COLORS)]
         if name != "memory_bytes":
             yield Line(run.columns.steps, values, "", {"color": color, "linewidth": 0.8, "alpha": 0.3})
-            values = smoothed(values, _SMOOTH)
+            values = smoothed(values)
         yield Line(run.columns.steps, values, label, {"color": color, "linewidth": 1.6})
         if name == "loss" and run.evaluations:
             steps, losses = [each.step for each in run.evaluations], [each.loss for each in run.evaluations]
@@ -82,7 +81,7 @@ def _lines(runs: Sequence[ShownRun], name: str, scale: float | None) -> Iterator
             yield Line(steps, losses, told, look | {"markersize": 3})
 
 
-def smoothed(values: Array, weight: float) -> Array:
+def smoothed(values: Array, weight: float = 0.6) -> Array:
     """Returns values smoothed exponentially, both ways so that they do not lag behind; gaps stay gaps."""
 
     def one_way(each: Array) -> Array:

@@ -291,9 +291,8 @@ class _Api:
         """Answers a row for each run of the table of all of them."""
 
         def work() -> list[dict[str, Any]]:
-            known = {state["id"]: state["status"] for state in self._follower.states()}
-            runs = [{"id": run.id, "name": run.name} | row_of(run.folder) for run in self._follower.runs]
-            return [row | {"status": known[row["id"]]} for row in runs]
+            runs = zip(self._follower.runs, self._follower.states(), strict=True)
+            return [row_of(run.folder) | state for run, state in runs]
 
         return await self._answer(work)
 
@@ -306,11 +305,10 @@ class _Api:
         origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
         if request.headers.get("content-type") != "application/json" or origin.partition("://")[2] not in ("", host):
             return as_response({"error": "notes are JSON, from this page alone"}, 403)
-        content = b""
-        async for part in request.stream():
-            content += part
-            if len(content) > _MOST_NOTE_BYTES:
-                return as_response({"error": f"a note has at most {_MOST_NOTE_BYTES:,} bytes"}, 413)
+        size = request.headers.get("content-length", "")
+        if not size.isdecimal() or len(size) > 9 or int(size) > _MOST_NOTE_BYTES:
+            return as_response({"error": f"a note has at most {_MOST_NOTE_BYTES:,} bytes"}, 413)
+        content = await request.body()
         try:
             run = self._follower.find_run(str(parse_json_object(content).get("id")))
             if run is None:
