@@ -99,7 +99,7 @@ def whole_command() -> Any:
 def parameters_of(words: list[str]) -> dict[str, Any]:
     """Parses a command without running it. Raises what the command line raises for a call that it cannot read."""
     command: Any = whole_command()
-    while hasattr(command, "commands") and words:
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
         if words[0] not in command.commands and "start" in command.commands:  # paceline launch CONFIG
             words = ["start", *words]
         name, *words = words
