@@ -567,11 +567,11 @@ def test_the_loss_scale_and_the_count_of_bad_updates_are_saved(tmp_path: Path) -
     trainer.save_checkpoint(0, optimizer, 1.0)
     other, other_optimizer = make()
     other.load_checkpoint(optimizer=other_optimizer)
-    assert trainer.scaler is not None
-    assert other.scaler is not None
-    assert other.scaler.state_dict() == trainer.scaler.state_dict()
-    assert other.scaler.state_dict()["scale"] == 65536 / 4
-    assert other.bad_steps.state_dict() == {"num_skipped": 2, "num_in_a_row": 2}
+    assert trainer._state.scaler is not None
+    assert other._state.scaler is not None
+    assert other._state.scaler.state_dict() == trainer._state.scaler.state_dict()
+    assert other._state.scaler.state_dict()["scale"] == 65536 / 4
+    assert other._state.bad_steps.state_dict() == {"num_skipped": 2, "num_in_a_row": 2}
 
 
 # The mapping.

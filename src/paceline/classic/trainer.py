@@ -69,7 +69,7 @@ _WORDING = Wording(
 )
 
 
-class DistributedTrainer(StepState):
+class DistributedTrainer:
     """Trains a plain module on the ranks that a launcher started, or on one where none did; all make the same calls.
 
     ``mixed_precision`` is bf16, or fp16 with a dynamic loss scale where the device has none; or a policy by name.
@@ -96,7 +96,7 @@ class DistributedTrainer(StepState):
         trace = Trace(ranks.device, clock=clock_of(ranks))
         self.engine = make_engine(model, TracedCommunicator(ranks, trace), strategy, mixed_precision, more)
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
-        super().__init__(self.engine, self._policy)  # rank 0's position has that of the checkpoint that was loaded
+        self._state = StepState(self.engine, self._policy)  # rank 0's position has that of a checkpoint
         self.fit_state: dict[str, Any] = {}  # the best loss so far, and epochs since
         log = None if self.log_dir is None else DistributedMonitor(self.log_dir / "trainer", ranks.rank)
         self._calls = TimedCalls(ranks.device, trace, log)
@@ -113,7 +113,7 @@ class DistributedTrainer(StepState):
     @property
     def num_updates(self) -> int:
         """How many updates there were, those left out and those of the checkpoint that was loaded among them."""
-        return self.step
+        return self._state.step
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterates over what an optimizer of this rank updates."""
@@ -141,11 +141,11 @@ class DistributedTrainer(StepState):
         self._calls.start()
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
-        loss = self.loss_of(criterion)
-        if self.scaler is not None and self.scaler.elements is None:  # how many the first update will have
+        loss, scaler = self.loss_of(criterion), self._state.scaler
+        if scaler is not None and scaler.elements is None:  # how many the first update will have
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
-            self.scaler.note_elements(first)
+            scaler.note_elements(first)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
         rate, norm = optimizer.param_groups[0]["lr"], None
         learning_rate = rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
@@ -153,7 +153,7 @@ class DistributedTrainer(StepState):
         if is_update:
             norm = self._update(optimizer, [placed])
         else:
-            factor = None if self.scaler is None else self.scaler.factors(self.engine.comm.size, None)[0]
+            factor = None if scaler is None else scaler.factors(self.engine.comm.size, None)[0]
             with self.engine.no_sync():
                 self._run_passes(Passes(self.engine, [placed], loss, factor))
         self._num_steps += 1
@@ -209,8 +209,8 @@ class DistributedTrainer(StepState):
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
             self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        list(self.bad_steps.read())
-        state, position = self.collect(self.engine, optimizer), sum(gather_objects(comm, self.position))
+        list(self._state.bad_steps.read())
+        state, position = self._state.collect(self.engine, optimizer), sum(gather_objects(comm, self._state.position))
         extra = {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state}
         values, about = {"extra": extra, **state.values}, {"strategy": self.strategy}
         path = self._writer.save(replace(state, position=position, values=values, about=about))
@@ -236,11 +236,11 @@ class DistributedTrainer(StepState):
                 adopt_optimizer(self.engine, optimizer, optimizer.state_dict())
             restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
             self._forget_gradients()
-            self.go_on_from(checkpoint, self.engine.comm)
-            self.position = self.position if self.engine.comm.rank == 0 else 0
+            self._state.go_on_from(checkpoint, self.engine.comm)
+            self._state.position = self._state.position if self.engine.comm.rank == 0 else 0
             extra = checkpoint.values.get("extra", {})
             self.fit_state = extra.get("fit") or {}
-        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.step}
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self._state.step}
 
     def get_performance_metrics(self) -> dict[str, Any]:
         """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
@@ -251,7 +251,7 @@ class DistributedTrainer(StepState):
         """
         self._calls.read_times(wait=True)
         step_s, waited_s = self._calls.step_s, self._calls.comm_s
-        list(self.bad_steps.read())  # counts them; whether there are too many is for the next update to say
+        list(self._state.bad_steps.read())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
         return {
@@ -262,8 +262,8 @@ class DistributedTrainer(StepState):
             "average_communication_time": waited_s / num_steps,
             "total_samples": self._num_samples,
             "total_steps": self._num_steps,
-            "total_updates": self.step,
-            "skipped_updates": self.bad_steps.num_skipped,
+            "total_updates": self._state.step,
+            "skipped_updates": self._state.bad_steps.num_skipped,
             "world_size": self.engine.comm.size,
             "strategy": self.strategy,
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
@@ -328,8 +328,6 @@ class DistributedTrainer(StepState):
         outputs = [each.cpu() if isinstance(each, torch.Tensor) else each for each, _ in found]
         return torch.cat(outputs) if outputs and all(isinstance(each, torch.Tensor) for each in outputs) else outputs
 
-    # One microbatch, one update.
-
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         """Checks an optimizer when it first comes: its parameters are ours, and no group of gradients is open."""
         if optimizer is self._optimizer:
@@ -363,13 +361,14 @@ class DistributedTrainer(StepState):
     def _update(self, optimizer: torch.optim.Optimizer, microbatches: list[Any]) -> torch.Tensor:
         """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
         batch = StepBatch(microbatches=microbatches, global_samples=1)  # how many there are is counted
+        state, loss = self._state, self._last[1]
         outcome = train_step(
-            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self.scaler, passes=self._run_passes
+            self.engine, optimizer, batch, loss, self._policy, scaler=state.scaler, passes=self._run_passes
         )
-        self.step += 1
-        self.position += self._pending_samples
+        state.step += 1
+        state.position += self._pending_samples
         self._forget_gradients()
-        for bad in self.bad_steps.note(self.step, outcome, self._last):
+        for bad in state.bad_steps.note(state.step, outcome, self._last):
             if bad.num_in_a_row >= self._policy.max_bad_steps:  # one too many: all ranks come here together
                 microbatches, loss = bad.batch
                 finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
