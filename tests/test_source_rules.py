@@ -48,7 +48,7 @@ LINES = {
     "profile": 600,
     "records": 3_850,
     "rehearse": 2_750,
-    "run": 7_200,  # run_ranks: functions of a cell on real processes
+    "run": 7_360,  # functions of a cell on real processes; predictions of own loops
     "schedule": 1_050,
     "search": 2_300,
     "train": 4_700,
