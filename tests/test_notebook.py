@@ -6,11 +6,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import paceline
+from paceline.errors import UsageError
+from paceline.imports import import_from_path
 from paceline.notebook import Shown, cell_display, curve, new_figure, show_bar, table
 
 _CONFIG = {
@@ -102,8 +105,14 @@ def test_a_simulation_is_short(tmp_path: Path) -> None:
     assert "bottleneck" in report._repr_html_()
 
 
+def test_a_config_cannot_name_what_a_cell_defines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # a kernel's has no file
+    with pytest.raises(UsageError, match=r"model\.factory = '__main__:Net'(.|\n)*paceline\.run_ranks"):
+        import_from_path("__main__:Net", "model.factory")
+
+
 @pytest.mark.exhaustive
-def test_a_kernel_trains_from_a_cell(tmp_path: Path) -> None:
+def test_a_kernel_trains_from_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real kernel: completion, a run with its bar in the cell, its result as a table, a picture without a magic."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -116,9 +125,20 @@ def test_a_kernel_trains_from_a_cell(tmp_path: Path) -> None:
         f"result = paceline.train(config_from_dict({_CONFIG!r})); result",
         "[result] * 3",
         "paceline.DistributedTrainingAnalyzer(result.folder).plot_training_metrics()",
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n    pass\n"
+        "def train(comm):\n"
+        "    engine = paceline.parallelize(Net(4, 1), comm)\n"
+        "    engine(torch.ones(2, 4)).mean().backward()\n"
+        "    comm.print('on', comm.size, 'ranks')\n"
+        "    return engine.module, engine.module.weight.grad.tolist()",
+        "[(type(module) is Net, found) for module, found in paceline.run_ranks(train, 2)]",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    with monkeypatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")  # a kernel of a test leaves the output of processes alone
+        client.execute()
     outputs = [cell["outputs"] for cell in notebook["cells"]]
     assert "train" in outputs[1][0]["data"]["text/plain"]
     bar, shown = (each for each in outputs[2] if each["output_type"] in ("display_data", "execute_result"))
@@ -127,3 +147,5 @@ def test_a_kernel_trains_from_a_cell(tmp_path: Path) -> None:
     assert "training loss" in shown["data"]["text/html"]
     assert len(outputs[3][0]["data"]["text/plain"]) < 2000
     assert "<svg" in outputs[4][-1]["data"]["image/svg+xml"]
+    assert outputs[6][0]["text"] == "on 2 ranks\n"
+    assert outputs[6][-1]["data"]["text/plain"] == str([(True, [[1.0] * 4])] * 2)

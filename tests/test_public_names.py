@@ -14,6 +14,7 @@ import paceline
 
 HOMES = {
     "connect": "paceline.run.own_loop",
+    "run_ranks": "paceline.run.own_loop",
     "watch_ranks": "paceline.run.own_loop",
     "watch": "paceline.run.own_loop",
     "setup_distributed": "paceline.run.own_loop",
@@ -101,7 +102,9 @@ def test_a_name_is_loaded_on_first_use_and_kept() -> None:
 
 
 def test_an_unknown_name_is_told_with_those_that_exist() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'conect'; it offers __version__, connect, watch"):
+    with pytest.raises(
+        AttributeError, match="has no attribute 'conect'; it offers __version__, connect, run_ranks, watch"
+    ):
         paceline.conect  # noqa: B018
     with pytest.raises(ImportError, match="conect"):
         exec("from paceline import conect")

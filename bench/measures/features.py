@@ -25,6 +25,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.plan.layout import StrategyName
 from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import Passes, StepPolicy, accumulate, train_step
@@ -39,7 +40,7 @@ class Feature:
 
     name: str
     ranks: int = 2
-    strategy: str = "ddp"
+    strategy: StrategyName = "ddp"
     pipeline: int = 1
     backend: Literal["gloo", "shared_memory"] = "gloo"
 

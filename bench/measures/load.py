@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.bench.timing import ratios_to, rotate
-from paceline.checkpoint.tools.incoming import open_pretrained
+from paceline.checkpoint.tools.pretrained import open_pretrained
 from paceline.comm.base import Communicator
 from paceline.config.sections import HFModelConfig
 from paceline.data.datasets import DataShape

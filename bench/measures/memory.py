@@ -26,7 +26,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.errors import TrainingError, UsageError
 from paceline.models.gpt import GPT, gpt_config
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Offload, StrategyName
 from paceline.plan.model_shape import ModelShape
 from paceline.units import GIB
 
@@ -134,7 +134,7 @@ class Option:
     """One way to train."""
 
     name: str
-    strategy: str = "ddp"
+    strategy: StrategyName = "ddp"
     precision: str = "fp32"
     checkpoint_activations: str = "none"
     offload: Offload = field(default_factory=Offload)

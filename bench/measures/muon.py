@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,6 +28,9 @@ from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 from paceline.train.step import StepPolicy, train_step
+
+if TYPE_CHECKING:
+    from paceline.plan.layout import StrategyName
 
 _TIMEOUT_S = 3600.0
 KINDS = ("adamw", "muon")
@@ -121,7 +124,7 @@ def _step(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str
     """Sets an arm up, with the optimizer that a config of this kind gets; returns its step."""
     workload, is_cuda = asked.workload, comm.device.type == "cuda"
     options: dict[str, Any] = {"precision": precision, "compile": "blocks" if is_cuda else "none"}
-    engine = parallelize(workload.make_model(comm.device), comm, strategy, **options)
+    engine = parallelize(workload.make_model(comm.device), comm, cast("StrategyName", strategy), **options)
     optimizer = build_optimizer(OptimConfig(kind=kind, lr=1e-4), engine.named_parameters(), engine)
     engine.check_optimizer(optimizer)
     batches: list[Any] = [

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from paceline.rehearse.planning import plan as plan
     from paceline.rehearse.prediction import predict as predict
     from paceline.run.own_loop import connect as connect
+    from paceline.run.own_loop import run_ranks as run_ranks
     from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
     from paceline.run.own_loop import watch_ranks as watch_ranks
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
-    "paceline.run.own_loop": ("connect", "watch_ranks", "watch", "setup_distributed"),
+    "paceline.run.own_loop": ("connect", "run_ranks", "watch_ranks", "watch", "setup_distributed"),
     "paceline.run.own_run": ("Run",),
     "paceline.comm.torch_dist": ("disconnect",),
     "paceline.comm.base": ("Communicator",),
@@ -116,6 +117,10 @@ class _Face(ModuleType):
         if isinstance(value, ModuleType) and name in _HOMES and _HOMES[name] != "paceline":
             return
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Lets a function of a notebook that names this module travel to other processes: they import it."""
+        return __import__, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Face

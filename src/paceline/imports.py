@@ -25,6 +25,11 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
         rule = "the form is package.module:name"
         raise UsageError(f"{what} = {spec!r} does not name a function or class\n  {rule}\n  {_suggest_form(spec)}")
     module_name, _, path = spec.partition(":")
+    if module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UsageError(
+            f"{what} = {spec!r} is defined in a cell\n  ranks of a config import it from a file\n"
+            "  put it into a file beside the notebook, or train by a function of a cell: paceline.run_ranks(function)"
+        )
     found: Any = _import_module(module_name, spec, what)
     for name in path.split("."):
         if not hasattr(found, name):

@@ -427,7 +427,7 @@ def test_the_usual_script_runs_with_everything_switched_on(
 ) -> None:
     """Sharded or not: mixed precision, accumulation, clipping, checkpointed activations, offload, saving."""
     loader = [b for group in ragged(2) for b in group[0]]
-    monkeypatch.setattr("paceline.classic.microbatches.bf16_instructions", lambda: ("bf16",))
+    monkeypatch.setattr("paceline.classic.config.bf16_instructions", lambda: ("bf16",))
 
     def work(comm: Communicator) -> dict[str, Any]:
         trainer = DistributedTrainer(
@@ -567,11 +567,11 @@ def test_the_loss_scale_and_the_count_of_bad_updates_are_saved(tmp_path: Path) -
     trainer.save_checkpoint(0, optimizer, 1.0)
     other, other_optimizer = make()
     other.load_checkpoint(optimizer=other_optimizer)
-    assert trainer._scaler is not None
-    assert other._scaler is not None
-    assert other._scaler.state_dict() == trainer._scaler.state_dict()
-    assert other._scaler.state_dict()["scale"] == 65536 / 4
-    assert other._bad_updates.state_dict() == {"num_skipped": 2, "num_in_a_row": 2}
+    assert trainer._state.scaler is not None
+    assert other._state.scaler is not None
+    assert other._state.scaler.state_dict() == trainer._state.scaler.state_dict()
+    assert other._state.scaler.state_dict()["scale"] == 65536 / 4
+    assert other._state.bad_steps.state_dict() == {"num_skipped": 2, "num_in_a_row": 2}
 
 
 # The mapping.

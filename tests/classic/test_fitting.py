@@ -186,7 +186,7 @@ def test_nothing_to_gain_by_checkpointing_is_told_and_trains() -> None:
 def test_mixed_precision_on_a_cpu_is_decided_by_what_the_processor_has(
     instructions: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.classic.microbatches.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("paceline.classic.config.bf16_instructions", lambda: instructions)
     monkeypatch.setattr("paceline.doctor.machine.bf16_instructions", lambda: instructions)
     import warnings
 

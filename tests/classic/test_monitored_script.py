@@ -35,7 +35,7 @@ def test_a_script_with_every_argument_trains_saves_and_logs(tmp_path: Path, monk
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.classic.microbatches.bf16_instructions", tuple)
+    monkeypatch.setattr("paceline.classic.config.bf16_instructions", tuple)
     model, loader = make_model(), make_batches(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with warnings.catch_warnings(record=True) as told:

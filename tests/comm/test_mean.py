@@ -19,6 +19,7 @@ def test_a_mean_weighs_every_sample_alike() -> None:
         return mean(mine.sum(), len(mine), comm)
 
     assert run_virtual(work, ranks=3) == [3.0] * 3
+    assert run_virtual(lambda comm: mean(2.0**24 + 1, 1, comm), ranks=1) == [2.0**24 + 1], "no float32 on the way"
 
 
 def test_a_mean_of_nothing_and_of_several_numbers_is_refused() -> None:

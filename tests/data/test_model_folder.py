@@ -174,15 +174,18 @@ def test_classes_and_images_are_exported_as_they_were_used(
     if not has_file:
         (folder / "preprocessor_config.json").unlink()
     work = build_workload(make_config(folder, images, pretrained=False))
-    for name, content in kept_files(work.model, work.data, folder).items():
+    for name, content in kept_files(work.model, work.data).items():
         (tmp_path / name.removeprefix(HUGGING_FACE)).write_bytes(content)
     assert transformers.AutoConfig.from_pretrained(tmp_path).id2label == {0: "cat", 1: "dog"}
-    made = transformers.AutoImageProcessor.from_pretrained(tmp_path)
-    mean = PREPROCESSOR["image_mean"] if has_file else [0.485, 0.456, 0.406]
-    torch.testing.assert_close(torch.tensor(made.image_mean), torch.tensor(mean))
     settings = read_image_settings(tmp_path)
     assert settings is not None
     assert (settings.size, settings.mean) == (8, pytest.approx(work.data.shape.mean))
+    try:
+        made = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    except ImportError:
+        pytest.skip(f"transformers {transformers.__version__} reads image processors with torchvision alone")
+    mean = PREPROCESSOR["image_mean"] if has_file else [0.485, 0.456, 0.406]
+    torch.testing.assert_close(torch.tensor(made.image_mean), torch.tensor(mean))
 
 
 def test_a_pretrained_model_that_does_not_say_its_colours(folder: Path, images: dict[str, Any]) -> None:

@@ -99,6 +99,9 @@ def whole_command() -> Any:
 def parameters_of(words: list[str]) -> dict[str, Any]:
     """Parses a command without running it. Raises what the command line raises for a call that it cannot read."""
     command: Any = whole_command()
+    if words[0].startswith("-"):  # an option of the whole, which would act
+        assert words[0] in {each for parameter in command.params for each in parameter.opts}
+        return {}
     while hasattr(command, "commands") and words:
         if words[0] not in command.commands and "start" in command.commands:  # paceline launch CONFIG
             words = ["start", *words]

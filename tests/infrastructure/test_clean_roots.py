@@ -77,6 +77,9 @@ def test_one_machine_trains_by_the_commands_of_the_page(machine: CleanRoot) -> N
     train_to_the_first_step(machine, first, "gpt-pydoc")
     assert second.startswith("paceline train configs/digits.yaml")
     machine.run(f"{HERE}{second}")
+    (by_torch,) = re.findall(r"(?m)^    (torchrun .*)$", (ROOT / "docs" / "train.md").read_text(encoding="utf-8"))
+    machine.run(f"{HERE}{by_torch}")
+    assert '"world_size":2' in (machine.folder / "root/paceline/runs/mine/records/rank-1.jsonl").read_text()
 
 
 @contextlib.contextmanager
@@ -88,17 +91,24 @@ def two_hosts(first: CleanRoot, second: CleanRoot) -> Iterator[tuple[CleanRoot, 
         pytest.skip(str(error))
     names = "127.0.0.1 localhost\n10.77.0.2 host1\n10.77.1.2 host2\n"
     with hosts(2) as network, contextlib.ExitStack() as stack:
-        made = [replace(each, space=network.host(number)) for number, each in enumerate((first, second))]
-        for number, each in enumerate(made):
+        made = []
+        for number, each in enumerate((first, second)):
             (each.folder / "etc/hosts").write_text(names)
-            each.run("mkdir -p /run/sshd && ssh-keygen -A >/dev/null")
+            host = replace(each, space=network.host(number))
+            host.run("mkdir -p /run/sshd && ssh-keygen -A >/dev/null")
             # Low for the sshd itself: what a session has above it comes from PAM.
-            server = each.start(
+            server = host.start(
                 f"ulimit -Sl 64 && exec /usr/sbin/sshd -D -o PidFile=none -o ListenAddress=host{number + 1}"
             )
             stack.enter_context(server)
             stack.callback(end, server)
+            wait_until(lambda pid=server.pid: name_of(pid) == "sshd", server)  # all is mounted
+            made.append(replace(host, beside=server.pid))
         yield made[0], made[1]
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_two_machines_train_by_the_commands_of_the_page(machine: CleanRoot) -> None:

@@ -21,8 +21,8 @@ VOCABULARY, LENGTH, CLASSES, WIDTH = 40, 8, 4, 16
 RANKS = 2
 ALL = tuple(range(RANKS))
 FLOAT64 = Numbers()
-# They cast to it themselves, whatever dtype they have; Mixtral's router does, whose gradients tensor ranks add up.
-FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3", "mixtral, split")
+# They cast to it themselves, whatever dtype they have; the routers of two do, whose gradients tensor ranks add up.
+FLOAT32_INSIDE = ("gemma", "gemma2", "mamba", "mamba2", "deepseek_v3", "mixtral, split", "olmoe, split")
 LOSS_SHARE = 0.005  # by which a loss in bf16 may be off: its logits are, by 2^-8
 
 # Every name that a config of the library may have for a size; each config takes those that it knows.

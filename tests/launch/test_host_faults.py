@@ -70,6 +70,10 @@ def test_a_link_that_goes_down_is_told_by_both_sides_and_the_run_goes_on_when_it
     print(f"h0 has told the cut link after {time.monotonic() - start:.1f} s")
     wait_until(lambda: cut_off in log.read_text(), "that h1 is cut off")
     print(f"h1 has told the cut link after {time.monotonic() - start:.1f} s")
+    launch = tmp_path / "runs" / ".launches" / "tiny" / "log"
+    silent = "h1: nothing was heard of it for 8 s"  # told between rounds, too, when h0 does not watch it
+    wait_until(lambda: silent in launch.read_text(), "that h1 does not answer")
+    print(f"the launch has told the cut link after {time.monotonic() - start:.1f} s")
     four_hosts.mend(1)
     wait_until(lambda: len(starts(tmp_path)) == 2 and len(steps(tmp_path)) > 20, "steps after the link was mended")
     told = log.read_text()

@@ -44,11 +44,27 @@ def test_the_schemas_are_strict() -> None:
     service["spec"]["prots"] = service["spec"].pop("ports")
     with pytest.raises(Exception, match="prots"):
         validate(service)
-    (group,) = [each for each in render(replace(ASKED, gang="volcano"), a_config()) if each["kind"] == "PodGroup"]
-    validate(group)
-    group["spec"]["minMembers"] = group["spec"].pop("minMember")
-    with pytest.raises(Exception, match="minMembers"):
-        validate(group)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "words"),
+    [
+        ("PodGroup", {"minMembers": 2}, "minMembers"),
+        ("PodGroup", {"minMember": "two"}, "is not of type 'integer'"),
+        ("JobSet", {"failurePolicy": {"maxRestart": 3}}, "maxRestart"),
+        ("JobSet", {"startupPolicy": {"startupPolicyOrder": "AtOnce"}}, "'AtOnce' is not one of"),
+        ("TrainJob", {"trainer": {"nodes": 2}}, "nodes"),
+        ("TrainJob", {"runtimeRef": {"kind": "TrainingRuntime"}}, "'name' is a required property"),
+        ("TrainingRuntime", {"mlPolicy": {"numNodes": 2, "torch": {"nproc": 2}}}, "nproc"),
+    ],
+)
+def test_the_schemas_of_foreign_kinds_are_strict(kind: str, changed: Manifest, words: str) -> None:
+    options = (replace(ASKED, gang="volcano"), replace(ASKED, kind="jobset"), replace(ASKED, kind="trainjob"))
+    manifests = [each for asked in options for each in render(asked, a_config()) if each["kind"] == kind]
+    validate(manifests[0])
+    manifests[0]["spec"] |= changed
+    with pytest.raises(Exception, match=words):
+        validate(manifests[0])
 
 
 def worker_of(manifests: list[Manifest]) -> Manifest:

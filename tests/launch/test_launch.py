@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +229,44 @@ def test_what_is_no_host_is_refused_and_shown_short(job: LaunchJob, host: str) -
     with pytest.raises(UsageError, match="--on ssh with hosts ") as refused:
         ssh.machines(replace(job, target="ssh", hosts=("a", host)))
     assert len(str(refused.value)) < 400
+
+
+# In the place of ssh: the command for the host runs here.
+HERE = """#!/bin/sh
+for last; do :; done
+exec sh -c "$last"
+"""
+
+
+def test_a_host_that_falls_silent_is_named_before_ssh_gives_it_up(
+    job: LaunchJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").write_text(HERE)
+    (tmp_path / "here").chmod(0o755)
+    monkeypatch.setattr(ssh, "_ALIVE_S", 0.05)
+    monkeypatch.setattr(ssh, "_SILENT_S", 0.5)
+    settings = {"ssh": str(tmp_path / "here")}
+    job = replace(job, hosts=("a", "b"), workdir=str(tmp_path), python=sys.executable, settings=settings)
+    supervisor = ssh._Supervisor(job=job, command=["sh", "-c", "echo ready; exec sleep 600"], meets="a")
+    told, thread = "", threading.Thread(target=supervisor.run)
+    thread.start()
+    try:
+        while not {"a", "b"} <= set(supervisor.heard):
+            time.sleep(0.02)
+        supervisor.processes["b"].send_signal(signal.SIGSTOP)
+        while "b: nothing was heard of it for 0.5 s" not in told:
+            told += "".join(capfd.readouterr())
+            time.sleep(0.02)
+    finally:
+        for process in supervisor.processes.values():
+            process.send_signal(signal.SIGCONT)
+        supervisor.signal(signal.SIGTERM)
+        thread.join()
+    for process in supervisor.processes.values():
+        with contextlib.suppress(BrokenPipeError), process:
+            pass  # its pipes are closed
+    assert "ready" in told
+    assert remote.ALIVE.decode() not in told
 
 
 @pytest.mark.exhaustive

@@ -14,11 +14,11 @@ import pytest
 from launched_runs import checkpoints, environment, events, make_project, paceline, starts, steps, wait_until
 
 from paceline.launch.job import find_launch
-from paceline.launch.ray_cluster import PLACES
+from paceline.launch.ray_cluster import PLACES, RemoteWorker
 from paceline.run.folder import is_in_use
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-ACTOR = "ray::_PlacedRemoteWorker"
+ACTOR = f"ray::{RemoteWorker.__name__}"
 LONG = ("train.steps=100000", "checkpoint.every_steps=10", "--on", "ray", "--detach")
 
 

@@ -19,7 +19,6 @@ from paceline.models.hugging_face import (
     is_causal,
     is_unfilled,
     mark_unfilled,
-    model_folder,
     parameters_on_meta,
     with_head_loss,
 )
@@ -67,7 +66,6 @@ def test_the_class_is_that_of_the_config_or_of_the_task(folder: Path) -> None:
     assert "image_classification" in str(
         told(lambda: build_hugging_face(config(folder, task="image_classification"), CLASSES))
     )
-    assert model_folder(config(folder)) == folder
 
 
 def test_a_new_head_has_the_classes_of_the_data(folder: Path) -> None:

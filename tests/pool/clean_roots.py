@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -32,11 +33,13 @@ PATIENCE_S = 1800
 class CleanRoot:
     """A machine: its files are below ``folder``. ``space``: the network namespace in which its commands run.
 
-    ``binds``: folders of this machine, and where the root sees them.
+    ``binds``: folders of this machine, and where the root sees them. ``beside``: a process of the machine, whose mounts
+    and network all further commands share, as they do on a real one: what one mounts, a session over ssh sees.
     """
 
     folder: Path
     space: str | None = None
+    beside: int | None = None
     binds: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
@@ -50,8 +53,12 @@ class CleanRoot:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         chroot = ["chroot", str(self.folder), "env", "-i", f"PATH={path}", "HOME=/root", "LANG=C.UTF-8"]
         chroot += ["DEBIAN_FRONTEND=noninteractive", *inside, "bash", "-c", f"cd /root && {command}"]
-        words = ["ip", "netns", "exec", self.space] if self.space else []
-        words += ["unshare", "--mount", "--propagation", "private", "sh", "-ec", f"{mounts}exec {shlex.join(chroot)}"]
+        if self.beside is not None:
+            words = ["nsenter", "--target", str(self.beside), "--mount", "--net", *chroot]
+        else:
+            apart = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
+            words = ["ip", "netns", "exec", self.space] if self.space else []
+            words += [*apart, f"{mounts}exec {shlex.join(chroot)}"]
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -96,6 +103,8 @@ def make_root(suite: str, folder: Path) -> CleanRoot:
     for path in filter(os.path.isfile, COPIED):
         (folder / path[1:]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / path[1:])
+    # As installers write it: without its own name torchrun's ranks do not find it.
+    (folder / "etc/hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
     return CleanRoot(folder=folder)
 
 

@@ -6,6 +6,7 @@ A target makes one input from a random number generator, in an empty folder, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
@@ -39,6 +40,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
 from paceline.config.load import config_from_dict, load_config
+from paceline.config.peft_folder import parse_peft
 from paceline.data.token_files import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
@@ -54,6 +56,7 @@ from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.request import read_hugging_face
 from paceline.view.document import Window, describe, heat, timeline
+from paceline.view.folder import failure_of, parse_note, row_of, text_names, text_of
 from paceline.view.server import Follower
 
 Run = Callable[[], object]
@@ -302,10 +305,12 @@ _EVENTS = [
     EventRecord(name="compiled", step=1, detail={"what": "the model", "seconds": 0.5}, time=RUN.time + 2),
     EventRecord(name="clock", step=1, detail={"ahead_s": 0.1, "ranks": [0]}, time=RUN.time + 2),
     EventRecord(name="scalars", step=1, detail={"mine": 1.0}, time=RUN.time + 2),
+    EventRecord(name="samples", step=1, detail={"note": "1 sample", "items": [["a text", ""]]}, time=RUN.time + 2),
     EventRecord(name="microbatch", step=1, detail={"microbatch": 8, "reason": "memory"}, time=RUN.time + 2),
     CommRecord(step=1, kind="all_reduce", group="world", ranks=2, calls=1, bytes=8, seconds=0.1, time=RUN.time + 2),
     EvalRecord(step=1, loss=1.0, accuracy=0.5, samples=8, seconds=0.1, time=RUN.time + 2),
 ]
+_FAILURE = {"rank": 0, "kind": "error", "message": "ValueError", "traceback": "in mine.py", "time": RUN.time}
 _OPERATION = {"time": RUN.time + 1, "start_s": 0.0, "end_s": 0.1, "kind": "all_reduce", "num_bytes": 8}
 
 
@@ -320,8 +325,13 @@ def records_case(draw: random.Random, folder: Path) -> Run:
         lines[at] = json.dumps(changed(json.loads(lines[at]), draw)) + "\n"
     content = "".join(lines).encode()
     place.write_bytes(content if draw.random() < 0.8 else broken(content, draw))
-    if draw.random() < 0.3:
-        plant_odd_file(draw, draw.choice([place, home / "records", folder / "runs" / "b", home / "trace"]))
+    (home / "logs").mkdir()
+    failure, log = home / "logs" / "rank-0.error.json", home / "logs" / "run.log"
+    failure.write_text(json.dumps(changed(_FAILURE, draw)))
+    log.write_bytes(broken(b"a line\nanother\n", draw))
+    if draw.random() < 0.4:
+        odd = [place, home / "records", folder / "runs" / "b", home / "trace", failure, log, home / "logs"]
+        plant_odd_file(draw, draw.choice([*odd, home / "note.json", home / "config.yaml"]))
     elif draw.random() < 0.3:
         (home / "trace").mkdir()
         (home / "trace" / "rank-0.jsonl").write_text(json.dumps(changed(_OPERATION, draw)) + "\n")
@@ -350,6 +360,11 @@ def watch_runs(folder: Path) -> None:
         describe(run)
         heat(run, "step_s", Window())
         timeline(run, -math.inf, math.inf)
+        failure_of(run.folder)
+        row_of(run.folder)
+        for name in text_names(run.folder):
+            with contextlib.suppress(KeyError):
+                text_of(run.folder, name)
     follower.states()
 
 
@@ -464,7 +479,14 @@ TARGETS: tuple[Target, ...] = (
     parser(
         "classes of models", parse_class_names, parser_inputs([b'{"id2label": {"0": "cat", "1": "dog"}}']), ValueError
     ),
+    parser(
+        "configs of adapters",
+        lambda content: parse_peft(content, b'{"base_model.model.q.lora_A.weight": {}}'),
+        parser_inputs([b'{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none"}']),
+        ValueError,
+    ),
     parser("patches of pods", _patch_pods, parser_inputs([_as_bytes(_PATCH)], _as_bytes), ValueError),
+    parser("notes of runs", parse_note, parser_inputs([b'{"tags": "a, b", "note": "best"}']), ValueError),
     parser("requests for ranks", parse_request, parser_inputs([_REQUEST], _as_bytes), ValueError),
     parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
     parser(

@@ -36,7 +36,8 @@ CLOCKS_S = (0, 180, -240, 60, 0, 400, -90, 30, 0)
 KINDS = ("kill", "power", "cut", "meet")
 PAUSE_S, PATIENCE_S = 0.2, 200.0
 GONE = re.compile(r"(h\d) \((its launcher has ended|nothing was heard of it for 5 s)\) is gone")
-LOST = re.compile(r"(?m)^(h\d): ssh does not reach it; it is tried again")  # also a host that is in no round
+# Also a host that is in no round.
+LOST = re.compile(r"(?m)^(h\d): (?:ssh does not reach it; it is tried again|nothing was heard of it for 8 s)")
 CAME = re.compile(r"(h\d) has come")
 UNREACHED = re.compile(r"host (h\d) does not reach the launcher where the hosts meet")
 MOVED = re.compile(r"host (h\d) is lost: from now on the hosts meet at (h\d)")

@@ -1,16 +1,17 @@
 """The schemas of all kinds of objects that our manifests have, in strict mode: a field that a kind has not is an error.
 
-Kubernetes' own come with the package ``kubernetes-validate``, and those of JobSet and Kubeflow Trainer with
-``kubeflow-trainer-api`` (both Apache 2.0, and part of the extra ``dev``). No index has a package with Volcano's: the
-schema of its PodGroup is written here, from the fields of ``scheduling.volcano.sh/v1beta1``.
+Kubernetes' own come with the package ``kubernetes-validate`` (Apache 2.0, part of the extra ``dev``). Those of JobSet,
+Kubeflow Trainer and Volcano are kept in ``crds``: of the oldest release that docs/deployment.md names, and a newer one;
+``scripts/keep_crds.py`` makes them, and each names its source.
 
-``CRDS=FOLDER pytest ...`` also holds them against a cluster's own definitions, in files of that folder:
+``CRDS=FOLDER pytest ...`` also holds manifests against a cluster's own definitions, in files of that folder:
 
     kubectl get crd jobsets.jobset.x-k8s.io -o yaml > FOLDER/jobset.yaml
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,46 +25,25 @@ import yaml
 Manifest = dict[str, Any]
 
 VERSION = "1.37.0"
-MODELS = {
-    "JobSet": "JobsetV1alpha2JobSet",
-    "TrainJob": "TrainerV1alpha1TrainJob",
-    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
-}
-_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-POD_GROUP = _object(
-    apiVersion={"const": "scheduling.volcano.sh/v1beta1"},
-    kind={"const": "PodGroup"},
-    metadata=_object(name=_TEXT, namespace=_TEXT, labels={"additionalProperties": _TEXT}),
-    spec=_object(
-        minMember=_COUNT,
-        minTaskMember={"additionalProperties": _COUNT},
-        minResources={"additionalProperties": {"type": ["integer", "string"]}},
-        queue=_TEXT | {"pattern": r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", "maxLength": 253},
-        priorityClassName=_TEXT | {"maxLength": 253},
-        networkTopology=_object(mode={"enum": ["hard", "soft"]}, highestTierAllowed=_COUNT, highestTierName=_TEXT),
-    ),
-)
+KEPT = Path(__file__).parent / "crds"
+NESTED = ("JobSet", "TrainingRuntime")  # kinds that have jobs inside
 
 
 @cache
-def cluster_schemas() -> dict[tuple[str, str], Any]:
-    """Returns the validators of the definitions in the folder ``CRDS``, by API version and kind; none without it."""
-    if "CRDS" not in os.environ:
-        return {}
+def foreign_schemas() -> dict[tuple[str, str], list[Any]]:
+    """Returns the validators of the kept definitions and of those in the folder ``CRDS``, by API version and kind."""
     validator = pytest.importorskip("jsonschema").Draft202012Validator
-    found = {}
-    for path in Path(os.environ["CRDS"]).glob("*.yaml"):
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
+    definitions = [json.loads(path.read_text(encoding="utf-8")) for path in KEPT.glob("*.json")]
+    if "CRDS" in os.environ:
+        paths = Path(os.environ["CRDS"]).glob("*.yaml")
+        definitions += [yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths]
+    found: dict[tuple[str, str], list[Any]] = {}
+    for spec in (definition["spec"] for definition in definitions):
         for version in spec["versions"]:
             schema = strict(version["schema"]["openAPIV3Schema"])
             schema["properties"]["metadata"] = {"type": "object"}  # the same for all kinds
-            found[f"{spec['group']}/{version['name']}", spec["names"]["kind"]] = validator(schema)
+            kinds = found.setdefault((f"{spec['group']}/{version['name']}", spec["names"]["kind"]), [])
+            kinds.append(validator(schema))
     return found
 
 
@@ -85,8 +65,6 @@ def strict_schema(kind: str, api_version: str) -> Any:
     utils = pytest.importorskip("kubernetes_validate.utils", reason="kubernetes-validate is part of the extra dev")
     jsonschema = pytest.importorskip("jsonschema")
     referencing = pytest.importorskip("referencing")
-    if kind == "PodGroup":
-        return jsonschema.Draft202012Validator(POD_GROUP)
     folder = f"kubernetes-json-schema/v{VERSION}-local-strict"
     group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
     schema = utils.schema_contents(f"{folder}/{kind.lower()}-{group}.json", VERSION)
@@ -97,27 +75,24 @@ def strict_schema(kind: str, api_version: str) -> Any:
 
 def validate(manifest: Manifest) -> None:
     """Checks a manifest against the strict schema of its kind, and pods inside of foreign kinds against theirs."""
-    kind = manifest["kind"]
-    if own := cluster_schemas().get((manifest["apiVersion"], kind)):
-        own.validate(manifest)
-    if kind in MODELS:
-        model = getattr(pytest.importorskip("kubeflow_trainer_api.models"), MODELS[kind])
-        assert model.from_dict(manifest).to_dict() == manifest  # what the model does not know would be missing
-        for job in jobs_inside(manifest):
-            strict_schema("Job", "batch/v1").validate(job)
-    else:
-        strict_schema(kind, manifest["apiVersion"]).validate(manifest)
+    foreign = foreign_schemas().get((manifest["apiVersion"], manifest["kind"]))
+    for schema in foreign or [strict_schema(manifest["kind"], manifest["apiVersion"])]:
+        schema.validate(manifest)
+    for job in jobs_inside(manifest):
+        strict_schema("Job", "batch/v1").validate(job)
 
 
 def jobs_inside(manifest: Manifest) -> Iterator[Manifest]:
+    if manifest["kind"] not in NESTED:
+        return
     spec = manifest["spec"]
-    for each in spec.get("template", {}).get("spec", spec).get("replicatedJobs", []):
+    for each in spec.get("template", {}).get("spec", spec)["replicatedJobs"]:
         yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}, "spec": each["template"]["spec"]}
 
 
 def pods_of(manifest: Manifest) -> Iterator[Manifest]:
     """Returns the specs of all pods of an object."""
-    for job in jobs_inside(manifest) if manifest["kind"] in MODELS else [manifest]:
+    for job in jobs_inside(manifest) if manifest["kind"] in NESTED else [manifest]:
         if "containers" in (pod := job.get("spec", {}).get("template", {}).get("spec", {})):
             yield pod
 

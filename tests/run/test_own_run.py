@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
-from paceline.view.document import config_of
+from paceline.view.folder import config_of
 from paceline.view.runs import ShownRun
 
 INPUTS = (torch.arange(23 * 4, dtype=torch.float64) * 0.37).sin().reshape(23, 4)
@@ -56,6 +58,7 @@ def train(comm: Any, epochs: int, *, stop_at: int | None = None, resume: bool = 
             with torch.no_grad():
                 loss = paceline.mean(F.cross_entropy(engine(INPUTS), TARGETS, reduction="sum"), 23, comm)
             run.log(loss=loss, accuracy=0.5, margin=1.5)
+            run.log_samples([f"epoch {loader.epoch}"], images=INPUTS[:1, None])
         return [values, run.folder, [each.double().sum().item() for each in engine.state_dict().values()]]
 
 
@@ -114,7 +117,8 @@ def test_report_and_page_read_it() -> None:
     shown.look()
     assert shown.evaluations[0].accuracy == 0.5
     assert len(shown.scalars) == STEPS
-    assert config_of(shown) == {
+    assert [event.detail["items"][0][0] for event in shown.samples] == ["epoch 1"]
+    assert config_of(shown.folder) == {
         "name": "own",
         "ranks": "1",
         "strategy": "ddp",
@@ -142,6 +146,48 @@ def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ran
         "resume",
     ]
     assert [each.status for each in records_of(folder, 0, EndRecord)] == ["failed", "done"]
+
+
+def losses_with_dropout(comm: Any, folder: str, *, stop_at: int = 8, resume: bool = False) -> list[float]:
+    """Trains with dropout, and with noise of numpy and Python; each rank draws numbers of its own."""
+    engine = paceline.parallelize(nn.Sequential(make_model(), nn.Dropout(0.5)), comm)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.02)
+    loader = paceline.loader(TensorDataset(INPUTS, TARGETS), comm, batch_size=6, seed=5)
+    seed = 100 if resume else comm.rank
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    found = []
+    with paceline.Run(comm, "own", engine, optimizer, loader, monitor={"sample_s": None, "folder": folder}) as run:
+        if resume:
+            run.resume()
+        while run.num_steps < stop_at:
+            for x, y in loader:
+                with run.step(len(y)):
+                    loss = F.cross_entropy(engine(x + 0.01 * np.random.rand() + 0.01 * random.random()), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+                if run.num_steps == stop_at:
+                    break
+        run.save()
+    return found
+
+
+def test_dropout_after_a_resume_is_that_of_a_run_without_one() -> None:
+    whole = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "whole"), ranks=2)
+    parts = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=3), ranks=2)
+    rest = paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", resume=True), ranks=2)
+    assert [[*a, *b] for a, b in zip(parts, rest, strict=True)] == whole
+    assert whole[0] != whole[1]
+
+
+def test_at_another_size_the_resume_says_that_random_numbers_are_others() -> None:
+    paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=3), ranks=2)
+    paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=4, resume=True), ranks=1)
+    (event,) = [each for each in records_of(Path("parts/own"), 0, EventRecord) if each.name == "resume"]
+    assert event_text(event).endswith("; random states are those of 2 ranks, and not used on 1")
 
 
 def test_without_a_checkpoint_it_begins_and_without_a_step_it_leaves_nothing() -> None:
@@ -255,7 +301,7 @@ def test_settings_of_any_kind_are_shown_and_those_of_the_monitor_checked() -> No
         return run.folder
 
     shown = ShownRun(paceline.run_virtual(loop, ranks=1)[0])
-    found = config_of(shown)
+    found = config_of(shown.folder)
     assert (found["dtype"], found["deep.lr"], found["deep.path"]) == ("torch.float32", "0.1", "a/b")
     for monitor, words in (({"folde": "x"}, "did you mean monitor.folder"), ({"sample_s": "often"}, "sample_s")):
         with pytest.raises(RankFailedError, match=words):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import rank_functions
 import torch
 
+import paceline
 from paceline.errors import LaunchError, LostRankError, RankFailedError, UsageError
 from paceline.run.processes import RankHost, _first_cause, loopback_interface, run_processes
 
@@ -49,8 +52,8 @@ def test_a_process_that_dies_is_named_with_its_exit_code() -> None:
 
 
 def test_a_result_that_cannot_be_sent_fails_on_its_rank() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0 failed: .*return_a_function"):
-        run_processes(rank_functions.return_a_function, 1)
+    with pytest.raises(RankFailedError, match=r"rank 0 failed: .*lock"):
+        run_processes(rank_functions.return_a_lock, 1)
 
 
 def test_ranks_that_do_not_finish_are_named() -> None:
@@ -58,12 +61,72 @@ def test_ranks_that_do_not_finish_are_named() -> None:
         run_processes(rank_functions.wait_for_nobody, 2, timeout_s=0.1)
 
 
+LOCK = threading.Lock()
+
+
 @pytest.mark.parametrize(
-    ("function", "args"), [(lambda comm: comm.rank, ()), (rank_functions.add_in_place, (lambda: None, 1.0))]
+    ("function", "args"), [(lambda _: LOCK, ()), (rank_functions.add_in_place, (threading.Lock(), 1.0))]
 )
-def test_what_cannot_be_sent_is_refused_before_a_process_starts(function: Any, args: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="define the function at the top level of a module"):
+def test_what_cannot_be_sent_is_refused_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, function: Any, args: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(function, "__module__", "__main__")
+    with pytest.raises(UsageError, match="open files, locks and connections inside the function"):
         run_processes(function, 2, args=args)
+
+
+CELL = """
+import torch, paceline
+
+SCALE = 3.0
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return SCALE * super().forward(x)
+
+class Answer:
+    def __init__(self, losses, where):
+        self.losses, self.where = losses, where
+
+def train(comm, steps):
+    torch.manual_seed(0)
+    engine = paceline.parallelize(Net(4, 1), comm, "zero1")
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        loss = engine(torch.full((2, 4), comm.rank + 1.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Answer(losses, (comm.rank, comm.size, type(engine.module).__name__))
+
+def fail(comm):
+    raise Strange("in a cell")
+
+class Strange(Exception):
+    pass
+"""
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Returns what a cell of a notebook defines: in ``__main__``, with lines that are in no file but known."""
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (len(CELL), None, CELL.splitlines(keepends=True), "<cell 1>"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(CELL, "<cell 1>", "exec"), names)
+    return names
+
+
+def test_what_a_cell_defines_trains_on_ranks_and_comes_back(cell: dict[str, Any]) -> None:
+    found = paceline.run_ranks(cell["train"], 2, args=(4,), device="cpu")
+    assert all(isinstance(each, cell["Answer"]) for each in found)
+    assert [each.where for each in found] == [(0, 2, "Net"), (1, 2, "Net")]
+    assert found[0].losses[-1] < found[0].losses[0]
+    with pytest.raises(RankFailedError, match="rank 0 failed: Strange: in a cell") as caught:
+        paceline.run_ranks(cell["fail"], 1, device="cpu")
+    assert isinstance(caught.value.__cause__, cell["Strange"])
+    assert 'raise Strange("in a cell")' in caught.value.traceback_text
 
 
 def test_there_is_at_least_one_process() -> None:

@@ -22,7 +22,6 @@ from paceline.train.loss import CrossEntropy
 from paceline.train.master_adamw import MasterAdamW, Scaling, can_update, has_kernel
 from paceline.train.optim import build_optimizer, set_learning_rate
 from paceline.train.step import StepPolicy, scale_gradients, train_step
-from paceline.train.survive.memory import drop_gradients
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -307,7 +306,7 @@ def test_a_gradient_of_one_pass_stays_at_the_module_and_one_of_several_does_not(
         backward()
     backward()
     assert held() == (set(), 7)
-    drop_gradients(engine)
+    engine.zero_grad()
     assert held() == (set(), 0)
 
 
@@ -317,7 +316,7 @@ def test_whoever_asks_for_gradients_gets_those_of_the_masters() -> None:
     tokens, targets = make_batch().microbatches[0]
     for act in ("full_gradients", "gradients", "clip", "scale"):
         for engine in (lent, plain):
-            drop_gradients(engine)
+            engine.zero_grad()
             nn.functional.cross_entropy(engine(tokens).float(), targets).backward()
             if act == "clip":
                 engine.clip_grad_norm_(0.1)

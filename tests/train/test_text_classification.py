@@ -15,10 +15,12 @@ import torch.nn.functional as F
 
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
+from paceline.config.sections import LoraConfig
 from paceline.data.registry import data_of
-from paceline.data.rows import CsvRows
+from paceline.data.rows import CsvRows, JsonLines
 from paceline.errors import BadSampleError, ConfigError, DataError, PacelineError
 from paceline.train.assemble import build_trainer
+from paceline.train.reach import find_unreachable
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -112,6 +114,56 @@ def test_it_learns_as_in_the_librarys_own_loop(made: Path, strategy: str, ranks:
         assert torch.allclose(state[name], value, atol=1e-6), name
 
 
+PAIRS = [{**row, "second": TEXTS[(3 * number + 1) % 6]} for number, row in enumerate(ROWS)]
+
+
+def test_pairs_of_texts_are_read_as_the_library_reads_them(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    shutil.copytree(made, folder)
+    inner = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    special = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        **special, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in PAIRS), encoding="utf-8")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]")
+    for context in range(5, 16):
+        data = data_of(config_of(folder, path=path, text_pair="second", context=context))
+        inputs, _ = data.train.read(np.arange(12), 0)  # type: ignore[attr-defined]
+        texts = [[each[name] for each in PAIRS] for name in ("text", "second")]
+        batch = theirs(*texts, padding=True, truncation=True, max_length=context, return_token_type_ids=True)
+        assert inputs[:, 0].tolist() == batch["input_ids"]
+        assert inputs[:, 1].tolist() == batch["token_type_ids"]
+    config = config_of(folder, path=path, text_pair="second", context=12, ranks=2, strategy="fsdp")
+    found = run_virtual(lambda comm: train(comm, config), 2)
+    model = transformers.BertForSequenceClassification.from_pretrained(folder, num_labels=2)
+    with torch.no_grad():
+        model.classifier.weight.copy_(found[0][1]["first"])
+        model.classifier.bias.zero_()
+    batch = theirs(
+        *([each[name] for each in PAIRS[:4]] for name in ("text", "second")), padding=True, return_token_type_ids=True
+    )
+    logits = model(
+        **{name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    ).logits
+    loss = F.cross_entropy(logits, torch.tensor([int(each["label"] == "pos") for each in PAIRS[:4]]))
+    ours = [sum(each[0][0][part] for each in found) for part in (0, 1)]
+    assert ours[0] / ours[1] == pytest.approx(loss.item(), abs=1e-6)
+
+
+def test_frames_of_zstandard_are_read_to_the_end(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    lines, pack = b"".join(b'{"n": %d}\n' % number for number in range(100)), zstandard.ZstdCompressor().compress
+    (tmp_path / "two.jsonl.zst").write_bytes(pack(lines[:300]) + pack(lines[300:]))
+    assert [row["n"] for row in JsonLines(tmp_path / "two.jsonl.zst").read(np.arange(100))] == list(range(100))
+    for content in (pack(lines)[:-6], b"something else"):
+        (tmp_path / "cut.jsonl.zst").write_bytes(content)
+        with pytest.raises(DataError, match="cut short or damaged"):
+            JsonLines(tmp_path / "cut.jsonl.zst")
+
+
 def test_csv_and_compressed_files_give_the_same(made: Path, tmp_path: Path) -> None:
     expected = data_of(config_of(made)).train
     lines = "".join(f'"{each["text"]}",{each["label"]}\n' for each in ROWS)
@@ -187,3 +239,34 @@ def test_a_tokenizer_that_pads_otherwise_is_refused(made: Path, tmp_path: Path) 
     (other / "config.json").write_text(json.dumps({**settings, "pad_token_id": 3}))
     with pytest.raises(ConfigError, match="pad_token_id = 3"):
         build_trainer(config_of(other, path=made.parent / "rows.jsonl"), run_virtual(lambda comm: comm, 1)[0])
+
+
+def refused(config: Any) -> list[str]:
+    return [str(each) for each in find_unreachable(config)]
+
+
+def test_config_check_finds_what_a_start_refuses(made: Path, tmp_path: Path) -> None:
+    assert refused(config_of(made)) == []
+    bare = tmp_path / "bare"
+    shutil.copytree(made, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    without = config_of(bare, path=made.parent / "rows.jsonl")
+    (missing,) = refused(without)
+    assert missing == told(without)
+    assert "is text, and there is no tokenizer" in missing
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text('{"text": [1, 2], "label": 0}\n', encoding="utf-8")
+    beside = config_of(made, path=numbers, classes=2, tokenizer=str(made))
+    assert refused(beside) == [told(beside)]
+    assert "data.tokenizer is set, and 'text'" in refused(beside)[0]
+    (found,) = refused(config_of(made, ranks=2).with_values("parallel", tensor=2))
+    assert "cannot be split" in found or "no tensor-parallel plan" in found
+    (found,) = refused(config_of(made, ranks=2).with_values("parallel", pipeline=2))
+    assert "cannot be cut into stages" in found
+    (found,) = refused(config_of(made).with_values("model", lora=LoraConfig(rank=2, targets=["no"])))
+    assert "fits no linear layer" in found
+    (found,) = refused(config_of(made).with_values("model", task="causal_lm", fresh=[]))
+    assert "missing: cls.predictions" in found
+    (found,) = refused(config_of(made).with_values("model", task="image_classification"))
+    assert "for a bert" in found
+    (found,) = refused(config_of(made, context=17))
+    assert "max_position_embeddings = 16" in found

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from made_records import END, RUN
 from view_runs import steps_of, write_run
 
-from paceline.records.records import to_line
+from paceline.records.records import EventRecord, to_line
+from paceline.records.samples import samples_of
 from paceline.view.html import write_report
 from paceline.view.runs import read_runs
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 Serve = Callable[..., str]
 DRAWN = "document.body.dataset.drawn && page.timeline.found && page.heat.found && page.words.get(page.focus)?.told"
-LAST_LOSS = "page.charts.get('loss').plot.data[1].filter((each) => each != null).at(-1)"
+LAST_LOSS = "page.charts.get('loss').plot.data[2].filter((each) => each != null).at(-1)"  # the raw curve
 
 
 def assert_no_overflow(page: Page) -> None:
@@ -42,8 +45,8 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         assert page.ask("document.querySelector('h1').textContent") == "<b>run<img src=x>"  # shown, and not run
         assert page.ask("page.charts.get('loss').plot.data[1].length") == 200
         assert page.ask(LAST_LOSS) == pytest.approx(1 / 200)
-        told = page.ask("document.querySelector('#verdict').textContent")
-        assert "done after 200 steps" in told
+        assert "done after 200 steps" in page.ask("document.querySelector('#verdict').textContent")
+        told = page.ask("document.querySelector('.notes').textContent")
         assert told.count("rank 1 is the last") == 1
         assert {"phases", "step_s", "lr", "memory_bytes"} <= set(page.ask("[...page.charts.keys()]"))
         # The slow rank's row of the map is brighter where it computes, and the pointer says which it is.
@@ -69,14 +72,16 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         for key in "0lxds":
             page.key(key)
         page.wait(
-            "!page.view.zoom && page.view.isLog && page.view.x === 'time' && isDark() && page.view.smooth === 0.6"
+            "!page.view.zoom && page.view.isLog && page.view.x === 'time' && isDark() && page.view.smooth === 0.9"
         )
         page.wait("page.charts.get('loss').plot.scales.y.distr === 3")
         assert_no_overflow(page)
-        page.ask("addEventListener('beforeprint', () => { window.printed = [isDark(), page.grid.clientWidth]; })")
+        page.ask(
+            "addEventListener('beforeprint', () => { window.printed = [isDark(), page.grids.learning.clientWidth]; })"
+        )
         page.call("Page.printToPDF")
         assert page.ask("printed") == [False, 710]  # on paper it is light, and as wide as a page
-        assert page.ask("isDark() && page.grid.clientWidth > 710")
+        assert page.ask("isDark() && page.grids.learning.clientWidth > 710")
         assert page.errors == []
         assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
 
@@ -141,4 +146,70 @@ def test_a_page_without_runs_shows_the_first_one(browser: Browser, serve: Serve,
         write_run(tmp_path / "third", steps=10)
         page.wait("document.querySelectorAll('.run').length === 3")
         assert page.ask("page.run().name") == "first"
+        assert page.errors == []
+
+
+def test_the_loss_is_above_the_fold_and_everything_has_an_address(
+    browser: Browser, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed run with its traceback and log, the table of runs, a chart of one's own, the menu of a phone."""
+    monkeypatch.setattr("paceline.view.server._ask_words", lambda *_: {})  # a process for each run; not looked at here
+    folder = write_run(tmp_path / "runs" / "good", steps=30, is_done=False)
+    bad = write_run(tmp_path / "runs" / "bad", steps=20, is_done=False)
+    detail = samples_of(["<b>seven</b>"], np.eye(8)[None])
+    for rank in (0, 1):
+        with (bad / "records" / f"rank-{rank}.jsonl").open("a") as file:
+            file.write(to_line(EventRecord(name="samples", step=20, detail=detail, time=RUN.time + 2)))
+            file.write(to_line(replace(END, status="failed", step=20, message="rank 1 failed: ValueError: <b>no</b>")))
+    (bad / "logs").mkdir()
+    (bad / "logs" / "rank-1.log").write_text("first line\nValueError: <b>no</b>\n")
+    failure = {"rank": 1, "kind": "error", "message": "ValueError", "traceback": "in <b>mine.py</b>", "time": 9.0}
+    (bad / "logs" / "rank-1.error.json").write_text(json.dumps(failure))
+    url = serve(tmp_path / "runs")
+    with browser.page(f"{url}/#run=bad&log=", width=1400, height=1000) as page:
+        page.wait("document.body.dataset.drawn && page.view.isLog")
+        assert page.ask("document.querySelector('[data-chart=loss]').getBoundingClientRect().bottom <= innerHeight")
+        assert page.ask("document.querySelector('.notes-card pre').textContent") == "in <b>mine.py</b>"
+        page.wait("document.querySelector('.samples img').naturalWidth === 8")
+        assert page.ask("document.querySelector('.samples').textContent") == "<b>seven</b>"
+        page.ask("document.querySelector('.notes-card .more').click()")
+        page.wait("page.texts.pre.log.textContent === 'first line\\nValueError: <b>no</b>\\n'")
+        assert page.ask("location.hash").endswith("&part=log")
+        # The list of runs keeps what has the focus while a run goes on.
+        page.ask("[...document.querySelectorAll('.run')].find((each) => each.title === 'good').focus()")
+        page.ask("window.focused = document.activeElement; focused.click()")
+        page.wait("page.run()?.name === 'good'")
+        append(folder, 31, 35)
+        page.wait("document.activeElement.textContent.includes('step 35')")
+        assert page.ask("document.activeElement === focused")
+        page.ask(
+            "page._addChart(); document.querySelectorAll('.series input').forEach((e, i) => { e.checked = i < 2; })"
+        )
+        page.ask("document.getElementById('add-chart').click()")
+        assert page.ask("[...page.charts.keys()].filter((each) => each.startsWith('mine-')).length") == 1
+        # Tags stay in the folder, and the address leads back to the table as it was.
+        page.key("a")
+        page.wait("document.querySelectorAll('.all-runs tbody tr').length === 2")
+        page.ask("page.table.find.value = 'bad'; page.table.find.dispatchEvent(new Event('input'))")
+        page.ask("page.table.heads[0].firstChild.click()")
+        assert page.ask("page.table.body.textContent").count("failed") == 1
+        page.ask("(() => { const input = document.querySelector('.all-runs input.tags'); input.value = 'lr-test'; "
+                 "input.dispatchEvent(new Event('change')); })()")  # fmt: skip
+        page.wait("page.table.told.textContent === 'kept in the folder of the run'")
+        assert json.loads((bad / "note.json").read_text()) == {"tags": "lr-test", "note": ""}
+        address = page.ask("location.hash")
+        page.ask("history.back()")
+        page.wait("!page.isInTable && document.querySelector('h1').textContent === 'good'")
+        assert page.errors == []
+    with browser.page(f"{url}/{address}", width=390, height=844) as page:
+        page.wait("document.querySelector('.all-runs input.tags')?.value === 'lr-test'")
+        assert page.ask("document.querySelectorAll('.all-runs tbody tr').length") == 1
+        page.ask("document.querySelector('.all-runs td a').click()")
+        page.wait("document.body.dataset.drawn")
+        assert page.ask("[...page.charts.keys()].filter((each) => each.startsWith('mine-')).length") == 1
+        assert page.ask("document.querySelector('[data-chart=loss]').getBoundingClientRect().bottom <= innerHeight")
+        assert page.ask("document.getElementById('controls').checkVisibility()") is False
+        page.ask("document.getElementById('menu').click()")
+        assert page.ask("document.getElementById('controls').checkVisibility()")
+        assert_no_overflow(page)
         assert page.errors == []

@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_runs import call as call
 from made_records import RUN, write_records
 from view_runs import steps_of, write_run
 
 from paceline.search.expectation import Expectation
-from paceline.view.html import as_json, live_page, report_page, summary_of, write_figure
+from paceline.view.html import as_json, live_page, report_page, summary_of
+from paceline.view.picture import smoothed, write_figure
 from paceline.view.runs import read_runs
 
 HOSTILE = "</script><script>alert(1)</script><!--\u2028"
@@ -117,6 +119,16 @@ def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_pat
     for path, why in (("/proc/none/report.html", "there is no folder"), (str(one / "config.yaml"), "is no page")):
         refused = call("report", str(one), "--html", path)
         assert (refused.code, why in refused.err) == (2, True)
+
+
+def test_smoothed_curves_do_not_lag_and_keep_their_gaps() -> None:
+    line = np.arange(50.0)
+    assert smoothed(line, 0.6)[10:40] == pytest.approx(line[10:40], abs=0.05)
+    noisy = np.array([1.0, 3.0, np.nan, 1.0, 3.0])
+    found = smoothed(noisy, 0.6)
+    assert np.isnan(found).tolist() == [False, False, True, False, False]
+    assert np.nanmax(np.abs(found - 2.0)) < 0.7  # the values are 1 off
+    assert smoothed(noisy[:0], 0.6).size == 0
 
 
 @pytest.mark.exhaustive

@@ -15,9 +15,9 @@ from view_runs import steps_of, write_run
 
 from paceline.records.records import CommRecord, EventRecord, HostRecord, parse_line, to_line
 from paceline.run.records import append_event
-from paceline.view.document import Window, config_of, describe, differences, heat, timeline
+from paceline.view.document import Window, describe, differences, heat, timeline
+from paceline.view.folder import config_of, glance
 from paceline.view.runs import ShownRun, find_runs, names_of
-from paceline.view.server import glance
 
 
 def read(folder: Path) -> ShownRun:
@@ -121,14 +121,14 @@ def test_a_process_that_is_gone_without_an_end_has_died(tmp_path: Path) -> None:
 def test_at_a_glance_a_run_goes_on_while_a_rank_or_a_host_writes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10, is_done=False)
     rank, host = (folder / "records" / name for name in ("rank-0.jsonl", "host-node.jsonl"))
-    assert glance(ShownRun(folder))["status"] == "running"
+    assert glance(folder)["status"] == "running"
     os.utime(rank, (1, 1))
-    assert glance(ShownRun(folder))["status"] == "unfinished"
+    assert glance(folder)["status"] == "unfinished"
     host.write_text(to_line(HostRecord(host="node", values={}, time=RUN.time)))
-    assert glance(ShownRun(folder))["status"] == "running"  # in a long step
+    assert glance(folder)["status"] == "running"  # in a long step
     with rank.open("a") as file:
         file.write(to_line(END))
-    assert glance(ShownRun(folder))["status"] == "done"
+    assert glance(folder)["status"] == "done"
 
 
 def test_what_samplers_and_collectives_left(tmp_path: Path) -> None:
@@ -230,7 +230,11 @@ def test_a_link_to_itself_beside_a_run_does_not_end_the_page(tmp_path: Path) -> 
 
 def test_configs_are_compared_by_setting(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one", steps=2), write_run(tmp_path / "other", steps=3)
-    configs = [config_of(ShownRun(one)), config_of(ShownRun(other)), {}]
-    assert differences(configs) == [("name", ["one", "other", ""]), ("train.steps", ["2", "3", ""])]
+    configs = [config_of(one), config_of(other), {}]
+    assert differences(configs) == [("train.steps", ["2", "3", ""]), ("name", ["one", "other", ""])]
+    first = ["optim.lr", "train.global_batch", "parallel.strategy"]
+    named = ["name", "data.seed", *reversed(first), "model.depth"]
+    found = differences([dict.fromkeys(named, value) for value in ("1", "2")])
+    assert [name for name, _ in found] == [*first, "data.seed", "model.depth", "name"]
     (one / "config.yaml").write_text("a: [")
-    assert config_of(ShownRun(one)) == {}
+    assert config_of(one) == {}

@@ -63,6 +63,41 @@ def test_what_is_answered_of_runs(serve: Serve, tmp_path: Path) -> None:
         assert ask(url, f"/api/runs?ids={run}&{wrong}")["runs"][0]["name"] == "one"
 
 
+def test_texts_and_notes_stay_in_the_folder_of_a_run(serve: Serve, tmp_path: Path) -> None:
+    """Logs and config are read inside the folder, up to a size; notes come as JSON from the page alone."""
+    (tmp_path / "secret.log").write_text("secret")
+    one = write_run(tmp_path / "runs" / "one", steps=3)
+    (one / "logs").mkdir()
+    (one / "logs" / "run.log").write_text("x" * 300_000 + "\nlast line\n")
+    (one / "logs" / "rank-0.log").symlink_to(tmp_path / "secret.log")
+    url = serve(tmp_path / "runs")
+    run = ask(url, "/api/runs")["list"][0]["id"]
+    found = ask(url, f"/api/text?id={run}&name=run")
+    assert (found["text"], found["bytes"], found["is_cut"]) == ("last line\n", 300_011, True)
+    assert "steps: 3" in ask(url, f"/api/text?id={run}&name=config")["text"]
+    for name in ("rank-0", "rank-1", "../config", "..%2F..%2Fsecret", "run.log", ""):
+        assert get(url, f"/api/text?id={run}&name={name}")[0] == 404
+    (row,) = ask(url, "/api/rows")
+    assert [row[key] for key in ("status", "step", "strategy", "eval_accuracy", "tags")] == ["done", 3, "ddp", 0.9, ""]
+
+    def keep(value: object, kind: str = "application/json", **headers: str) -> int:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+        connection.request("POST", "/api/note", json.dumps(value), {"content-type": kind, **headers})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    note = {"id": run, "tags": "a, b", "note": "<b>best</b>"}
+    assert [keep(note), keep(note, origin=url)] == [200, 200]
+    assert {**note, **ask(url, "/api/rows")[0]} == {**ask(url, "/api/rows")[0], **note}
+    assert [keep(note, kind="text/plain"), keep(note, origin="http://attacker.example")] == [403, 403]
+    assert [keep(note | {"note": 3}), keep(note | {"tags": "x" * 201}), keep([]), keep(note | {"id": "x"})] == [
+        *(400, 400, 400, 404)
+    ]
+    assert keep(note | {"note": "x" * 20_000}) == 413
+    assert get(url, "/api/note")[0] == 405
+
+
 def test_events_tell_of_changes(serve: Serve, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "one", steps=5, is_done=False)
     url = serve(tmp_path / "runs")

@@ -32,6 +32,7 @@ from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
+from paceline.plan.layout import StrategyName
 from paceline.train.step import update_if_finite
 
 
@@ -183,7 +184,7 @@ def arms_on_ranks(workload: BenchWorkload, ranks: int) -> list[Arm]:
     """Returns the arms on several ranks, in fp32; ours also through shared memory, as CPUs of one host have it."""
     torch_ddp, fsdp2, hybrid2 = "torch ddp", "torch fsdp2", "torch fsdp2 hybrid"
 
-    def ours(strategy: str, peer: str, **how: Any) -> Arm:
+    def ours(strategy: StrategyName, peer: str, **how: Any) -> Arm:
         name = f"paceline {strategy}" + (f" {SHARED}" if how.get("shares_memory") else "")
         return Arm(name=name, peer=peer, wrap=partial(_wrap_ours, strategy=strategy, **how))
 
@@ -272,7 +273,7 @@ def _wrap_ours(
     model: nn.Module,
     comm: Communicator,
     *,
-    strategy: str,
+    strategy: StrategyName,
     precision: str = "fp32",
     shard_ranks: int | None = None,
     shares_memory: bool = False,

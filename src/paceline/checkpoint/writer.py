@@ -13,6 +13,7 @@ still for is the copy of what it writes, into memory that is kept for the next t
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
@@ -23,20 +24,24 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import nn
 
 from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_leftovers, find_checkpoint, spots_in
 from paceline.checkpoint.manifest import HasShards, State, likely_line
 from paceline.checkpoint.optimizer import held_by, restore
-from paceline.checkpoint.read import open_checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, LORA, file_shards, open_checkpoint
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
+from paceline.checkpoint.tools.pretrained import load_model
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank, gather_objects
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 from paceline.health.ledger_view import CHECKPOINT
+from paceline.models.hugging_face import folder_files
+from paceline.models.lora import A, adapters
 from paceline.shards import Shard
 
 _ALIGN_BYTES = 64
@@ -342,11 +347,12 @@ def warn_of(passed: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a loop goes on from."""
+    """What a loop goes on from; ``own`` is what this rank had alone, None where there were more ranks, or fewer."""
 
     path: Path
     step: int
     extra: Any
+    own: dict[str, Any] | None = None
 
 
 def save(
@@ -356,33 +362,77 @@ def save(
     *,
     step: int,
     extra: Any = None,
+    own: dict[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
     """Saves into ``folder/step-<step>``, each rank what it holds; of older ones the newest ``keep`` are left.
 
-    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0. Raises
-    CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
+    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0; ``own`` those that
+    each rank has alone. Raises CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
     """
     _enter(engine)
     writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
     shards, found = held_by(engine, optimizer)
-    return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
+    shards += file_shards(_model_files(engine), engine.world.rank)
+    values = {"extra": extra}
+    return writer.save(State(step=step, position=0, shards=shards, values=values, own=own or {}, found=found))
+
+
+def _model_files(engine: Any) -> dict[str, bytes]:
+    """Returns what an export needs to know of a model: a Hugging Face model's config, and who has adapters."""
+    module = getattr(engine, "module", None)
+    if not isinstance(module, nn.Module):
+        return {}
+    files = {HUGGING_FACE + name: content for name, content in folder_files(module).items()}
+    if any(name.endswith(f".{A}") for name in engine.state_names()):
+        pairs = [(each.name, each.tensor if each.parameter is None else each.parameter) for each in engine.shards()]
+        parts = list(module) if isinstance(module, nn.ModuleList) else [module]  # stages of a pipeline
+        own = adapters(parts, [name for name, parameter in pairs if parameter.requires_grad])
+        found = {name: each for rank in gather_objects(engine.world, own) for name, each in rank.items()}
+        files[LORA] = json.dumps(found).encode()
+    return files
+
+
+@overload
+def load(path: str | Path, *, classes: Sequence[str] | None = None, **model: Any) -> nn.Module: ...
+
+
+@overload
+def load(
+    path: str | Path, engine: HasShards, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
+) -> Loaded: ...
 
 
 def load(
-    path: str | Path, engine: HasShards, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
-) -> Loaded:
+    path: str | Path,
+    engine: HasShards | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    verify: Depth = "full",
+    **model: Any,
+) -> Loaded | nn.Module:
     """Loads a checkpoint, or the newest whole one of a folder, into an engine of any strategy and number of ranks.
 
     Called by all ranks, which read what rank 0 chooses. Newer ones that it passes over are warned of, with the reason.
     Raises CheckpointError on all of them if one cannot.
+
+    Without an engine, ``path`` is a folder of Hugging Face. What comes back is its model without values: give it to
+    ``parallelize``, whose ranks read the bytes that they hold. Keys are those of ``model: {kind: hf}`` in a config:
+    ``task``, ``fresh``, ``lora={"rank": 8}`` or ``lora={"path": folder}``. ``classes`` names those of a new head.
     """
+    if engine is None:
+        return load_model(Path(path), **model)
+    if model:
+        rule = "keys of a model are for a folder of Hugging Face, which is read without an engine"
+        raise UsageError(f"{', '.join(model)} beside an engine\n  {rule}\n  leave out one of them")
     _enter(engine)
     chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
     with raised_on_all(engine.world):
         checkpoint = open_checkpoint(chosen)
         restore(checkpoint, engine, optimizer, "build both as they were when it was saved")
-        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
+        is_same = checkpoint.manifest.world == engine.world.size
+        own = checkpoint.own(engine.world.rank) if is_same else None
+        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"), own=own)
 
 
 def _enter(engine: HasShards) -> None:

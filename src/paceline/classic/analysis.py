@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 _Curve = list[float | None]
 _SHOWN_EPOCHS = 20
 _POINTS = {"marker": "o"}
+_PICTURE = "training_metrics.png"
 
 
 class TrainingMetrics(dict[str, _Curve]):
@@ -55,19 +55,18 @@ class TrainingMetrics(dict[str, _Curve]):
         """Takes what the ranks and hosts of a run wrote. Raises UsageError where there is no step."""
         if not records.attempts:
             raise UsageError("there are no steps in these records\n  metrics are made of them\n  train first")
-        evaluations = [each for attempt in records.lead for each in attempt.evaluations]
+        self.run, self.alone = records.run, alone
         epochs: dict[int, list[Mapping[int, StepRecord]]] = {}
         for row in records.steps.rows:
             epoch = next(iter(row.values())).epoch
             epochs.setdefault(max(1, math.ceil(epoch - 1e-9)), []).append(row)
+        evaluations = [each for attempt in records.lead for each in attempt.evaluations]
         rows = [_epoch_row(epoch, StepTable(own), evaluations, records.hosts) for epoch, own in epochs.items()]
         super().__init__({name: [row[name] for row in rows] for name in rows[0]})
-        ranks, took_s = list(map(records.of_rank, records.ranks)), records.steps.took_s
-        self.totals, self.run, self.alone = records.steps.totals(), records.run, alone
-        self.samples_per_s = (
-            self.totals.samples / took_s if took_s else 0.0
-        )  # of all epochs, by the time of their steps
-        self.ranks, self.strategy, self.total_steps = len(ranks), records.run.strategy, len(records.steps)
+        self.totals, took_s = records.steps.totals(), records.steps.took_s
+        self.samples_per_s = self.totals.samples / took_s if took_s else 0.0  # of all epochs
+        self.ranks, self.strategy, self.total_steps = len(records.ranks), records.run.strategy, len(records.steps)
+        ranks = list(map(records.of_rank, records.ranks))
         self.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
         self.limits = judge_run(RunFacts.of(records))
 
@@ -98,12 +97,11 @@ def _epoch_row(
 ) -> dict[str, float | None]:
     totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
     first, last = (next(iter(table.rows[place].values())) for place in (0, -1))
-    begin_s, end_s = first.time - first.step_s, last.time
     used = [  # what the drivers of all GPUs said
         value
         for each in hosts
         for name, value in each.values.items()
-        if begin_s <= each.time <= end_s and name.partition("/")[0] == "hw.gpu.utilization"
+        if first.time - first.step_s <= each.time <= last.time and name.partition("/")[0] == "hw.gpu.utilization"
     ]
     evaluation = next((each for each in reversed(evaluations) if first.step <= each.step <= last.step), None)
     return {
@@ -121,56 +119,59 @@ def _epoch_row(
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PerformanceReport(Shown):
     """A run in numbers, and what held it up. As text it is a few lines."""
 
-    strategy: str
-    ranks: int
-    epochs: int
-    steps: int
-    final_train_loss: float | None
-    final_test_loss: float | None
-    final_accuracy: float | None
-    samples_per_s: float
-    training_s: float
-    communication_s: float
-    communication_percent: float
-    compute_percent: float
-    gpu_utilization_percent: float | None
-    speed_up: float | None
-    scaling_efficiency: float | None
-    scaling: str
-    memory_bytes: float
-    bottleneck: str
-    is_simulated: bool = False
+    def __init__(self, metrics: TrainingMetrics, base: TrainingMetrics | None, scaling: str) -> None:
+        """Adds up all epochs; speed-up and efficiency, where they are known, are against ``base``."""
+        used = [value for value in metrics["gpu_utilization"] if value is not None]
+        share = metrics.totals.comm_share
+        self.strategy, self.ranks = metrics.strategy, metrics.ranks
+        self.epochs, self.steps = len(metrics["epoch"]), metrics.total_steps
+        self.final_train_loss = _last(metrics["train_loss"])
+        self.final_test_loss = _last(metrics["test_loss"])
+        self.final_accuracy = _last(metrics["accuracy"])
+        self.samples_per_s = metrics.samples_per_s
+        self.training_s = sum(value or 0.0 for value in metrics["epoch_time"])
+        self.communication_s = sum(value or 0.0 for value in metrics["communication_time"])
+        self.communication_percent, self.compute_percent = 100 * share, 100 * (1 - share)
+        self.gpu_utilization_percent = sum(used) / len(used) if used else None
+        self.memory_bytes = max(value or 0.0 for value in metrics["memory_bytes"])
+        self.is_simulated = metrics.is_simulated
+        self.speed_up, self.scaling = (1.0 if metrics.ranks == 1 else None), ""
+        if base is not None and base.samples_per_s:
+            where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
+            kept = "global batch" if scaling == "strong" else "batch of a rank"
+            self.speed_up = metrics.samples_per_s / (base.samples_per_s / base.ranks)
+            self.scaling = f"{scaling} scaling: {where} with the same {kept}"
+        self.scaling_efficiency = None if self.speed_up is None else self.speed_up / metrics.ranks
+        self.bottleneck = metrics.limits.sentence.removeprefix("limited by ")
 
     def to_json(self) -> dict[str, Any]:
-        return dict(strict_json(asdict(self)))
+        return dict(strict_json(vars(self)))
 
     def facts(self) -> Mapping[str, object]:
-        told: dict[str, object] = {}
-        if self.final_train_loss is not None:
-            told["training loss"] = f"{self.final_train_loss:.4f}"
-        if self.final_accuracy is not None:
-            told["test accuracy"] = f"{100 * self.final_accuracy:.1f} %"
-        told["throughput"] = f"{self.samples_per_s:,.0f} samples/s"
-        told["time of the steps"] = format_seconds(self.training_s)
-        exposed = f"{self.communication_percent:.1f} % exposed"
-        told["communication"] = f"{format_seconds(self.communication_s)}, {exposed}"
-        told["ranks compute"] = f"{self.compute_percent:.1f} % of the time"
-        if self.gpu_utilization_percent is not None:
-            source = "modelled" if self.is_simulated else "measured"
-            told["GPU utilization"] = f"{self.gpu_utilization_percent:.1f} %, {source}"
-        if self.scaling_efficiency is None or self.speed_up is None:
-            told["scaling efficiency"] = "not known: give the run on one rank as baseline=..."
-        else:
-            told["speed-up"] = f"{self.speed_up:.2f} x of one rank, ideal {self.ranks} x"
+        loss, accuracy, used = self.final_train_loss, self.final_accuracy, self.gpu_utilization_percent
+        speed = "" if self.speed_up is None else f"{self.speed_up:.2f} x of one rank, ideal {self.ranks} x"
+        efficiency = "not known: give the run on one rank as baseline=..."
+        if self.scaling_efficiency is not None:
             kept = f"; {self.scaling}" if self.scaling else ""
-            told["scaling efficiency"] = f"{100 * self.scaling_efficiency:.1f} %, speed-up / ranks{kept}"
-        if self.memory_bytes:
-            told["memory of a rank"] = format_bytes(self.memory_bytes)
-        return told | {"bottleneck": self.bottleneck}
+            efficiency = f"{100 * self.scaling_efficiency:.1f} %, speed-up / ranks{kept}"
+        source = "modelled" if self.is_simulated else "measured"
+        told = {
+            "training loss": "" if loss is None else f"{loss:.4f}",
+            "test accuracy": "" if accuracy is None else f"{100 * accuracy:.1f} %",
+            "throughput": f"{self.samples_per_s:,.0f} samples/s",
+            "time of the steps": format_seconds(self.training_s),
+            "communication": f"{format_seconds(self.communication_s)}, {self.communication_percent:.1f} % exposed",
+            "ranks compute": f"{self.compute_percent:.1f} % of the time",
+            "GPU utilization": "" if used is None else f"{used:.1f} %, {source}",
+            "speed-up": speed,
+            "scaling efficiency": efficiency,
+            "memory of a rank": format_bytes(self.memory_bytes) if self.memory_bytes else "",
+            "bottleneck": self.bottleneck,
+        }
+        return {name: text for name, text in told.items() if text}
 
     def __str__(self) -> str:
         first = f"{self.strategy} on {self.ranks} ranks: {self.epochs} epochs, {self.steps} steps"
@@ -182,10 +183,7 @@ _CHARTS: tuple[tuple[str, str, float, dict[str, str]], ...] = (
     ("loss", "", 1.0, {"train_loss": "training", "test_loss": "test"}),
     ("test accuracy", "%", 100.0, {"accuracy": ""}),
     ("throughput", "samples/s", 1.0, {"throughput": ""}),
-    (
-        *("seconds of an epoch, mean of the ranks", "s", 1.0),
-        {"compute_time": "compute", "communication_time": "communication"},
-    ),
+    ("seconds of an epoch, mean of the ranks", "s", 1.0, {f"{x}_time": x for x in ("compute", "communication")}),
     ("utilisation", "%", 1.0, {"compute_share": "ranks compute", "gpu_utilization": "GPU"}),
     ("memory of a rank", "MiB", 2.0**-20, {"memory_bytes": ""}),
 )
@@ -211,28 +209,29 @@ class DistributedTrainingAnalyzer:
 
         A script that asks for neither finds them in ``training_metrics.png``, which is said.
         """
+        options: dict[str, Any] = {"figsize": (18, 7), "layout": "constrained"}
         if show:  # matplotlib's own windows, outside of notebooks too
             from matplotlib import pyplot
 
-            figure = pyplot.figure(figsize=(18, 7), layout="constrained")
+            figure = pyplot.figure(**options)
         else:
-            figure = new_figure(figsize=(18, 7), layout="constrained")
+            figure = new_figure(**options)
         axes, epochs = list(figure.subplots(2, 4).flat), _scaled(self.metrics["epoch"], 1.0)
         for own, (title, unit, factor, curves) in zip(axes, _CHARTS, strict=False):
-            known = {
-                name: label for name, label in curves.items() if not label or _last(self.metrics[name]) is not None
-            }
-            lines = [Line(epochs, _scaled(self.metrics[name], factor), label, _POINTS) for name, label in known.items()]
+            lines = [
+                Line(epochs, _scaled(self.metrics[name], factor), label, _POINTS)
+                for name, label in curves.items()
+                if not label or _last(self.metrics[name]) is not None
+            ]
             draw_lines(own, lines, title=title, xlabel="epoch", ylabel=unit)
         axes[4].set_ylim(0, 105)
         self._draw_phases(axes[6], axes[7])
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
         is_unseen = path is None and not show and not is_notebook()
-        path = Path("training_metrics.png") if is_unseen else path
-        if path is not None:
-            save_picture(figure, Path(path))
+        if is_unseen or path is not None:
+            save_picture(figure, Path(path or _PICTURE))
         if is_unseen:
-            echo(f"the charts of the training are in {Path('training_metrics.png').resolve()}")
+            echo(f"the charts of the training are in {Path(_PICTURE).resolve()}")
         if show:
             figure.show()
         return figure
@@ -256,55 +255,17 @@ class DistributedTrainingAnalyzer:
 
     def generate_performance_report(self) -> PerformanceReport:
         """Adds up all epochs, and says what to look at first."""
-        metrics = self.metrics
-        share, rate = metrics.totals.comm_share, metrics.samples_per_s
-        speed_up, scaling, base = (1.0 if metrics.ranks == 1 else None), "", self.baseline
-        if base is not None and base.samples_per_s:
-            where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
-            kept = "global batch" if self._scaling == "strong" else "batch of a rank"
-            speed_up = rate / (base.samples_per_s / base.ranks)
-            scaling = f"{self._scaling} scaling: {where} with the same {kept}"
-        measured = [value for value in metrics["gpu_utilization"] if value is not None]
-        found = metrics.limits.sentence.removeprefix("limited by ") if metrics.limits.found else ""
-        return PerformanceReport(
-            strategy=metrics.strategy,
-            ranks=metrics.ranks,
-            epochs=len(metrics["epoch"]),
-            steps=metrics.total_steps,
-            final_train_loss=_last(metrics["train_loss"]),
-            final_test_loss=_last(metrics["test_loss"]),
-            final_accuracy=_last(metrics["accuracy"]),
-            samples_per_s=rate,
-            training_s=sum(value or 0.0 for value in metrics["epoch_time"]),
-            communication_s=sum(value or 0.0 for value in metrics["communication_time"]),
-            communication_percent=100 * share,
-            compute_percent=100 * (1 - share),
-            gpu_utilization_percent=sum(measured) / len(measured) if measured else None,
-            speed_up=speed_up,
-            scaling_efficiency=None if speed_up is None else speed_up / metrics.ranks,
-            scaling=scaling,
-            memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
-            bottleneck=found or (_bottleneck(share) if metrics.ranks > 1 else "one rank: nothing to wait for"),
-            is_simulated=metrics.is_simulated,
-        )
-
-
-def _bottleneck(share: float) -> str:
-    if share < 0.1:
-        return "compute: ranks hardly wait; a faster device, lower precision or compilation pays"
-    if share < 0.35:
-        return "communication shows: larger batches a rank, more overlap, or fewer bytes (compression) pay"
-    return "communication binds: larger batches a rank, fewer ranks or a faster network pay"
+        return PerformanceReport(self.metrics, self.baseline, self._scaling)
 
 
 def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
-    if not isinstance(metrics, TrainingMetrics | str | Path):
+    if isinstance(metrics, str | Path):
+        return TrainingMetrics(open_run(Path(metrics), with_hosts=True))
+    if not isinstance(metrics, TrainingMetrics):
         raise UsageError(
             f"metrics is of type {type(metrics).__name__}\n  it is what train() returned, or a run's folder"
         )
-    if isinstance(metrics, TrainingMetrics):
-        return metrics
-    return TrainingMetrics(open_run(Path(metrics), with_hosts=True))
+    return metrics
 
 
 def _scaled(values: _Curve, factor: float) -> list[float]:

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,15 +35,25 @@ T = TypeVar("T")
 
 
 class Reduction:
-    """An average on its way, which owns its tensor until it is there; without ``stages`` it is there already."""
+    """An average on its way, which owns its tensor until it is there; without pieces it is there already."""
 
-    def __init__(self, tensor: torch.Tensor, stages: Iterable[None] = ()) -> None:
-        self._tensor, self._stages = tensor, stages
+    def __init__(self, tensor: torch.Tensor, pieces: Iterable[Way] = (), slot: OwedTensor | None = None) -> None:
+        self._tensor, self._pieces, self._slot = tensor, list(pieces), slot
+
+    def advance(self) -> None:
+        """Takes all pieces one stage further."""
+        pieces, self._pieces, is_there = self._pieces, [], False
+        try:
+            self._pieces = [piece for piece in pieces if next(piece, piece) is None]
+            is_there = True
+        finally:
+            if self._slot is not None and not self._pieces:
+                self._slot.end(is_there=is_there)
 
     def wait(self) -> None:
         """Returns when the average may be used. Safe to call twice."""
-        for _ in self._stages:
-            pass
+        while self._pieces:
+            self.advance()
 
     def result(self) -> torch.Tensor:
         self.wait()
@@ -96,16 +107,14 @@ class CommunicationOptimizer:
         self, tensor: torch.Tensor, group: Group | None = None, *, name: str | None = None
     ) -> Reduction:
         """Sends a tensor on its way, as ``all_reduce_compressed`` does; other work may run until it is waited for."""
-        _check_tensor(tensor)
+        average, pieces = self._cut(tensor)
         comm = self._find(self._comm if group is None else group, tensor.device)
-        average = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if comm.size == 1 or not tensor.numel():
+        if comm.size == 1 or not pieces:
             return Reduction(average)
-        flat = average.view(-1)
         if self.compression_ratio == 1.0:
-            return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in self._cut(flat)])
-        slot = self._slot(name, tensor, comm)
-        return self._begin(average, slot.pieces(flat, comm), slot)
+            return self._begin(average, _plainly(comm, pieces))
+        slot = self._slot(name, tensor, comm, [piece.numel() for piece in pieces])
+        return self._begin(average, slot.pieces(average.view(-1), comm), slot)
 
     def hierarchical_all_reduce(
         self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
@@ -122,38 +131,22 @@ class CommunicationOptimizer:
         self, tensor: torch.Tensor, intra_node_group: Group | None = None, inter_node_group: Group | None = None
     ) -> Reduction:
         """Sends a tensor on its way, as ``hierarchical_all_reduce`` does."""
-        _check_tensor(tensor)
-        average = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if not tensor.numel():
+        average, pieces = self._cut(tensor)
+        if not pieces:
             return Reduction(average)
-        pieces = self._cut(average.view(-1))
         if intra_node_group is None and inter_node_group is None:
             comm = self._by_hosts(self._find(self._comm, tensor.device))
-            return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in pieces])
+            return self._begin(average, _plainly(comm, pieces))
         go = self._pair(intra_node_group, inter_node_group, tensor.device)
         return self._begin(average, [go(piece) for piece in pieces])
 
     def _begin(self, average: torch.Tensor, pieces: Sequence[Way], slot: OwedTensor | None = None) -> Reduction:
-        """Runs the stages of the pieces: side by side, the first of them now; or piece after piece."""
-
-        def run() -> Way:
-            try:
-                for going in [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]:
-                    while going:
-                        going = [piece for piece in going if next(piece, piece) is None]
-                        yield
-            except BaseException as error:
-                if slot is not None and not isinstance(error, GeneratorExit):  # nobody waits: it stays on its way
-                    slot.end(is_there=False)
-                raise
-            if slot is not None:
-                slot.end(is_there=True)
-
-        stages = run()
-        reduction = Reduction(average, stages)
+        """Starts the pieces: side by side, the first stage of each now; or one after another, to the end."""
         if self.enable_overlap:
-            next(stages, None)
+            reduction = Reduction(average, pieces, slot)
+            reduction.advance()
         else:
+            reduction = Reduction(average, [chain.from_iterable(pieces)], slot)
             reduction.wait()
         return reduction
 
@@ -183,10 +176,20 @@ class CommunicationOptimizer:
             self._made[key] = (owners, make())
         return cast(T, self._made[key][1])
 
-    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
+    def _cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns a copy of a tensor, and its pieces. Raises UsageError for what cannot be averaged."""
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"a {type(tensor).__name__} cannot be reduced\n  give a tensor, a gradient for instance")
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            raise UsageError(
+                f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be averaged here\n"
+                "  averages are of dense floating-point tensors\n  convert it first: tensor.float(), tensor.to_dense()"
+            )
+        average = tensor.detach().clone(memory_format=torch.contiguous_format)
+        length = max(1, int(self.bucket_size_mb * 2**20) // tensor.element_size())
+        return average, list(torch.split(average.view(-1), length)) if tensor.numel() else []
 
-    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> OwedTensor:
+    def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator, lengths: list[int]) -> OwedTensor:
         """Returns what is kept for a tensor, by its name or parameter and its group; a new one where it has neither."""
         known_as = repr(name) if name is not None else f"of shape {list(tensor.shape)} and {tensor.dtype}"
         owner = self._owners.find(tensor) if name is None else None
@@ -201,20 +204,13 @@ class CommunicationOptimizer:
         kept = self._named if name is not None else {} if owner is None else self._owned.setdefault(owner, {})
         key = f"{known_as} on ranks {list(comm.ranks)}"
         if key not in kept:
-            lengths = [piece.numel() for piece in self._cut(tensor.detach().reshape(-1))]
             kept[key] = OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
         kept[key].begin(tensor)
         return kept[key]
 
 
-def _check_tensor(tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"a {type(tensor).__name__} cannot be reduced\n  give a tensor, a gradient for instance")
-    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-        raise UsageError(
-            f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be averaged here\n"
-            "  averages are of dense floating-point tensors\n  convert it first: tensor.float(), tensor.to_dense()"
-        )
+def _plainly(comm: Communicator, pieces: Iterable[torch.Tensor]) -> list[Way]:
+    return [once(partial(comm.all_reduce, piece, "avg")) for piece in pieces]
 
 
 def _check_ratio(ratio: Any, fix: str) -> list[Problem]:

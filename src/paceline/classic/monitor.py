@@ -24,24 +24,17 @@ from typing import Any, SupportsFloat
 import numpy as np
 import torch
 
+from paceline.clock import DeviceClock, Mark, seconds_between
+from paceline.comm.base import Trace
 from paceline.comm.torch_dist import launched_rank, launched_ranks
 from paceline.free_memory import peak_memory_bytes
 from paceline.records.host import open_gpus
-from paceline.records.meter import StepMeter
 from paceline.records.records import EventRecord, StepRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
 from paceline.run.records import end_record, first_record, records_path
-from paceline.train.step import StepOutcome, StepResult
 
-_UNKNOWN = {
-    "num_parameters": 0,
-    "strategy": "",
-    "backend": "",
-    "total_steps": 0,
-    "global_batch": 0,
-    "microbatch": 0,
-    "accumulate": 1,
-}
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("num_parameters", "total_steps", "global_batch", "microbatch"), 0)
+_UNKNOWN |= {"strategy": "", "backend": "", "accumulate": 1}
 
 
 class DistributedMonitor:
@@ -52,9 +45,8 @@ class DistributedMonitor:
     """
 
     def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None) -> None:
-        self.log_dir = Path(log_dir)
-        self.num_steps = 0
-        rank, self._began = launched_rank() if rank is None else rank, time.time()
+        self.log_dir, self.num_steps, self._num_samples = Path(log_dir), 0, 0
+        rank = launched_rank() if rank is None else rank
         self._ranks = max(launched_ranks(), rank + 1)
         path = records_path(self.log_dir, rank)
         sinks: list[Sink] = [JsonlSink(path)]
@@ -67,15 +59,12 @@ class DistributedMonitor:
                     "  for its curves: pip install tensorboard",
                     stacklevel=2,
                 )
-        self._gpus = open_gpus()[0] if rank == 0 else None
-        self._measured_s = float("-inf")
-        self._sink = Fanout(sinks)
-        self._num_samples = 0
+        self._gpus, self._measured_s = open_gpus()[0] if rank == 0 else None, float("-inf")
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._sink, self._last = Fanout(sinks), [0]  # step
         self._sink.write(first_record(rank, self._ranks, self._device, **_UNKNOWN))
-        self._last = [0]  # step
         # Once: when asked to, or at the end of the process.
-        self.close = weakref.finalize(self, _end, self._sink, self._last, self._began)
+        self.close = weakref.finalize(self, _end, self._sink, self._last, time.time())
 
     def log_training_step(
         self, loss: SupportsFloat, batch_size: int, step_time: float, comm_time: float = 0.0, step: int | None = None
@@ -175,42 +164,43 @@ class StepMetrics(Mapping[str, Any]):
 class TimedCalls:
     """Times a trainer's calls, without a wait for the device; logs those that had samples once it has passed them."""
 
-    def __init__(self, meter: StepMeter, log: DistributedMonitor | None = None) -> None:
+    def __init__(self, device: torch.device, trace: Trace, log: DistributedMonitor | None = None) -> None:
         self.step_s = self.comm_s = 0.0  # of all calls that the device has passed
-        self.start = meter.start
-        self._meter = meter
-        self._log = log
-        self._nothing = StepOutcome(loss_sum=torch.zeros(()), count=0.0, grad_norm=torch.zeros(()))
-        self._waiting: deque[tuple[list[StepRecord], StepMetrics]] = deque()
+        self._trace, self._log = trace, log
+        self._take = (trace.clock or DeviceClock(device)).take
+        self._unread: deque[tuple[int, Mark | float, StepMetrics]] = deque()
+
+    def start(self) -> None:
+        self._trace.take_waits()
+        self._start = self._take()
 
     def stop(self, number: int = 0, **values: Any) -> StepMetrics:
         """Ends a call; returns its values with its times."""
-        times: list[StepRecord] = []
+        start, end, waits = self._start, self._take(), self._trace.take_waits()
 
-        def read() -> StepRecord:
-            if not times:
-                self.read_times(wait=True)  # sync point
-            return times[0]
+        def waited_s() -> float:
+            return sum((seconds_between(*wait) for wait in waits), 0.0)
 
-        values["compute_time"] = lambda: read().step_s - read().comm_s
-        values["communication_time"] = lambda: read().comm_s
-        values["step_time"] = lambda: read().step_s
+        values["compute_time"] = lambda: seconds_between(start, end) - waited_s()
+        values["communication_time"] = waited_s
+        values["step_time"] = lambda: seconds_between(start, end)
         metrics = StepMetrics(values)
-        self._meter.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
-        self._waiting.append((times, metrics))
+        self._unread.append((number, end, metrics))
         self.read_times()
         return metrics
 
     def read_times(self, *, wait: bool = False) -> None:
         """Reads the times of calls that the device has passed; with ``wait``, of all."""
-        for record in self._meter.drain(wait=wait):
-            times, metrics = self._waiting.popleft()
-            times.append(record)
-            self.step_s += record.step_s
-            self.comm_s += record.comm_s
+        while self._unread:
+            number, end, metrics = self._unread[0]
+            if not (wait or isinstance(end, float) or end.is_past()):
+                return
+            self._unread.popleft()
+            step_s, comm_s = metrics["step_time"], metrics["communication_time"]
+            self.step_s, self.comm_s = self.step_s + step_s, self.comm_s + comm_s
             samples = metrics.get("samples", 0)
             if self._log is not None and samples:  # without any there is no loss
-                self._log.log_training_step(metrics["loss"], samples, record.step_s, record.comm_s, record.step)
+                self._log.log_training_step(metrics["loss"], samples, step_s, comm_s, number)
 
     def close(self) -> None:
         """Logs the rest."""

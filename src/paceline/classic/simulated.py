@@ -17,7 +17,7 @@ from torch import nn
 from paceline.classic.analysis import TrainingMetrics
 from paceline.classic.config import DistributedConfig
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.config import Config, config_batch
+from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.records.console import ProgressView
 from paceline.records.summary import RunRecords
@@ -74,10 +74,7 @@ class SimulatedTrainer:
         """Builds the data and the model: what is wrong with them is told here. ``train`` calls it if nobody did."""
         self._workload = build_workload(self.config)
         if self.config.train.eval_every is None and self._workload.data.eval is not None:
-            ranks = self.config.parallel.decided_ranks
-            batch = config_batch(self.config, ranks).global_batch
-            steps = -(-len(self._workload.data.train) // batch)
-            self.config = self.config.with_values("train", eval_every=steps)
+            self.config = self.config.with_values("train", eval_every="epoch")
 
     @property
     def model(self) -> nn.Module:

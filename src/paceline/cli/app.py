@@ -37,7 +37,6 @@ app = typer.Typer(
     help="Trains PyTorch models on many devices, and tells you before you start how it will go.",
     epilog="Start with:  paceline train digits",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

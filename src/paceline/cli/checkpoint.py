@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from paceline.cli.completion import complete_run
 from paceline.cli.options import check_word, print_json, progress_bar
+from paceline.errors import UsageError
 from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.read import Checkpoint
     from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
     from paceline.plan.layout import Strategy
@@ -28,14 +31,20 @@ app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and
 
 _JSON = typer.Option(False, "--json", help="Print it as JSON.")
 _FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
-_SOURCE = typer.Argument(metavar="SRC", help="A checkpoint, run, folder or URL.")
+_SOURCE = typer.Argument(metavar="SRC", autocompletion=complete_run, help="A checkpoint, run, folder or URL.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
-_PATH = typer.Argument(metavar="PATH", help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.")
+_PATH = typer.Argument(
+    metavar="PATH",
+    autocompletion=complete_run,
+    help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.",
+)
 
 
 @app.command("ls")
 def list_all(
-    where: str = typer.Argument(metavar="RUN|FOLDER", help="A run's folder, one with checkpoints, or a URL."),
+    where: str = typer.Argument(
+        metavar="RUN|FOLDER", autocompletion=complete_run, help="A run's folder, one with checkpoints, or a URL."
+    ),
     full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
     as_json: bool = _JSON,
 ) -> None:
@@ -127,7 +136,6 @@ def reshard(
     as_json: bool = _JSON,
 ) -> None:
     """Rewrite a checkpoint as other ranks would have saved it."""
-    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
@@ -137,7 +145,7 @@ def reshard(
     check_word("--strategy", strategy, STRATEGIES)
     strategy = cast("Strategy", strategy)
     layout = check_layout(Layout(strategy=strategy, pipeline=pipeline, tensor=tensor), ranks)
-    checkpoint = open_checkpoint(_find_whole(source, fast))
+    checkpoint = _open_whole(source, fast)
     values = checkpoint.manifest.about.get("config")
     cut = None
     if isinstance(values, dict) and layout.is_split:
@@ -150,8 +158,10 @@ def reshard(
 @app.command()
 def export(
     source: str = _SOURCE,
-    target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
-    kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by the name's ending]"),
+    target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf, dcp or peft the folder, to write."),
+    kind: str = typer.Option(
+        None, "--format", help="safetensors, torch, dcp, hf, or peft: the adapters alone.  [default: by the ending]"
+    ),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
     fast: bool = _FAST,
@@ -159,19 +169,35 @@ def export(
     as_json: bool = _JSON,
 ) -> None:
     """Write the model of a checkpoint in a format that others read."""
-    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
-        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
-    hf, kind = hf or kind == "hf", "safetensors" if kind == "hf" else kind
+        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf", "peft"))
+    hf, peft, kind = hf or kind == "hf", kind == "peft", "safetensors" if kind in ("hf", "peft") else kind
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
-    options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
-    checkpoint = open_checkpoint(_find_whole(source, fast))
+    given = {"is_hugging_face": hf, "is_peft": peft, "with_optimizer": optimizer, "may_replace": force}
+    options = ExportOptions(format=chosen, **given)
+    checkpoint = _open_whole(source, fast)
     with progress_bar("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)
     show_written("exported", path, as_json=as_json)
+
+
+@app.command()
+def merge(
+    source: str = _SOURCE,
+    target: Path = typer.Argument(metavar="OUT", help="The folder to write, for from_pretrained."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Add low-rank adapters to the weights of their model, as a folder of Hugging Face."""
+    from paceline.checkpoint.tools.outgoing import saved_adapters
+
+    if not saved_adapters(_open_whole(source, fast=True)):
+        rule = "merge adds low-rank adapters to the weights that they were trained on"
+        raise UsageError(f"{source} has no adapters\n  {rule}\n  take paceline checkpoint export")
+    export(source, target, kind="hf", hf=True, optimizer=False, fast=False, force=force, as_json=as_json)
 
 
 @app.command("import")
@@ -210,14 +236,15 @@ def find_any(where: str) -> Path:
     return find_checkpoint(where, path, "fast", lambda passed: echo(f"paceline: {passed}", err=True), fix=fix)
 
 
-def _find_whole(where: str, fast: bool) -> Path:
-    """Returns the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
+def _open_whole(where: str, fast: bool) -> Checkpoint:
+    """Opens the checkpoint that is named, after its files were compared: what is made of it has hashes of its own."""
+    from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.find import verify_checkpoint
 
     with _reading():
         path = find_any(where)
         verify_checkpoint(path, "fast" if fast else "full")
-        return path
+    return open_checkpoint(path)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.completion import complete_config, complete_override
 from paceline.errors import Problem, UsageError, did_you_mean
 from paceline.plan.layout import Layout
 from paceline.plan.rule_case import MEANINGS, WORDS
@@ -24,9 +25,15 @@ from paceline.terminal import echo, new_console
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or one that ships: digits.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", autocompletion=complete_config, help="A YAML file, or one that ships: digits."),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE", autocompletion=complete_override, help="Values that replace those of the file."
+    ),
 ]
 ClusterName = Annotated[
     str, typer.Option("--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100'; see paceline cluster ls.")

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from paceline.cli.completion import complete_run
 from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
@@ -22,7 +23,9 @@ _FEWEST_CHARACTERS = 16
 
 
 def report(
-    folders: list[Path] = typer.Argument(metavar="RUN", help="Folders of runs, such as runs/digits."),
+    folders: list[Path] = typer.Argument(
+        metavar="RUN", autocompletion=complete_run, help="Folders of runs, such as runs/digits."
+    ),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
     html: Path | None = typer.Option(None, metavar="FILE.html", callback=check_page, help="Write the runs' page."),
@@ -36,8 +39,6 @@ def report(
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
     from paceline.terminal import new_console
-    from paceline.view.html import write_csv, write_figure, write_report
-    from paceline.view.runs import read_runs
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
@@ -58,7 +59,13 @@ def report(
             console.print("", part, sep="\n")
     asked = {"html": html, "png": png, "svg": svg, "csv": csv}
     files = {kind: path for kind, path in asked.items() if path}
-    runs = read_runs([summary.folder for summary in summaries]) if files else []
+    if not files:
+        return
+    from paceline.view.html import write_csv, write_report
+    from paceline.view.picture import write_figure
+    from paceline.view.runs import read_runs
+
+    runs = read_runs([summary.folder for summary in summaries])
     for kind, path in files.items():
         if kind == "html":
             write_report(runs, path, summaries)
@@ -70,7 +77,9 @@ def report(
 
 
 def watch(
-    runs: list[Path] | None = typer.Argument(None, metavar="RUNS", help="Runs, or folders of runs; else runs/."),
+    runs: list[Path] | None = typer.Argument(
+        None, metavar="RUNS", autocompletion=complete_run, help="Runs, or folders of runs; else runs/."
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to serve at; any but the loopback needs the token it prints."),
     port: Port = None,
     is_opened: IsOpened = True,
@@ -162,7 +171,11 @@ def _end_with(parent: int) -> None:
 
 
 def sample(
-    run: str = typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint: the newest whole one is taken."),
+    run: str = typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_run,
+        help="A run's folder, or a checkpoint: the newest whole one is taken.",
+    ),
     prompt: str = typer.Option("\n", help="The text that the model goes on from."),
     *,
     tokens: int = typer.Option(200, min=1, help="The most tokens that are written."),

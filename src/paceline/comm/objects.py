@@ -314,13 +314,13 @@ def mean(total: float | torch.Tensor, count: float | torch.Tensor, comm: Communi
     ``total`` is a *sum* over this rank's samples (or tokens), of which there are ``count``, perhaps none. All ranks
     call it. Added up in float64. Raises UsageError where no rank has a sample, or what is given is not one number.
     """
-    values = [torch.as_tensor(value).detach() for value in (total, count)]
+    values = [torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count)]
     if any(value.numel() != 1 for value in values):
         raise UsageError(
             f"a mean of tensors of the shapes {list(values[0].shape)} and {list(values[1].shape)}\n"
             "  a total and a count are one number each\n  sum over the samples first: total=losses.sum()"
         )
-    sums = torch.stack([value.reshape(()).to(control_device(comm), torch.float64) for value in values])
+    sums = torch.stack([value.reshape(()).to(control_device(comm)) for value in values])
     comm.all_reduce(sums).wait()
     added, samples = sums.tolist()
     if samples == 0 or math.isnan(samples):

@@ -79,6 +79,7 @@ class RowsDataConfig(_Data):
     path: str
     eval_path: str | None = None
     inputs: str = "text"
+    text_pair: str | None = None
     targets: str | None = None
     classes: int | None = Field(default=None, ge=2)
     tokenizer: str | None = None

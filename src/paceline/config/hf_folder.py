@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.data_sections import ImagesDataConfig, RowsDataConfig, TextDataConfig, TokensDataConfig, sources_of
+from paceline.config.peft_folder import lora_problems
 from paceline.config.schema import Config
-from paceline.config.sections import HFModelConfig, LoraConfig
+from paceline.config.sections import HFModelConfig
 from paceline.config.suggest import near_files
 from paceline.errors import Problem
 from paceline.untrusted import parse_json_object, read_regular
@@ -208,7 +209,4 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
     if model.fresh and not model.pretrained:
         rule = "it names what the folder's weights lack, and without them all values are random"
         yield Problem(what="model.fresh with model.pretrained = false", rule=rule, fix="leave model.fresh out")
-    if model.lora.rank == 0 and model.lora != LoraConfig():
-        what = "keys of model.lora with model.lora.rank = 0"
-        rule = "without a rank there are no adapters"
-        yield Problem(what=what, rule=rule, fix="set model.lora.rank = 8, or leave model.lora out")
+    yield from lora_problems(model.lora, is_pretrained=model.pretrained)

@@ -30,7 +30,16 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
-from paceline.plan.layout import Algorithm, Buffers, Checkpointing, Compression, Layout, OffloadPart, Policy
+from paceline.plan.layout import (
+    Algorithm,
+    Buffers,
+    Checkpointing,
+    Compression,
+    Layout,
+    OffloadPart,
+    Policy,
+    StrategyName,
+)
 from paceline.plan.rule_case import MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
@@ -49,7 +58,7 @@ _LAYOUT, _COMPRESSION = Layout(), Compression()
 class ParallelConfig(Section):
     """On how many ranks, and how the model is spread over them."""
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"] = "ddp"
+    strategy: StrategyName = "ddp"
     sharding_strategy: Literal["manual", "auto"] = "manual"
     ranks: Literal["auto"] | Count = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -154,6 +154,7 @@ class LoraConfig(Section):
     alpha: Positive = 16.0
     dropout: Probability = 0.0
     targets: list[str] = Field(default=[])
+    path: str | None = Field(default=None, min_length=1)
 
 
 class HFModelConfig(_Model):

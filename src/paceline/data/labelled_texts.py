@@ -1,9 +1,10 @@
-"""Texts with a class each, for models that classify them: rows with a text and a label.
+"""Texts with a class each, for models that classify them: rows with a text, or a pair of texts, and a label.
 
 A batch is as long as its longest text, and the others are padded behind; the model leaves the padding out of its
 attention (``models/hugging_face.py``). Special tokens, such as [CLS] and [SEP], are those of the tokenizer; a text that
 is longer than the context loses its end, and keeps them. Labels are numbers, or names: these are sorted, or those of
-the model that knows them.
+the model that knows them. Of pairs, inputs are two rows: tokens, and the text (0 or 1) that the tokenizer says each is
+of; the longer text loses its end first.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import reason_of
 
+_PLAIN = 2  # fields of a row without a second text
+
 
 class LabelledTexts(EpochDataset):
-    """Pairs of padded tokens and classes. ``numbers`` are the classes by the value that a row has."""
+    """Pairs of padded tokens and classes. ``numbers`` are the classes by the value that a row has.
+
+    ``fields`` name the text, the second one of a pair if there is one, and the class.
+    """
 
     def __init__(
         self,
         rows: Rows,
         *,
-        fields: tuple[str, str],
+        fields: tuple[str, ...],
         numbers: dict[Any, int],
         tokenizer: Tokenizer,
         context: int,
@@ -46,38 +52,41 @@ class LabelledTexts(EpochDataset):
 
     def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
         samples = [self._sample(index) for index in indices.tolist()]
-        longest = max((len(tokens) for tokens, _ in samples), default=0)
+        longest = max((len(tokens) for tokens, _, _ in samples), default=0)
         inputs = torch.full((len(samples), longest), pad_token(self.tokenizer))
-        for row, (tokens, _) in enumerate(samples):
-            inputs[row, : len(tokens)] = torch.tensor(tokens)
-        return inputs, torch.tensor([number for _, number in samples])
+        texts = torch.zeros_like(inputs)
+        for row, (tokens, parts, _) in enumerate(samples):
+            inputs[row, : len(tokens)], texts[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(parts)
+        inputs = torch.stack([inputs, texts], 1) if len(self.fields) > _PLAIN else inputs
+        return inputs, torch.tensor([number for _, _, number in samples])
 
-    def _sample(self, index: int) -> tuple[list[int], int]:
+    def _sample(self, index: int) -> tuple[list[int], list[int], int]:
         try:
             row = self.rows.read(np.array([index]))[0]
-            text, label = self._found(row)
-            return self.tokenizer.encode_sample(text, self.context), self.numbers[label]
+            texts, label = self._found(row)
+            return *self.tokenizer.encode_sample(texts, self.context), self.numbers[label]
         except (ValueError, DataError) as error:
             what = f"{self.rows.place(index)} cannot be used: {reason_of(error)}"
             if self.on_bad == "stop":
                 raise BadSampleError(
-                    f"{what}\n  data.inputs names the text of a row, and data.targets its class\n"
+                    f"{what}\n  data.inputs (and data.text_pair) name texts of a row, and data.targets its class\n"
                     "  mend the row, or go on without such ones: data.on_bad = skip"
                 ) from error
             warnings.warn(f"{what}; it does not count", stacklevel=3)
-            return [pad_token(self.tokenizer)], IGNORED
+            return [pad_token(self.tokenizer)], [0], IGNORED
 
-    def _found(self, row: dict[str, Any]) -> tuple[str, Any]:
+    def _found(self, row: dict[str, Any]) -> tuple[list[str], Any]:
         missing = [name for name in self.fields if row.get(name) is None]
         if missing:
             raise ValueError(f"it has no {missing[0]!r}, of {', '.join(map(repr, row))}")
-        text, label = (row[name] for name in self.fields)
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{self.fields[0]!r} is {text!r:.40}, and a text has words")
+        *texts, label = (row[name] for name in self.fields)
+        for name, text in zip(self.fields, texts, strict=False):
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{name!r} is {text!r:.40}, and a text has words")
         if not isinstance(label, str | int) or label not in self.numbers:
             known = ", ".join(map(str, list(self.numbers)[:8]))
-            raise ValueError(f"{self.fields[1]!r} is {label!r:.40}, and the classes are {known}")
-        return text, label
+            raise ValueError(f"{self.fields[-1]!r} is {label!r:.40}, and the classes are {known}")
+        return texts, label
 
 
 def labels_of(rows: Rows, name: str) -> list[str] | None:

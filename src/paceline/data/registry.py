@@ -181,9 +181,9 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
     return _parts(train, plain, config, seed, replace(shape, classes=len(names), class_names=names))
 
 
-def _open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
+def open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
     place = Path(path).expanduser()
-    columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
+    columns = tuple(name for name in (config.inputs, config.text_pair, config.targets) if name is not None)
     rows: Rows
     if config.kind == "jsonl":
         rows = JsonLines(place)
@@ -216,13 +216,13 @@ def _labelled_texts(
         raise DataError(f"{what}\n  a model has an output for each class\n  set data.classes")
 
     def open_texts(rows: Rows) -> LabelledTexts:
-        fields = config.inputs, str(config.targets)
+        fields = [name for name in (config.inputs, config.text_pair, config.targets) if name is not None]
         return LabelledTexts(
-            rows, fields=fields, numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
+            rows, fields=tuple(fields), numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
         )
 
     train = open_texts(rows)
-    plain = train if config.eval_path is None else open_texts(_open_rows(config, config.eval_path))
+    plain = train if config.eval_path is None else open_texts(open_rows(config, config.eval_path))
     shape = DataShape(
         kind="classes",
         classes=len(names) if names else config.classes,
@@ -234,16 +234,35 @@ def _labelled_texts(
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
 
 
+def rows_tokenizer(config: sections.RowsDataConfig, needs: ModelNeeds, rows: Rows) -> Tokenizer | None:
+    """Returns what encodes the texts of rows; None for numbers. Raises DataError for texts that nothing encodes."""
+    where = f"{config.inputs!r} of data.path = {config.path!r}"
+    has_texts = is_text(rows, config.inputs)
+    idle = [key for key in ("tokenizer", "text_pair") if getattr(config, key) is not None]
+    if not has_texts and config.targets is not None:
+        if idle:
+            rule = "of rows with targets, texts are encoded, and numbers are not"
+            raise DataError(f"data.{idle[0]} is set, and {where} is no text\n  {rule}\n  leave data.{idle[0]} out")
+        return None
+    if config.tokenizer == "bytes":
+        tokenizer: Tokenizer | None = ByteTokenizer(has_end=True)
+    else:
+        folder = None if config.tokenizer is None else Path(config.tokenizer).expanduser()
+        tokenizer = needs.tokenizer() if folder is None else open_tokenizer(folder)
+    if has_texts and tokenizer is None:
+        rule = "a model reads tokens: those of data.tokenizer, or of the tokenizer.json in model.path"
+        raise DataError(
+            f"{where} is text, and there is no tokenizer\n  {rule}\n  set data.tokenizer = bytes, or a folder"
+        )
+    if config.targets is not None and tokenizer is not None:
+        pad_token(tokenizer)
+    return tokenizer
+
+
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
-    tokenizer: Tokenizer | None = None
-    rows = _open_rows(config, config.path)
-    has_texts = config.targets is not None and is_text(rows, config.inputs)
-    if config.tokenizer is not None:
-        is_bytes = config.tokenizer == "bytes"
-        tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
-    elif config.targets is None or has_texts:
-        tokenizer = needs.tokenizer()
-    if has_texts and tokenizer is not None:
+    rows = open_rows(config, config.path)
+    tokenizer = rows_tokenizer(config, needs, rows)
+    if config.targets is not None and tokenizer is not None:
         return _labelled_texts(config, rows, context, seed, needs, tokenizer)
     length = _context(config.context, context) if config.targets is None else None
     known, labels, names = config.classes, None, None
@@ -255,7 +274,7 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
     shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
-    def open_rows(rows: Rows) -> RowDataset:
+    def samples_of(rows: Rows) -> RowDataset:
         return RowDataset(
             rows,
             inputs=config.inputs,
@@ -267,8 +286,8 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
             labels=labels,
         )
 
-    train = open_rows(rows)
-    plain = train if config.eval_path is None else open_rows(_open_rows(config, config.eval_path))
+    train = samples_of(rows)
+    plain = train if config.eval_path is None else samples_of(open_rows(config, config.eval_path))
     if config.targets is None:
         shape = replace(shape, context=length)
     else:

@@ -20,6 +20,7 @@ import importlib
 import io
 import re
 import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
@@ -37,6 +38,7 @@ from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
 
 _BLOCK = 2**22
+COMPRESSED = (".gz", ".zst")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
@@ -149,16 +151,30 @@ def _content(path: Path) -> bytes:
     """Reads a whole file, unpacked where it is compressed. Raises OSError, or DataError without a package for it."""
     with open_regular(path) as file:
         packed: bytes = file.read()
-    if path.suffix == ".gz":
-        return gzip.decompress(packed)
-    if path.suffix != ".zst":
+    if path.suffix not in COMPRESSED:
         return packed
     try:
-        zstandard = importlib.import_module("zstandard")
+        return gzip.decompress(packed) if path.suffix == ".gz" else _unpacked(packed)
     except ImportError as error:
         what = f"data.path = {str(path)!r} needs the package zstandard, which is not installed"
         raise DataError(f"{what}\n  it reads .zst files\n  pip install zstandard, or unpack the file") from error
-    return b"".join(zstandard.ZstdDecompressor().read_to_iter(packed))
+    except (zlib.error, EOFError) as error:
+        raise OSError(f"it is cut short or damaged: {error}") from error
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Unpacks all frames of a .zst file; several are one behind the other where files or threads were joined."""
+    zstandard, found = importlib.import_module("zstandard"), []
+    while packed:
+        frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()  # as zstd --long writes them
+        try:
+            found.append(frame.decompress(packed))
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from error
+        if not frame.eof:
+            raise EOFError("its last frame has no end")
+        packed = frame.unused_data
+    return b"".join(found)
 
 
 class CsvRows:
@@ -169,7 +185,7 @@ class CsvRows:
         try:
             text = io.StringIO(_content(path).decode("utf-8-sig"), newline="")
             self._rows = [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(text)]
-        except (OSError, ValueError, EOFError, csv.Error) as error:
+        except (OSError, ValueError, csv.Error) as error:
             rule = f"it is a CSV file whose first line names its columns; a relative path starts at {Path.cwd()}"
             raise DataError(f"data.path = {str(path)!r} cannot be read: {error}\n  {rule}\n  check the path") from error
 
@@ -197,7 +213,7 @@ class JsonLines:
         self._content: bytes | None = None  # of a file that is compressed
         starts, place, is_start = [], 0, True
         try:
-            if path.suffix in (".gz", ".zst"):
+            if path.suffix in COMPRESSED:
                 self._content = _content(path)
             with self._opened() as file:
                 while block := file.read(_BLOCK):
@@ -205,7 +221,7 @@ class JsonLines:
                     starts += [np.array([place])] if is_start else []
                     starts.append(ends)
                     place, is_start = place + len(block), False
-        except (OSError, EOFError) as error:
+        except OSError as error:
             rule = f"it is a file of JSON lines; a relative path starts at {Path.cwd()}"
             fix, why = "check the path", getattr(error, "strerror", None) or error
             raise DataError(f"data.path = {str(path)!r} cannot be read: {why}\n  {rule}\n  {fix}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,16 @@ class Tokenizer(ABC):
     end_token: int | None  # between documents; None where there is none
     pad_token: int | None = None  # behind shorter texts of a batch; None where there is none
 
-    def encode_sample(self, text: str, context: int) -> list[int]:
-        """Returns the tokens of a text that stands alone, with special tokens: at most ``context``."""
+    def encode_sample(self, texts: Sequence[str], context: int) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a text that stands alone, or of a pair, and of which text (0, 1) each is.
+
+        Special tokens are those of the tokenizer; there are at most ``context``, and the longer text is cut first.
+        """
         ending = [] if self.end_token is None else [self.end_token]
-        return self.encode(text)[: context - len(ending)] + ending
+        parts = [self.encode(text) for text in texts]
+        rooms = _rooms(parts, context - len(ending) * len(parts))
+        found = [part[:room] + ending for part, room in zip(parts, rooms, strict=True)]
+        return [token for part in found for token in part], [n for n, part in enumerate(found) for _ in part]
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text. Raises ``DataError`` for a character that it has no token for."""
@@ -126,11 +132,13 @@ class FolderTokenizer(Tokenizer):
         padding = [each for each in (_named(folder, "pad_token"), *_PAD_TOKENS) if each in tokens]
         self.pad_token = tokens[padding[0]] if padding else None
 
-    def encode_sample(self, text: str, context: int) -> list[int]:
-        found = self._inner.encode(text, add_special_tokens=False)
-        found.truncate(max(1, context - self._inner.num_special_tokens_to_add(is_pair=False)))
-        ids: list[int] = self._inner.post_process(found, add_special_tokens=True).ids
-        return ids
+    def encode_sample(self, texts: Sequence[str], context: int) -> tuple[list[int], list[int]]:
+        parts = [self._inner.encode(text, add_special_tokens=False) for text in texts]
+        added = self._inner.num_special_tokens_to_add(is_pair=len(parts) > 1)
+        for part, room in zip(parts, _rooms(parts, context - added), strict=True):
+            part.truncate(room)
+        found = self._inner.post_process(*parts, add_special_tokens=True)
+        return found.ids, found.type_ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         _check_tokens(tokens, self)
@@ -155,6 +163,15 @@ class FolderTokenizer(Tokenizer):
 def _reopen(folder: Path, _changed: int) -> FolderTokenizer:
     """Reads a tokenizer that came from another process: once, and with it what it remembers of words."""
     return FolderTokenizer(folder)
+
+
+def _rooms(parts: Sequence[Sized], room: int) -> list[int]:
+    """Returns how many tokens are kept of one text or of two, for which there is ``room``: the longer is cut first."""
+    if len(parts) == 1:
+        return [max(1, room)]
+    least = min(*map(len, parts), room // 2)
+    first = least if len(parts[0]) <= len(parts[1]) else room - least
+    return [max(1, first), max(1, room - first)]
 
 
 def code_points(text: str) -> NDArray[np.uint32]:

@@ -11,7 +11,7 @@ import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast, get_args
 
 import psutil
 import torch
@@ -36,18 +36,20 @@ from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
-from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
-from paceline.models.hugging_face import allocate_unfilled, is_unfilled
+from paceline.models.hugging_face import FILL, allocate_unfilled, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
-from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
+from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload, StrategyName
+from paceline.plan.rule_case import unknown_word
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
 from paceline.search.automatic import Choice, take_first, whole_ladder
 from paceline.units import GIB, MIB
 
-STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
+STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
+M = TypeVar("M", bound=nn.Module)
 _MARK = "_paceline_engine"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")  # torch's own
 _FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
@@ -55,16 +57,16 @@ _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as g
 
 
 def parallelize(
-    model: nn.Module,
+    model: M,
     comm: Communicator,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     *,
     layout: Layout | None = None,
     precision: str | Precision | None = None,
     compressor: GradientCompression | None = None,
     optimizer: Optimizer | None = None,
     **options: Any,
-) -> Engine:
+) -> Engine[M]:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
     ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
@@ -107,19 +109,21 @@ def parallelize(
     _check_parameters(model, layout.expert, policy)
     before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
-    engine: Engine
+    engine: Engine[Any]
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
         engine = combine(model, comm, layout, lambda part, groups: _share(part, groups, layout, policy, None))
         object.__setattr__(model, _MARK, True)
     else:
         engine = _share(model, make_groups(comm, layout), layout, policy, compressor)
+    if (fill := vars(model).pop(FILL, None)) is not None:
+        fill(engine)
     if comm.trained is not None:
         comm.trained.add(engine.parameters())
-    if optimizer is not None and state is not None:
-        adopt_optimizer(engine, optimizer, before, state)
     watch_engine(engine, before)
-    return engine
+    if optimizer is not None and state is not None:
+        adopt_optimizer(engine, optimizer, state)
+    return cast("Engine[M]", engine)
 
 
 def _state_to_adopt(optimizer: Optimizer, comm: Communicator) -> dict[str, Any]:
@@ -165,9 +169,8 @@ def _host(comm: Communicator) -> str:
 
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:
     """Makes a layout of its fields and the name of a strategy. Raises UsageError for names that it does not know."""
-    if strategy is not None and strategy not in STRATEGY_NAMES:
-        what, rule = f"strategy = {strategy!r} is unknown", f"it is one of {', '.join(STRATEGY_NAMES)}"
-        raise UsageError(str(Problem(what=what, rule=rule, fix=did_you_mean(str(strategy), STRATEGY_NAMES))))
+    for problem in () if strategy is None else unknown_word("strategy", strategy, STRATEGY_NAMES):
+        raise UsageError(str(problem))
     known = [field.name for field in fields(Layout)]
     for name in [name for name in options if name not in known]:
         fix = did_you_mean(name, known, "leave it out")

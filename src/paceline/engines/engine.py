@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, ParamSpec, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVar  # with defaults, which Python 3.13 has: an Engine is one of any module
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from paceline.engines.float8 import Float8Layers
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
+M = TypeVar("M", covariant=True, default=nn.Module)
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
 Scale = float | Tensor | None
@@ -82,6 +86,12 @@ def differentiable_sum(value: Any) -> LossSum:
     return cast("LossSum", value)
 
 
+class HasForward(Protocol[P, T_co]):
+    """A module, to type checkers: a call of its engine takes and returns what its ``forward`` does."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
+
+
 class HasTurns(Protocol):
     """A loader that knows where its loop stands."""
 
@@ -106,10 +116,10 @@ def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
 
-class Engine(ABC):
+class Engine(ABC, Generic[M]):
     """A model that trains on the ranks of ``groups.world``; those of ``batch_comm`` share out every batch."""
 
-    module: nn.Module
+    module: M
     groups: Groups
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
@@ -118,6 +128,10 @@ class Engine(ABC):
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     checked_optimizer: weakref.ref[Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may join the rest of it without samples
+
+    @property
+    def _plain_module(self) -> nn.Module:
+        return cast("nn.Module", self.module)
 
     @property
     def world(self) -> Communicator:
@@ -188,7 +202,7 @@ class Engine(ABC):
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
 
     @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Engine[HasForward[P, T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs the module. All ranks call it equally often; one without samples calls ``join_pass``."""
 
     def run_microbatches(
@@ -274,7 +288,7 @@ class Engine(ABC):
 
     def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode."""
-        self.module.train(mode)
+        self._plain_module.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -383,12 +397,12 @@ class Engine(ABC):
             if group.host is not None:
                 group.host.seen_version = -1
 
-    def mark_updated(self) -> None:  # noqa: B027  # most engines need not know
+    def mark_updated(self) -> None:  # most engines need not know
         """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
 
     # What users do with a module, done with an engine. All other attributes are the module's own.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Engine[HasForward[P, T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs the module, as a call of the engine does: hooks and all."""
         return self(*args, **kwargs)
 
@@ -408,7 +422,7 @@ class Engine(ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients: of what is updated, and of the module's own parameters."""
-        forget_gradients((*self.parameters(), *self.module.parameters()), set_to_none)
+        forget_gradients((*self.parameters(), *self._plain_module.parameters()), set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Returns the engine, which is on its communicator's device. Raises UsageError for another device or dtype."""
@@ -416,7 +430,7 @@ class Engine(ABC):
         here = self.device
         if device is not None and (device.type != here.type or device.index not in (None, here.index)):
             _refuse(f"engine.to({device})", f"its tensors are on {here}, that of the communicator", _ELSEWHERE)
-        if dtype is not None and any(parameter.dtype != dtype for parameter in self.module.parameters()):
+        if dtype is not None and any(parameter.dtype != dtype for parameter in self._plain_module.parameters()):
             _refuse(f"engine.to({dtype})", "the engine holds its parameters in buffers of one dtype", _OTHER_DTYPE)
         return self
 

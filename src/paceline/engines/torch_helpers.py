@@ -138,13 +138,11 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
             engine.check_optimizer(optimizer)
 
 
-def adopt_optimizer(
-    engine: Engine, optimizer: Optimizer, before: Mapping[str, nn.Parameter], state: Mapping[str, Any]
-) -> None:
-    """Lets an optimizer of the module's parameters ``before`` update those of the engine, with its own ``state``."""
-    names = {id(parameter): name for name, parameter in before.items()}
-    now = dict(engine.named_parameters())
-    strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+def adopt_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Lets an optimizer of the module's former parameters update those of the engine, with its own ``state``."""
+    ours = _WATCH.engines[engine]
+    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in ours and parameter not in _WATCH.replaced for parameter in theirs)
     if strangers:
         raise UsageError(
             f"{strangers} tensors of the optimizer are no parameters of the model\n"
@@ -152,15 +150,20 @@ def adopt_optimizer(
             "  build the optimizer of model.parameters() alone, or afterwards of engine.parameters()"
         )
     for group in optimizer.param_groups:
-        held = [names[id(parameter)] for parameter in group["params"]]
-        group["params"] = [now[name] for name in held if name in now]
+        now = [each if id(each) in ours else _WATCH.replacements([each])[0] for each in group["params"]]
+        group["params"] = [parameter for parameter in now if parameter is not None]
         if "param_names" in group:
-            pairs = zip(group["param_names"], held, strict=True)
-            group["param_names"] = [given for given, name in pairs if name in now]
+            pairs = zip(group["param_names"], now, strict=True)
+            group["param_names"] = [name for name, parameter in pairs if parameter is not None]
     optimizer.state.clear()
     engine.check_optimizer(optimizer)
     if state["state"]:
         engine.load_full_optimizer_state(optimizer, dict(state))
+
+
+def is_of_former(optimizer: Optimizer) -> bool:
+    """Says whether an optimizer has parameters of a module in whose place an engine has put others."""
+    return bool(_WATCH.replacements(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
 def _around(ours: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

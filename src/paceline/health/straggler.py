@@ -93,7 +93,7 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
     lost: dict[int, list[float]] = defaultdict(list)
     num_last: Counter[int] = Counter()
     for ranks in warm:
-        own = {rank: sum(_phases(record).values()) for rank, record in ranks.items()}
+        own = {rank: sum(_own_seconds(record)) for rank, record in ranks.items()}
         last = max(own, key=lambda rank: (own[rank], -rank))
         lost[last].append(own[last] - median(seconds for rank, seconds in own.items() if rank != last))
         num_last[last] += steps_of(ranks)
@@ -101,9 +101,9 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
     step_s = median(max(record.step_s for record in ranks.values()) for ranks in warm)
     excess: dict[str, list[float]] = defaultdict(list)
     for ranks in (each for each in warm if rank in each):
-        others = [_phases(record) for other, record in ranks.items() if other != rank]
-        for phase, seconds in _phases(ranks[rank]).items():
-            excess[phase].append(seconds - median(each[phase] for each in others))
+        others = zip(*(_own_seconds(record) for other, record in ranks.items() if other != rank), strict=True)
+        for phase, seconds, theirs in zip(STEP_PHASES, _own_seconds(ranks[rank]), others, strict=True):
+            excess[phase].append(seconds - median(theirs))
     by_phase = {phase: median(each) for phase, each in excess.items()}
     return _judged(rule, rank, (num_last[rank], num_last.total()), (median(lost[rank]), step_s), by_phase)
 
@@ -134,9 +134,9 @@ def _judged(
     return Straggler(rank=rank, phase=phase, lost_s=lost_s, loss=loss, steps_last=num_last, steps=num_steps)
 
 
-def _phases(record: TimedStep) -> dict[str, float]:
-    seconds = (record.data_s, record.forward_s, record.backward_s, record.optimizer_s)
-    return dict(zip(STEP_PHASES, seconds, strict=True))
+def _own_seconds(record: TimedStep) -> tuple[float, float, float, float]:
+    """Returns what the rank itself took in each of STEP_PHASES, in their order."""
+    return record.data_s, record.forward_s, record.backward_s, record.optimizer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
     {"do": "look", "folder": "/shared/runs", "mark": "..."}     answers what this host has, in one line of JSON
     {"do": "run", "command": [...], "environment": {...}}       runs a command until it ends, and leaves with its code
     {"do": "signal", "number": 15}                              goes on to the command
+    {"do": "alive"}                                             while a command runs: answers a line with ALIVE
 
 The environment has the job's secret, which so is on no command line. When the input ends, whoever started the run is
 gone: the command is asked to save and to leave. On Linux it is asked so, too, when this process is killed.
@@ -34,6 +35,7 @@ from paceline.launch.job import LAUNCHED, LaunchJob
 from paceline.run.whereami import HOST
 from paceline.untrusted import parse_json_object, read_regular
 
+ALIVE = b"\x06\n"  # ASCII's acknowledgement
 _MARK = ".launch-mark"
 _MOST_BYTES = 2**20
 _PATIENCE_S = 4.0  # for a launcher whose host is cut off to save
@@ -144,8 +146,12 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
     def listen() -> None:
         for line in orders:
             heard.set()
-            with contextlib.suppress(ValueError, KeyError):
-                process.send_signal(int(parse_json_object(line, _MOST_BYTES)["number"]))
+            with contextlib.suppress(ValueError, KeyError, OSError):
+                asked = parse_json_object(line, _MOST_BYTES)
+                if asked["do"] == "alive":
+                    os.write(sys.stdout.fileno(), ALIVE)
+                else:
+                    process.send_signal(int(asked["number"]))
         process.send_signal(signal.SIGTERM)
 
     def end_if_cut_off() -> None:

@@ -8,8 +8,9 @@ same and it sees the folder of the runs. The first host of the list has the serv
 This process in the background holds the connections until the run has ended. It has one launcher started on each host,
 prints what they print, and leaves with the code of the host where the others meet. With hosts to spare (``--nodes
 2:4``), one that is lost or did not answer is tried again: it joins the run. If the host where the others meet is lost,
-they meet at another one and go on from the newest checkpoint. A launcher that hears nothing from here for ``_LEASE_S``
-ends: so the one on a host that was cut off is gone before the others go on without it.
+they meet at another one and go on from the newest checkpoint. A host that does not answer for ``_SILENT_S`` is named. A
+launcher that hears nothing from here for ``_LEASE_S`` ends: so the one on a host that was cut off is gone before the
+others go on without it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from paceline.launch.background import cancel as cancel
 from paceline.launch.background import hold
 from paceline.launch.background import state as state
 from paceline.launch.job import LAUNCHED, LaunchJob, TargetMachines, refuse_options, refuse_settings
-from paceline.launch.remote import forget_mark, give_order, look_order, run_order, start_command
+from paceline.launch.remote import ALIVE, forget_mark, give_order, look_order, run_order, start_command
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
@@ -55,7 +56,7 @@ _LATE_S = 30.0  # for the other hosts, when the first has ended; and again, when
 _LOST = 255  # ssh's own
 _CANNOT_START = "answers, and Paceline does not start there:"
 _BY_SIGNAL = 128
-_ALIVE_S, _LEASE_S = 2.0, 12.0  # shorter than ssh takes to give up a connection
+_ALIVE_S, _SILENT_S, _LEASE_S = 2.0, 8.0, 12.0  # shorter than ssh takes to give up a connection: 15 to 20 s
 
 
 def ssh_command(job: LaunchJob, host: str) -> list[str]:
@@ -198,6 +199,7 @@ class _Supervisor:
     meets: str  # the host at which the others meet
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)  # when each host last answered
     is_over: threading.Event = field(default_factory=threading.Event)
     is_cancelled: bool = False
     code: int = FAILED
@@ -209,6 +211,7 @@ class _Supervisor:
             thread.start()
         while not self.is_over.wait(_ALIVE_S):
             self._order({"do": "alive"})
+            self._tell_silent()
         for _ in range(2):  # one that has just started would wait for the first for a minute
             deadline = time.monotonic() + _LATE_S
             for thread in threads:
@@ -223,6 +226,12 @@ class _Supervisor:
     def _order(self, order: dict[str, object]) -> None:
         for process in list(self.processes.values()):
             give_order(process, order)
+
+    def _tell_silent(self) -> None:
+        """Names hosts that do not answer, before ssh gives them up: between two rounds no other host watches them."""
+        for host, last in list(self.heard.items()):
+            if time.monotonic() - last > _SILENT_S and self.heard.pop(host, None) is not None:
+                echo(f"{host}: nothing was heard of it for {_SILENT_S:g} s", err=True)
 
     def _keep(self, host: str) -> None:
         """Has a host take part; again and again, where the run goes on without it."""
@@ -278,7 +287,11 @@ class _Supervisor:
         assert process.stdout is not None
         prefix = "" if host == self.job.hosts[0] else f"{host}: "
         for line in process.stdout:
-            echo(f"{prefix}{line.decode('utf-8', 'replace').rstrip()}")
+            if line.endswith(ALIVE):
+                self.heard[host] = time.monotonic()
+            if line != ALIVE:
+                echo(f"{prefix}{line.removesuffix(ALIVE).decode('utf-8', 'replace').rstrip()}")
+        self.heard.pop(host, None)
         return process.wait()
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, RankFailedError, UsageError
+from paceline.errors import PacelineError, RankFailedError, UsageError, did_you_mean
 from paceline.learn.exercise import Exercise, Said, Verdict, lessons
 from paceline.terminal import echo
 from paceline.untrusted import is_count, parse_json_object, read_regular
@@ -39,8 +39,7 @@ def find(number: str) -> Exercise:
         return exercises[number]
     lesson = number.partition(".")[0]
     known = [each for each in exercises if each.partition(".")[0] == lesson] or list(exercises)
-    near = difflib.get_close_matches(number, known, n=1, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else f"the numbers are {', '.join(known)}"
+    fix = did_you_mean(number, known, f"the numbers are {', '.join(known)}", cutoff=0.5)
     raise UsageError(f"there is no exercise {number!r}\n  a number is LESSON.EXERCISE, such as 3.2\n  {fix}")
 
 

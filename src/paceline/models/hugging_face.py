@@ -12,6 +12,7 @@ their logits behind the output layer (a soft cap, a scale) would be lost, so tho
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 from collections.abc import Iterable, Iterator
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.config.hf_folder import PREPROCESSOR
+from paceline.config.peft_folder import resolve_lora
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import head_loss
 from paceline.models.lora import add_lora, fits, output_layer
 
 if TYPE_CHECKING:
-    from paceline.config.sections import HFModelConfig, ModelConfig
+    from paceline.config.sections import HFModelConfig
     from paceline.data.datasets import DataShape
 
 
@@ -70,8 +73,9 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     if is_unfilled:
         _draw(model, config.fresh)
         mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
-    if config.lora.rank:
-        add_lora(model, **config.lora.model_dump(), trained=config.fresh)
+    lora = resolve_lora(config.lora)
+    if lora.rank:
+        add_lora(model, **lora.model_dump(exclude={"path"}), trained=config.fresh)
     return model
 
 
@@ -161,8 +165,25 @@ def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: functools.reduce(lambda key, each: each.rename_source_key(key)[0], plain, name) for name in names}
 
 
-def model_folder(config: ModelConfig) -> Path | None:
-    return Path(config.path) if config.kind == "hf" else None
+# What folders have for tokens, images and generation, apart from the weights.
+_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
+_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
+_BESIDE += ["generation_config.json", PREPROCESSOR]
+
+
+def folder_files(model: nn.Module) -> dict[str, bytes]:
+    """Returns what a folder has of a model but the weights, from the one that it came from; nothing for others."""
+    settings: Any = getattr(model, "config", None)
+    if not callable(getattr(settings, "to_json_string", None)) or not hasattr(model, "save_pretrained"):
+        return {}
+    settings = copy.deepcopy(settings)
+    settings.architectures = [type(model).__name__]
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = True  # off while it trains
+    folder = getattr(settings, "_name_or_path", None)
+    beside = [Path(folder) / name for name in _BESIDE] if folder else []
+    found = {path.name: path.read_bytes() for path in beside if path.is_file()}
+    return {"config.json": settings.to_json_string().encode(), **found}
 
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
@@ -172,8 +193,13 @@ class _WithPadding(nn.Module):
     """Mixed into the class of a model of texts: called with tokens alone, it leaves padding out of its attention."""
 
     _padding: int
+    config: Any
 
     def forward(self, tokens: Tensor | None = None, **options: Any) -> Any:
+        if tokens is not None and tokens.ndim > 2:  # of pairs: tokens, and the text that each is of
+            if getattr(self.config, "type_vocab_size", 1) > 1:
+                options["token_type_ids"] = tokens[:, 1]
+            tokens = tokens[:, 0]
         if tokens is not None and "attention_mask" not in options:
             is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0  # of a row that is left out: no nan
             options |= {"input_ids": tokens, "attention_mask": ((tokens != self._padding) | is_first).long()}
@@ -250,6 +276,7 @@ def _is_product(model: nn.Module, head: nn.Linear) -> bool:
 
 
 _MARK = "_paceline_unfilled"
+FILL = "_paceline_fill"  # an attribute of a model: what reads its values into the engine that takes it over
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -53,10 +53,12 @@ def add_lora(
     """Freezes a model and gives linear layers adapters, in place; returns the layers' names.
 
     ``targets`` are patterns of the last parts of names, such as ``q_proj`` or ``mlp.*``; without any, every linear
-    layer but the output layer. ``trained`` are patterns of parameters that stay trainable, such as a new head.
+    layer but the output layer and what is trained whole. ``trained`` are patterns of such parameters, of a new head.
     """
     head = output_layer(model)
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
+    if not targets:  # what is trained whole needs no adapter
+        layers = {n: m for n, m in layers.items() if not any(fits(f"{n}.weight", pattern) for pattern in trained)}
     lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
         known = sorted({name.rpartition(".")[2] for name in layers})
@@ -93,13 +95,18 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed:
     return (weight.double() + (product.t() if is_transposed else product)).to(weight.dtype)
 
 
-def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns the adapted layers by name: the scale, and whether the weight is (inputs, outputs)."""
-    return {
-        name: {"scale": module.lora_scale, "is_transposed": not isinstance(module, nn.Linear)}
-        for name, module in model.named_modules()
-        if isinstance(module, Adapted)
-    }
+def adapters(parts: Iterable[nn.Module], trained: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns the adapted layers of a model's parts by name: scale, dropout, whether the weight is (inputs, outputs).
+
+    Beside them are the parameters among those ``trained`` that are no adapter's. Nothing where there are no adapters.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in (pair for part in parts for pair in part.named_modules()):
+        if isinstance(module, Adapted):
+            is_transposed = not isinstance(module, nn.Linear)
+            found[name] = {"scale": module.lora_scale, "dropout": module.lora_dropout, "is_transposed": is_transposed}
+    whole = [name for name in trained if found and not name.endswith((f".{A}", f".{B}"))]
+    return found | {name: {"is_whole": True} for name in whole}
 
 
 def fits(name: str, pattern: str) -> bool:

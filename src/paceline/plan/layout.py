@@ -44,6 +44,8 @@ from paceline.schedule.text import format_csv, parse_csv
 from paceline.units import MIB
 
 Strategy: TypeAlias = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
+# As people write it: zero3 is another name of fsdp, and auto is decided with the model and the machine.
+StrategyName: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"]
 Algorithm: TypeAlias = Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"]
 Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from paceline.errors import Problem
+from paceline.errors import Problem, did_you_mean
 from paceline.mesh import divisors
 from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compile, Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
@@ -115,16 +114,14 @@ def field_problems(layout: Layout) -> list[Problem]:
 def unknown_word(name: str, value: Any, words: Sequence[str]) -> Iterator[Problem]:
     """Yields a problem where a value is none of the words, with the one that is most like it."""
     if value not in words:
-        near = difflib.get_close_matches(str(value), words, n=1)
-        fix = f"did you mean {near[0]}?" if near else ""
+        fix = did_you_mean(value.lower() if isinstance(value, str) else str(value), words)
         yield Problem(what=f"{name} = {value!r} is unknown", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
 def _problems(name: str, value: Any) -> Iterator[Problem]:
     if name == "schedule" and isinstance(value, str):
         if value not in CHUNKS:
-            near = difflib.get_close_matches(value, CHUNKS, n=1)
-            fix = f"did you mean {near[0]}?" if near else "take one of them, or a schedule of your own"
+            fix = did_you_mean(value, CHUNKS, "take one of them, or a schedule of your own")
             rule = f"the schedules are {', '.join(CHUNKS)}"
             yield Problem(what=f"there is no schedule {value!r}", rule=rule, fix=fix)
         return

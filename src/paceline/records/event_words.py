@@ -113,7 +113,7 @@ _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
     "preempted": "stopped by {signal}, on {ranks_asked:n rank}; the state is saved",
     "attempt": "attempt {number:d} of this run",
     "restart": "restart {number:d} of {of:d}: {reason}",
-    "resume": "from {checkpoint}",
+    "resume": "from {checkpoint}[; {random}]",
     "microbatch": "{reason}: {microbatch:d} samples at a time from here on",
     "fallback": lambda detail: fill(
         "{backend} in place of {before}: {reason}", {**detail, "before": str(detail["instead_of"]).replace("_", " ")}

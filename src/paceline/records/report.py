@@ -125,9 +125,9 @@ class RunSummary(Shown):
         }
 
 
-def summarize(run_folder: Path) -> RunSummary:
-    """Reads the records of a run. Raises RunFolderError for a folder without records, or with a damaged one."""
-    records = open_run(run_folder)
+def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary:
+    """Adds up the records of a run. Reads them if they are not given: RunFolderError for none, or a damaged one."""
+    records = open_run(run_folder) if records is None else records
     run, table, evaluation, end = records.run, records.steps, records.evaluation, records.end
     comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
     samples_per_s = table.without_warm_up().samples_per_s

@@ -19,6 +19,7 @@ mean.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,16 @@ def split_attempts(records: Sequence[Record]) -> list[RankAttempt]:
 def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     """Reads the attempts of each rank that has any, by rank in order. Raises RunFolderError for a damaged record."""
     found = {}
-    for path in (run_folder / "records").glob("rank-*.jsonl"):
-        number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-        if number and (records := read_file(path, RunRecord)):
-            found[int(number[1])] = split_attempts(records)
+    was_on = gc.isenabled()
+    gc.disable()  # records are many and have no cycles: the collector would look at all of them again and again
+    try:
+        for path in (run_folder / "records").glob("rank-*.jsonl"):
+            number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
+            if number and (records := read_file(path, RunRecord)):
+                found[int(number[1])] = split_attempts(records)
+    finally:
+        if was_on:
+            gc.enable()
     return dict(sorted(found.items()))
 
 
@@ -265,7 +272,7 @@ class StepTable:
     @cached_property
     def lengths(self) -> list[float]:
         """The seconds of each step: those of the slowest rank."""
-        return [max(record.step_s for record in row.values()) for row in self.rows]
+        return [max(map(attrgetter("step_s"), row.values())) for row in self.rows]
 
     @property
     def took_s(self) -> float:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from paceline.chaos.faults import VARIABLE
 from paceline.errors import CheckpointError, LaunchError, RunFolderError, UsageError
 from paceline.notebook import Shown, curve
-from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
+from paceline.records.records import StepRecord, read_records
 from paceline.records.report import RunSummary, summarize
+from paceline.records.summary import open_run
 from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of
 from paceline.run.logs import say
 
@@ -287,18 +288,18 @@ def _check_checkpoint_folder(where: str | None) -> None:
 
 def read_result(folder: Path, config: Config, choice: Choice | None = None) -> RunResult:
     """Reads what a run did from its records. Raises LaunchError if it is not finished."""
-    summary = summarize(folder)
+    records = open_run(folder)
+    summary, last = summarize(folder, records), records.lead[-1]
     if summary.status != "done":
         raise LaunchError(
             f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}\n"
             f"  their logs are in {folder / 'logs'}"
         )
-    has_trained, last_step = False, 0
-    for record in read_records(folder / "records" / "rank-0.jsonl"):
-        if isinstance(record, RunRecord | StepRecord):
-            has_trained = isinstance(record, StepRecord)  # in the last attempt
-        elif isinstance(record, EndRecord):
-            last_step = record.step
     return RunResult(
-        folder=folder, config=config, summary=summary, last_step=last_step, choice=choice, has_trained=has_trained
+        folder=folder,
+        config=config,
+        summary=summary,
+        last_step=0 if last.end is None else last.end.step,
+        choice=choice,
+        has_trained=bool(last.steps),
     )

@@ -2,6 +2,7 @@
 
     comm = paceline.connect()                                                     # verdicts within timeout_s
     comm = paceline.watch_ranks(paceline.connect(), "runs/mine", hang_s=60)       # another limit, another folder
+    found = paceline.run_ranks(train, 2)                       # of a notebook: train(comm) on 2 new processes
 
 Nobody times the phases of such a loop, so that the ledger is told by what every loop calls: the engine when its module
 runs, and torch's optimizers before and after an update. Nothing stays or is printed, unless there is a verdict, in
@@ -20,7 +21,9 @@ import tempfile
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,6 +33,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import errors
+from paceline.cluster.detect import usable_cores
 from paceline.comm import torch_dist
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
@@ -42,7 +46,9 @@ from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_
 from paceline.health.verdict import HangLimits, HangVerdict, judge
 from paceline.run.notes import VERDICTS, forget
 from paceline.run.other_hosts import LeftRanks, PairedHosts
+from paceline.run.processes import run_processes
 from paceline.run.seen_ranks import dump_stacks_into, look_at_process, stack_path
+from paceline.run.warm import CPU_RANKS
 from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
 from paceline.terminal import echo
@@ -95,6 +101,29 @@ def connect(
     name = script.parent.name if script.stem == "__main__" else script.stem
     told = Path.cwd() / "runs" / (name or "loop")
     return _follow(kept, folder, told, WatchPolicy(limits=limits), is_temporary=True)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    ranks: int | None = None,
+    *,
+    args: Sequence[Any] = (),
+    backend: Literal["auto", "nccl", "gloo", "shared_memory"] = "auto",
+    device: str | None = None,
+    timeout_s: float = math.inf,
+) -> list[Any]:
+    """Runs ``function(comm, *args)`` on new processes of this machine; returns what each returned, by rank.
+
+    For a notebook or a script: the function, and models and data sets that it uses, may be defined in a cell. ``ranks``
+    is one for each GPU by default, and 2 without GPUs. ``comm`` is what ``paceline.connect(backend, device=device)``
+    returns. What ranks print is seen in the cell. The first rank to fail ends the others, and RankFailedError has its
+    traceback. A script calls this below ``if __name__ == "__main__":``, since every rank imports it.
+    """
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    count = CPU_RANKS if ranks is None and not gpus else gpus if ranks is None else ranks
+    threads = max(1, len(usable_cores()) // max(1, count))
+    join = partial(connect, backend, device=device)
+    return run_processes(function, count, args=args, timeout_s=timeout_s, threads=threads, join=join)
 
 
 def setup_distributed(

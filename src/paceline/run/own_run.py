@@ -23,8 +23,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,9 +43,10 @@ from paceline.data.own_loader import OwnLoader
 from paceline.data.own_stream import OwnStream
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, UsageError
-from paceline.health.ledger_view import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
+from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.records.meter import StepMeter
 from paceline.records.records import EndStatus, EvalRecord, EventRecord, StepRecord
+from paceline.records.samples import samples_of
 from paceline.records.sinks import Fanout, JsonlSink, Sink
 from paceline.records.thin import lines_kept
 from paceline.run import records
@@ -54,53 +54,10 @@ from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.own_checks import OwnChecks
+from paceline.run.own_step import OwnStep, Phases, StepNumbers
+from paceline.train.randomness import capture_random_states, restore_random_states
 
 _LOSS, _NORM = ("loss", "loss_sum"), "grad_norm"
-
-
-@dataclass(slots=True)
-class _Numbers:
-    """What a step computed, on its device; a loss that was not told has a count of 0."""
-
-    loss_sum: torch.Tensor
-    count: torch.Tensor | float
-    grad_norm: torch.Tensor
-    loss_scale: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class _OwnStep:
-    step: int
-    position: int
-    lr: float
-    epoch: float
-    samples: int
-    outcome: _Numbers
-    has_norm: bool
-    names: list[str]
-    values: torch.Tensor  # of the names, on the host once the step is over
-
-    def event(self, now: float) -> EventRecord:
-        detail = dict(zip(self.names, self.values.tolist(), strict=True))
-        return EventRecord(name="scalars", step=self.step, detail=detail, time=now)
-
-
-@dataclass(slots=True)
-class _Phases:
-    """Ends laps of the meter as the engine and the optimizer begin something else."""
-
-    meter: StepMeter
-    now: str = DATA
-    is_in_step: bool = False
-    evaluates_since: float | None = None
-
-    def enter(self, phase: str) -> None:
-        if not self.is_in_step:
-            if phase == EVALUATION and self.evaluates_since is None:
-                self.evaluates_since = time.time()
-        elif phase != self.now and phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
-            self.meter.lap(self.now)
-            self.now = phase
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
@@ -133,12 +90,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._monitor = _monitor_of({"tensorboard": False} | dict(monitor or {}))
         self._position, self._began = 0, time.monotonic()
         self._values: dict[str, Any] = {}
-        self._waiting: deque[_OwnStep] = deque()
+        self._waiting: deque[OwnStep] = deque()
         self._claimed: RunFolder | None = None
         self._sink: Sink | None = None
-        self._problem, self._around = "", contextlib.ExitStack()
+        self._problem = ""
+        self._around = contextlib.ExitStack()
         self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
-        self._phases = _Phases(self._meter)
+        self._phases = Phases(self._meter)
         self._listen()
 
     def step(self, samples: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -194,10 +152,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._sink.write(evaluation)
         self._meter.start()
 
-    def save(self, *, keep: int | None = None, **values: Any) -> Path:
-        """Saves engine, optimizer and loader, and plain values of rank 0; of older ones the newest ``keep`` are left.
+    def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
+        """Keeps texts and images of an evaluation, for the page to show; those of rank 0. ``records/samples.py``."""
+        self._open()
+        self._note("samples", samples_of(texts, images))
 
-        Called by all ranks. Raises CheckpointError on all of them if one cannot write.
+    def save(self, *, keep: int | None = None, **values: Any) -> Path:
+        """Saves engine, optimizer, loader and each rank's random states, and plain values of rank 0.
+
+        Of older ones the newest ``keep`` are left. Called by all ranks. Raises CheckpointError on all of them if one
+        cannot write.
         """
         self._open()
         self._checks.compare(values)
@@ -205,7 +169,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._loader is not None:
             extra["loader"] = self._loader.state_dict()
         engine, started = self._needed_engine("save"), time.monotonic()
-        path = save(self.folder / "checkpoints", engine, self._optimizer, step=self.num_steps, extra=extra, keep=keep)
+        own = {"random": capture_random_states(self._comm.device)}
+        place, step = self.folder / "checkpoints", self.num_steps
+        path = save(place, engine, self._optimizer, step=step, extra=extra, own=own, keep=keep)
         seconds, num_bytes = time.monotonic() - started, open_checkpoint(path).manifest.num_bytes
         self._note("checkpoint", {"folder": str(path), "bytes": num_bytes, "seconds": seconds, "background": False})
         self._meter.start()
@@ -214,7 +180,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def resume(self) -> dict[str, Any]:
         """Goes on from the newest checkpoint of the newest run of this name; returns the values saved with it.
 
-        Without one the run begins anew, and there are no values. Called by all ranks, before the first step.
+        Without one the run begins anew, and there are no values. On as many ranks as before, random numbers go on as
+        well; on others each rank goes on with its own. Called by all ranks, before the first step.
         """
         if self._sink is not None:
             rule = "a run is resumed before it has begun"
@@ -229,7 +196,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._loader is not None and "loader" in extra:
             self._loader.load_state_dict(extra["loader"])
         self._open(found.parent.parent)
-        self._note("resume", {"checkpoint": str(found)})
+        detail = {"checkpoint": str(found)}
+        if loaded.own is None:
+            size = open_checkpoint(found).manifest.world
+            detail["random"] = f"random states are those of {size} ranks, and not used on {self._comm.size}"
+        elif "random" in loaded.own:
+            restore_random_states(loaded.own["random"], self._comm.device)
+        self._note("resume", detail)
         return dict(extra["values"])
 
     def close(self, status: EndStatus = "done", message: str = "") -> None:
@@ -266,13 +239,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         norm = values.pop(_NORM, None)
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values.values()]
         told = torch.stack(numbers) if numbers else torch.empty(0, dtype=torch.float64)
-        facts = _OwnStep(
+        facts = OwnStep(
             step=self.num_steps,
             position=self._position,
             lr=float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0,
             epoch=0.0 if self._loader is None else self._loader.num_epochs,
             samples=samples,
-            outcome=_Numbers(
+            outcome=StepNumbers(
                 loss_sum=torch.as_tensor(0.0 if total is None else total, device=device).float().reshape(()),
                 count=0.0 if total is None else float(max(samples, 1)),
                 grad_norm=torch.as_tensor(0.0 if norm is None else norm, device=device).float().reshape(()),

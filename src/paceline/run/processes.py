@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
+import math
 import multiprocessing
 import os
 import pickle
@@ -38,6 +40,7 @@ from paceline.errors import CommunicationError, LaunchError, PacelineError, Rank
 from paceline.run.signals import interrupts_withheld, scratch_folder
 
 if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
     from paceline.config import Config
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -61,32 +64,31 @@ def run_processes(
     timeout_s: float = 600.0,
     threads: int = 1,
     places: Sequence[RankHost] | None = None,
+    join: Callable[[], Communicator] | None = None,
 ) -> list[Any]:
     """Runs ``function(comm, *args)`` on ``ranks`` new processes connected by Gloo; returns what each returned.
 
-    ``function``, ``args`` and the results must be picklable. The first rank to fail ends the others; its error is
-    raised as RankFailedError with its traceback. No process outlives the call. ``places`` has one for each rank; None:
-    this host.
+    ``function``, ``args`` and the results must be picklable; what a cell or a function defines is sent by value. The
+    first rank to fail ends the others; its error is raised as RankFailedError with its traceback. No process outlives
+    the call. ``places`` has one for each rank; None: this host. ``join`` connects a rank in another way.
     """
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
     try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
-        task = pickle.dumps((function, tuple(args)))
+        task = _pickled((_unsaved_sources(), function, tuple(args), join))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
-            "  define the function at the top level of a module, and pass it plain data"
+            "  a new process reads the function, all that it names and the arguments from a pickle\n"
+            "  pass plain data, and open files, locks and connections inside the function"
         ) from error
     where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with scratch_folder() as folder, private_server(folder) as (address, secret):
         meeting = {"MASTER_ADDR": str(address), "MASTER_PORT": "0", SECRET_FILE: str(secret)}
         processes = [
-            context.Process(
-                target=_rank_main, args=(task, rank, ranks, meeting, threads, pipes[rank][1], where[rank]), daemon=True
-            )
+            context.Process(target=_rank_main, args=(task, rank, ranks, meeting, threads, pipes[rank][1], where[rank]))
             for rank in range(ranks)
         ]
         try:
@@ -105,6 +107,21 @@ def run_processes(
                     process.join()
 
 
+def _pickled(value: Any) -> bytes:
+    """Pickles a value, and functions and classes of a notebook, a script or another function with their code."""
+    try:
+        from cloudpickle import dumps
+    except ImportError:  # what comes with scikit-learn has it in another place
+        from joblib.externals.cloudpickle import dumps
+    found: bytes = dumps(value)
+    return found
+
+
+def _unsaved_sources() -> dict[str, Any]:
+    """Returns the lines of cells, which are in no file: for tracebacks of ranks."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
 def loopback_interface() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
@@ -115,7 +132,8 @@ def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> li
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         pending = {receivers[rank]: rank for rank in range(len(receivers)) if rank not in results}
-        ready: list[Any] = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        left_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        ready: list[Any] = wait(list(pending), timeout=left_s)
         if not ready:
             raise LaunchError(f"ranks {sorted(pending.values())} did not finish within {timeout_s:g} s")
         failures = []
@@ -167,18 +185,19 @@ def _rank_main(
 
     torch.set_num_threads(threads)
     try:
-        function, args = pickle.loads(task)  # nosec B301  # from the parent
-        result = function(connect("gloo", device="cpu"), *args)
+        sources, function, args, join = pickle.loads(task)  # nosec B301  # from the parent
+        linecache.cache.update(sources)
+        result = function(connect("gloo", device="cpu") if join is None else join(), *args)
         # Plain pickle: multiprocessing's own would pass tensors as shared memory, which dies with this process.
-        sender.send_bytes(pickle.dumps((True, result)))
+        sender.send_bytes(_pickled((True, result)))
         disconnect()
     except BaseException as error:
-        sender.send_bytes(pickle.dumps((False, (_portable(error), traceback.format_exc()))))
+        sender.send_bytes(_pickled((False, (_portable(error), traceback.format_exc()))))
 
 
 def _portable(error: BaseException) -> BaseException:
     try:
-        pickle.loads(pickle.dumps(error))  # nosec B301  # its own
+        pickle.loads(_pickled(error))  # nosec B301  # its own
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

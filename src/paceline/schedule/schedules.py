@@ -22,11 +22,10 @@ that can run, with a limit on what is in flight.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 from paceline.schedule.grid import Action, Kind, Schedule, align
 
 
@@ -152,9 +151,8 @@ CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_MAKERS, (1, 1)) | {"i
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Returns the schedule of that name, of ``chunks`` stages a rank (None: the fewest). Raises UsageError."""
     if name not in _MAKERS:
-        near = difflib.get_close_matches(name, _MAKERS, n=1, cutoff=0.4)
-        hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_MAKERS)}{hint}")
+        fix = did_you_mean(name, _MAKERS, cutoff=0.4)
+        raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(_MAKERS)}\n  {fix}".rstrip())
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if number < 1:
             raise UsageError(f"schedule {name!r} with {what} = {number}\n  there must be at least one")

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from paceline.checkpoint.tools.incoming import Pretrained, open_pretrained
+from paceline.checkpoint.tools.pretrained import read_later
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLevelCommunicator, join_hosts
 from paceline.comm.algorithms.rounds import detect_topology, share_table
@@ -20,6 +20,7 @@ from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
 from paceline.config import Config, layout_of, with_precision
 from paceline.config.data_sections import may_ignore
 from paceline.config.layout import peak_learning_rate
+from paceline.config.sections import HFModelConfig
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -33,7 +34,6 @@ from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
-from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, groups_of
 from paceline.plan.plan import Plan, RunMachine
@@ -58,11 +58,10 @@ from paceline.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAndModel:
-    """The data and the model of a config, before any rank is involved; ``weights`` fill a pretrained one's engine."""
+    """The data and the model of a config, before any rank is involved."""
 
     data: DataSplits
     model: nn.Module
-    weights: Pretrained | None = None
 
 
 def build_workload(
@@ -75,7 +74,7 @@ def build_workload(
 ) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone. ``on_part`` hears that the data are there.
 
-    With ``reads_later`` a pretrained model comes without values, and with what fills an engine; else with random ones.
+    With ``reads_later`` a pretrained model comes without values, which its engine reads; else with random ones.
     """
     data = data_of(config)
     on_part("data")
@@ -85,15 +84,16 @@ def build_workload(
     is_late = layout.is_fully_sharded and config.model.kind not in ("factory", "hf")
     # What is cut into parts first, or lies otherwise in memory, would draw other numbers.
     is_late = is_late and not layout.is_split and not channels_last
-    folder = model_folder(config.model) if reads_later and getattr(config.model, "pretrained", False) else None
+    is_read = reads_later and isinstance(config.model, HFModelConfig) and config.model.pretrained
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
-        model = build_model(config.model, data.shape, is_unfilled=folder is not None)
+        model = build_model(config.model, data.shape, is_unfilled=is_read)
         model.to(getattr(torch, config.train.dtype))
     freeze_parameters(model, config.optim.groups)
-    weights = None if folder is None else open_pretrained(folder, model, getattr(config.model, "fresh", ()))
-    if channels_last and weights is None:
+    if is_read and isinstance(config.model, HFModelConfig):
+        read_later(model, config.model)
+    elif channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return DataAndModel(data=data, model=model, weights=weights)
+    return DataAndModel(data=data, model=model)
 
 
 def build_trainer(
@@ -126,12 +126,10 @@ def build_trainer(
     policy, compressor = build_policy(config), build_compressor(layout)
     # The engine takes the model over: what reads the plain model comes before it.
     sample = cost_of_sample(config, data, work.model)
-    files = kept_files(work.model, data, model_folder(config.model))
+    files = kept_files(work.model, data)
     loss = _build_loss(config, layout, work, comm.device)
     seed_everything(config.train.seed)  # a model without values draws them now
     engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
-    if work.weights is not None:
-        work.weights.fill(engine)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:

@@ -1,7 +1,9 @@
-"""Whether what a config names can be reached: files and folders, import paths, parameters by their patterns.
+"""What a start would refuse: files, import paths and patterns that are not there, texts without a tokenizer, models.
 
-``paceline config check`` asks, so that all of it is said at once, and not by the ranks, one after another. No data are
-read. Modules are imported, and a model is made without values where ``optim.groups`` has patterns.
+``paceline config check`` asks, so that all of it is said at once, and not by the ranks, one after another. It calls the
+functions that a start calls. Files of rows are opened, and no other data. Modules are imported, and a model is made
+without values where something depends on it: a folder of Hugging Face, whose weights are matched by name and shape;
+``optim.groups``; tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.config.checks import no_file
-from paceline.config.data_sections import known_shape, sources_of
-from paceline.errors import PacelineError, Problem
+from paceline.config.data_sections import DataShape, RowsDataConfig, known_shape, sources_of
+from paceline.config.sections import HFModelConfig
+from paceline.errors import ConfigError, PacelineError, Problem, UsageError
 from paceline.imports import import_from_path
 
 
 def find_unreachable(config: Config) -> list[Problem]:
-    """Returns a problem for each thing that a config names and that is not there."""
-    return [*_paths(config), *_imports(config), *_patterns(config)]
+    """Returns a problem for each thing that a config names and that is not there, or that a start cannot do."""
+    return [*_paths(config), *_imports(config), *_tokenizers(config), *_model(config)]
 
 
 def _paths(config: Config) -> Iterator[Problem]:
@@ -52,25 +55,63 @@ def _imports(config: Config) -> Iterator[Problem]:
                 yield _problem(error)
 
 
-def _patterns(config: Config) -> Iterator[Problem]:
-    if not config.optim.groups:
+def _tokenizers(config: Config) -> Iterator[Problem]:
+    for source in sources_of(config.data).values():
+        if isinstance(source, RowsDataConfig) and Path(source.path).expanduser().exists():
+            from paceline.data.checked import needs_of
+            from paceline.data.registry import open_rows, rows_tokenizer
+
+            try:
+                rows_tokenizer(source, needs_of(config), open_rows(source, source.path))
+            except PacelineError as error:
+                yield _problem(error)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    parallel, known = config.parallel, config.model
+    if not (config.optim.groups or known.kind == "hf" or parallel.tensor > 1 or parallel.pipeline > 1):
         return
     import torch
 
+    from paceline.checkpoint.tools.pretrained import read_later
+    from paceline.engines.tensor.apply import fit_plan
+    from paceline.models.layers import model_layers
     from paceline.models.registry import build_model
     from paceline.train.optim import unmatched_patterns
 
-    known = known_shape(config.data)
-    # What only the data would tell has no part in the names of parameters.
-    fields = ("features", "channels", "classes", "vocab_size", "context")
-    sizes: dict[str, Any] = {name: getattr(known, name) or 8 for name in fields}
-    shape = replace(known, kind="tokens" if config.model.kind in ("gpt", "hf") else "classes", **sizes)
     try:
         with torch.device("meta"):
-            model = build_model(config.model, shape)
-    except Exception:  # code of the user's that needs values, or another problem, which has a message of its own
+            model = build_model(known, _shape(config), is_unfilled=True)
+        if isinstance(known, HFModelConfig) and known.pretrained:
+            read_later(model, known)
+    except Exception as error:  # code of the user's that needs values, or sizes that only the data tell
+        if known.kind == "hf" and isinstance(error, PacelineError):
+            yield from error.problems if isinstance(error, ConfigError) else [_problem(error)]
         return
     yield from map(_problem, unmatched_patterns([name for name, _ in model.named_parameters()], config.optim.groups))
+    for degree, split in (
+        (parallel.tensor, lambda: fit_plan(model, parallel.tensor, sequence=parallel.sequence_parallel)),
+        (parallel.pipeline, lambda: model_layers(model)),
+    ):
+        try:
+            if degree > 1:
+                split()
+        except UsageError as error:
+            yield _problem(error)
+
+
+def _shape(config: Config) -> DataShape:
+    """Returns the sizes of the data. What only they would tell is any number; for a folder of a model, it is open."""
+    known, fields = known_shape(config.data), ("features", "channels", "classes", "vocab_size", "context")
+    if config.model.kind != "hf":
+        sizes: dict[str, Any] = {name: getattr(known, name) or 8 * config.parallel.tensor for name in fields}
+        return replace(known, kind="tokens" if config.model.kind == "gpt" else "classes", **sizes)
+    from paceline.data.checked import needs_of
+
+    tokenizer = needs_of(config).tokenizer() if known.kind == "tokens" else None
+    vocabulary = known.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    has_classes = any(getattr(each, "targets", None) for each in sources_of(config.data).values())
+    return replace(known, kind="classes" if has_classes else known.kind, vocab_size=vocabulary)
 
 
 def _problem(error: PacelineError) -> Problem:

@@ -13,7 +13,6 @@ them (4 P / N bytes under full sharding), and a pass over them. Nothing is sent.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import held_by, restore
 from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards
+from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
@@ -36,6 +36,7 @@ from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import ConsumedIds
 from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
+from paceline.models.hugging_face import folder_files
 from paceline.models.lora import adapters
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
@@ -77,15 +78,43 @@ class TrainerParts:
     early_stop: EarlyStopConfig = EarlyStopConfig()  # noqa: RUF009 (frozen)
 
 
-class RunState:
-    """What a trainer keeps from step to step: what a checkpoint holds and restores."""
+class StepState:
+    """What any trainer keeps from step to step: how far it is, its loss scale, the steps that it left out."""
 
-    def __init__(self, parts: TrainerParts) -> None:
-        self.parts = parts
+    def __init__(self, engine: Engine, policy: StepPolicy) -> None:
         self.step = 0
         self.position = 0
-        self.scaler = make_scaler(parts.engine.precision, parts.engine.device, parts.policy.loss_scale)
+        self.scaler = make_scaler(engine.precision, engine.device, policy.loss_scale)
         self.bad_steps = BadSteps()
+
+    def collect(self, engine: Engine, optimizer: torch.optim.Optimizer) -> State:
+        """Returns this rank's part of the state, without a copy of any tensor. Nothing is sent."""
+        shards, found = held_by(engine, optimizer)
+        values: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
+        if self.scaler is not None:
+            values["scaler"] = self.scaler.state_dict()
+        own = {"random": capture_random_states(engine.world.device)}
+        return State(step=self.step, position=self.position, shards=shards, values=values, own=own, found=found)
+
+    def go_on_from(self, checkpoint: Checkpoint, comm: Communicator) -> bool:
+        """Takes over what ``collect`` gave, beside tensors. Says whether random states go on: at as many ranks."""
+        self.step, self.position = checkpoint.step, checkpoint.manifest.position
+        if self.scaler is not None and "scaler" in checkpoint.values:
+            self.scaler.load_state_dict(checkpoint.values["scaler"])
+        if "bad_steps" in checkpoint.values:
+            self.bad_steps.load_state_dict(checkpoint.values["bad_steps"])
+        own = checkpoint.own(comm.rank) if checkpoint.manifest.world == comm.size else {}
+        if "random" in own:
+            restore_random_states(own["random"], comm.device)
+        return "random" in own
+
+
+class RunState(StepState):
+    """What the trainer of a plan keeps: what a checkpoint of a run holds and restores."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts.engine, parts.policy)
+        self.parts = parts
         self.consumed = ConsumedIds(parts.loader.order)
         self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
         self.best: dict[str, Any] | None = None
@@ -98,10 +127,10 @@ class RunState:
     def collect_state(self) -> State:
         """Returns this rank's part of the state, without a copy of any tensor. Nothing is sent."""
         parts, comm = self.parts, self.parts.engine.world
-        shards, found = held_by(parts.engine, parts.optimizer)
-        shards += file_shards(parts.files, comm.rank)
-        values: dict[str, Any] = {
-            "bad_steps": self.bad_steps.state_dict(),
+        state = self.collect(parts.engine, parts.optimizer)
+        shards = [*state.shards, *file_shards(parts.files, comm.rank)]
+        values = {
+            **state.values,
             "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},
             "consumed": self.consumed.state_dict(),
             "data": {"length": parts.plan.train_samples, "global_batch": parts.plan.batch.global_batch},
@@ -114,22 +143,12 @@ class RunState:
             values["hooks"] = states
         if self.num_roll_backs:
             values["recovery"] = {"rate_scale": self.rate_scale, "num_roll_backs": self.num_roll_backs}
-        if self.scaler is not None:
-            values["scaler"] = self.scaler.state_dict()
         if parts.compressor is not None:
             shards += prefixed(COMPRESSION, parts.compressor.shards(comm))
             values["compression"] = {"step": parts.compressor.step}
         if parts.average is not None:
             shards += parts.average.shards()
-        return State(
-            step=self.step,
-            position=self.position,
-            shards=shards,
-            values=values,
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            line=self.line,
-        )
+        return replace(state, shards=shards, values=values, line=self.line)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
@@ -145,11 +164,8 @@ class RunState:
             for group, settings in zip(optimizer.param_groups, asked, strict=True):
                 peak = settings.get("initial_lr", settings["lr"])
                 group.update(settings, lr=peak, initial_lr=peak)
-        self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
-        if self.scaler is not None and "scaler" in values:
-            self.scaler.load_state_dict(values["scaler"])
         if parts.compressor is not None and "compression" in values:
             parts.compressor.load(checkpoint, values["compression"]["step"], comm, COMPRESSION)
         if parts.average is not None:
@@ -161,42 +177,25 @@ class RunState:
         for name, state in values.get("hooks", {}).items():
             if hasattr(self.own_hooks.get(name), "load_state_dict"):
                 self.own_hooks[name].load_state_dict(state)
-        if "bad_steps" in values:
-            self.bad_steps.load_state_dict(values["bad_steps"])
         if "consumed" in values:
             self.consumed.load_state_dict(values["consumed"])
         self.metrics, self.best = values.get("metrics") or {}, values.get("best")
-        if checkpoint.manifest.world == comm.size and "random" in (own := checkpoint.own(comm.rank)):
-            restore_random_states(own["random"], comm.device)
-        else:
+        if not self.go_on_from(checkpoint, comm):
             seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 
-# What folders of Hugging Face have for tokens, images and generation, apart from the weights.
-_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
-_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
-_BESIDE += ["generation_config.json", PREPROCESSOR]
-
-
-def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -> dict[str, bytes]:
-    """Returns the files of a model before an engine has it; ``folder`` is the one that it was built from, if any."""
+def kept_files(model: nn.Module, data: DataSplits) -> dict[str, bytes]:
+    """Returns the files of a model, before an engine has it."""
     files: dict[str, bytes] = {}
     if data.tokenizer is not None:
         with tempfile.TemporaryDirectory() as name:
             data.tokenizer.save(Path(name))
             files |= {TOKENIZER + each.name: each.read_bytes() for each in sorted(Path(name).iterdir())}
-    settings: Any = getattr(model, "config", None)
-    if callable(getattr(settings, "to_json_string", None)) and hasattr(model, "save_pretrained"):
-        settings = copy.deepcopy(settings)
-        settings.architectures = [type(model).__name__]
-        if hasattr(settings, "use_cache"):
-            settings.use_cache = True  # off while it trains
-        files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
-        beside = [] if folder is None else [folder / name for name in _BESIDE]
-        files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
-        if data.shape.mean is not None:
-            files.setdefault(HUGGING_FACE + PREPROCESSOR, _preprocessor(data.shape))
-    if found := adapters(model):
+    beside = folder_files(model)
+    if beside and data.shape.mean is not None:
+        beside.setdefault(PREPROCESSOR, _preprocessor(data.shape))
+    files |= {HUGGING_FACE + name: content for name, content in beside.items()}
+    if found := adapters([model], [name for name, each in model.named_parameters() if each.requires_grad]):
         files[LORA] = json.dumps(found).encode()
     return files
 

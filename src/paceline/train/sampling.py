@@ -21,6 +21,7 @@ from torch import nn
 
 from paceline.checkpoint.manifest import MODEL
 from paceline.checkpoint.read import HUGGING_FACE, TOKENIZER, Checkpoint, open_checkpoint, read_files, write_files
+from paceline.checkpoint.tools.outgoing import saved_adapters
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape
@@ -30,6 +31,7 @@ from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.models.gpt import GPT, KeyValues
 from paceline.models.hugging_face import allocate_unfilled, mark_unfilled, parameters_on_meta
+from paceline.models.lora import A
 from paceline.models.registry import build_model
 from paceline.shards import Shard, whole_region
 from paceline.train.loss import logits_of
@@ -193,6 +195,7 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     model = dict(values["model"])
     if model.get("kind") == "hf":
         model |= {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}
+        model["lora"] = _adapters(checkpoint)
     train = values.get("train")
     kept = {"dtype": train["dtype"]} if isinstance(train, dict) and "dtype" in train else {}
     data = {"kind": "factory", "factory": "no:data"}  # none are made
@@ -200,6 +203,14 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
         return config_from_dict({"model": model, "data": data, "train": {**kept, "steps": 1}})
     except PacelineError as error:
         raise UsageError(f"{checkpoint.path}: the config of its model cannot be used\n  {error}") from error
+
+
+def _adapters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the settings of a checkpoint's adapters, as a config has them; a folder of PEFT may be gone."""
+    layers = {name: each for name, each in saved_adapters(checkpoint).items() if "is_whole" not in each}
+    ranks = [shape[0] for name, shape in checkpoint.shapes(MODEL).items() if name.endswith(f".{A}")]
+    scales = [each["scale"] for each in layers.values()]
+    return {"rank": ranks[0], "alpha": scales[0] * ranks[0], "targets": list(layers)} if ranks and scales else {}
 
 
 def _data_context(checkpoint: Checkpoint) -> int | None:

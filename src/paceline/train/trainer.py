@@ -28,6 +28,7 @@ from paceline.engines.blocks import take_notes
 from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
+from paceline.records.samples import samples_of
 from paceline.records.sinks import Sink
 from paceline.train.evaluate import Evaluation, evaluate, measure_histograms
 from paceline.train.optim import set_learning_rate
@@ -140,6 +141,10 @@ class Trainer(RunState):
         if self.sink is not None:
             number = self.step if step is None else step
             self.sink.write(EventRecord(name=name, step=number, detail=detail, time=time.time()))
+
+    def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
+        """Keeps texts and images, such as what the model makes of a prompt, for the page to show; those of rank 0."""
+        self.note("samples", samples_of(texts, images))
 
     def evaluate(self) -> Evaluation | None:
         """Evaluates exactly, over all ranks; None without an evaluation set."""

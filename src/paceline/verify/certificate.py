@@ -24,6 +24,7 @@ from paceline.comm.shared.communicator import share_memory
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
+from paceline.plan.layout import StrategyName
 from paceline.run.processes import run_processes
 from paceline.train.randomness import compute_threads
 from paceline.verify import measure as measures
@@ -205,7 +206,7 @@ def verify(
     make_batch: Callable[[int], Any],
     loss_fn: Callable[..., Any],
     *,
-    strategy: str = "ddp",
+    strategy: StrategyName = "ddp",
     ranks: int = 4,
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     **options: Any,

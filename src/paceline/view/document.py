@@ -1,4 +1,4 @@
-"""What the page draws, as plain values: curves in buckets, events, the map of ranks, the timeline, the config.
+"""What the page draws, as plain values: curves in buckets, events, the map of ranks, the timeline.
 
     describe(run, window)   one run: {"state", "facts", "x", "curves", "evaluations", "events", "hosts", ...}
     heat(run, name, window) {"ranks", "steps", "values"}: base64 of little-endian float32, row by row
@@ -20,25 +20,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 from pydantic_core import from_json
-from yaml import YAMLError
 
-from paceline.bounded_yaml import load_yaml
-from paceline.errors import PacelineError
 from paceline.records.console import format_loss, format_percent
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
+from paceline.records.samples import MOST_SAMPLES
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
 from paceline.untrusted import file_inside, is_number, read_regular
 from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
+from paceline.view.folder import failure_of, text_names
 from paceline.view.runs import QUIET_EVENTS, ShownRun
 
 _MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
-_MOST_CONFIG_BYTES = 2**20
 _MOST_TRACE_BYTES = 64 * 2**20
+_FIRST_SETTINGS = {"lr": 0, "global_batch": 1, "microbatch": 1, "accumulate": 1, "strategy": 2, "ranks": 2}
 _SEEN_LATE = 0.05  # of a step
 _Key = TypeVar("_Key", bound=Hashable)
 _Valued = tuple[_Key, EvalRecord | EventRecord | CommRecord, Sequence[float]]
@@ -84,6 +83,9 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
         "comm": _comm(run),
         "predicted": _predicted(run),
         "heat_names": _heat_names(run),
+        "texts": text_names(run.folder),
+        "failure": failure_of(run.folder) if run.state().status in ("failed", "died") else None,
+        "samples": _samples(run),
     }
 
 
@@ -176,23 +178,20 @@ def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:
     return f"clocks of the hosts differ by up to {format_seconds(most)}, and are corrected"
 
 
-def config_of(run: ShownRun) -> dict[str, str]:
-    """Returns the settings of a run by dotted name; nothing where there is no config that can be read."""
-    path = run.folder / "config.yaml"
-    if path.is_symlink():
-        return {}
-    try:
-        return dict(_flat(load_yaml(read_regular(path, _MOST_CONFIG_BYTES).decode("utf-8"))))
-    except (OSError, ValueError, YAMLError, PacelineError):
-        return {}
-
-
 def differences(configs: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
-    """Returns the settings in which runs differ, with the value of each; a run without a config differs in none."""
-    names = sorted({name for each in configs for name in each})
+    """Returns the settings in which runs differ, with the value of each: learning rate, batch and strategy first.
+
+    A run without a config differs in none.
+    """
+    names = sorted({name for each in configs for name in each}, key=_weight)
     rows = [(name, [each.get(name, "") for each in configs]) for name in names]
     known = [bool(each) for each in configs]
     return [(name, values) for name, values in rows if len(set(compress(values, known))) > 1]
+
+
+def _weight(name: str) -> tuple[int, str]:
+    """Sorts settings: those that decide on the result come first, names of runs last."""
+    return (_FIRST_SETTINGS.get(name.rpartition(".")[2], len(_FIRST_SETTINGS)) + (name == "name"), name)
 
 
 def rounded(values: Array, digits: int = 5) -> list[float]:
@@ -267,6 +266,17 @@ def _events(run: ShownRun) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: each["time"])
 
 
+def _samples(run: ShownRun) -> list[dict[str, Any]]:
+    """Returns the samples of the last evaluations that kept any: [text, PNG in base64] each, one of them empty."""
+    found: list[dict[str, Any]] = []
+    for event in run.samples:
+        items = event.detail.get("items")
+        pairs = items[:MOST_SAMPLES] if isinstance(items, list) else []
+        good = [pair for pair in pairs if isinstance(pair, list) and [type(each) for each in pair] == [str, str]]
+        found += [{"step": event.step, "items": good}] if good else []
+    return found
+
+
 def _as_event(evaluation: EvalRecord) -> EventRecord:
     values = {"loss": format_loss(evaluation.loss)}
     if evaluation.accuracy is not None:
@@ -315,11 +325,3 @@ def _heat_names(run: ShownRun) -> list[str]:
     there = {name for name, values in run.columns.curves().items() if np.isfinite(values).any()}
     there |= {"samples", "step_s"} | ({"late_s"} if run.world_size > 1 else set())
     return [name for name in HEAT if name in there]
-
-
-def _flat(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, "" if value is None else str(value)[:300]

@@ -1,4 +1,4 @@
-"""Runs as files: the page with markup, style, code and data in one, curves as CSV, charts as PNG or SVG.
+"""Runs as files: the page with markup, style, code and data in one, and curves as CSV.
 
 The live page and a report are the same page. A report has its data inside; the live page asks the server for it. Code
 and style are allowed by their hashes alone: nothing that data brings along can run.
@@ -16,37 +16,39 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_json
 
 from paceline import __version__
-from paceline.charts import Line, draw_lines
 from paceline.errors import PacelineError, RunFolderError
 from paceline.records.records import strict_json
 from paceline.records.report import COMMUNICATION, RunSummary, headline, plain_tables, summarize
 from paceline.records.summary import PHASES
 from paceline.search.expectation import Compared
 from paceline.units import format_bytes, format_seconds
-from paceline.view.document import Window, config_of, describe, differences, heat, rounded, timeline
+from paceline.view.document import Window, describe, differences, heat, rounded, timeline
+from paceline.view.folder import config_of, row_of, text_of
 from paceline.view.runs import ShownRun
 
 _INDEX, _STYLES = ("index.html",), ("uPlot.min.css", "page.css")
-_SCRIPTS = ("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "heat.js", "timeline.js", "tables.js", "page.js")
+_SCRIPTS = (
+    *("uPlot.iife.min.js", "format.js", "source.js", "chart.js", "plots.js", "heat.js", "timeline.js"),
+    *("tables.js", "runs.js", "texts.js", "page.js"),
+)
 _POINTS, _HEAT_POINTS, _HEAT_VALUES = 1500, 600, 40_000  # of a report
 _COLUMNS = (
     *("epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", *PHASES, "host_s", "memory_bytes"),
     *("flops_per_s", "mfu"),
 )
-_COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
-_PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
 _MOST_ROWS = 256  # of a table
+_TEXT_BYTES = 2**15  # of each text of a report
 
 
 def live_page() -> tuple[str, str]:
@@ -68,7 +70,7 @@ def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSu
 
 def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
     """Returns the settings in which runs differ; nothing for a single one."""
-    return differences([config_of(run) for run in runs]) if len(runs) > 1 else []
+    return differences([config_of(run.folder) for run in runs]) if len(runs) > 1 else []
 
 
 def as_json(value: Any) -> str:
@@ -81,14 +83,26 @@ def as_json(value: Any) -> str:
 
 def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
+    files = _files(run, told["failure"])
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))
     first, last = map(float, run.columns.steps[-8:][[0, -1]]) if len(run.columns.steps) else (0.0, 0.0)
     return told | {
         "words": summary_of(run.folder, summary),
         "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]},
         "timeline": timeline(run, first, last, most=8),
-        "config": config_of(run),
+        "texts": list(files),
+        "files": files,
+        "row": row_of(run.folder) | told["state"] | {"id": run.id, "name": run.name},
     }
+
+
+def _files(run: ShownRun, failure: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the texts that a report has: the config, the log of the run, and that of the rank that failed."""
+    names, found = ["config", "run", *([f"rank-{failure['rank']}"] if failure else [])], {}
+    for name in names:
+        with suppress(KeyError):
+            found[name] = text_of(run.folder, name, _TEXT_BYTES)
+    return found
 
 
 def _page(data: str, connect: str) -> tuple[str, str]:
@@ -132,53 +146,6 @@ def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
     write_file(path, text.getvalue().encode())
 
 
-def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
-    """Draws loss, throughput, step time and memory of runs, phases and the map of ranks of the first one."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
-    axes: Any = figure.subplots(2, 3)
-    unit = "samples" if runs[0].lead is None else runs[0].lead.unit
-    panels = (
-        ("loss", "loss", 1.0),
-        ("samples_per_s", f"{unit}/s", None),
-        ("step_s", "step time of the slowest rank, ms", 1e3),
-        ("memory_bytes", "memory of the largest rank, GiB", 2**-30),
-    )
-    for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
-        draw_lines(axis, list(_lines(runs, name, scale)), title=title, xlabel="step")
-    columns, phases, heat_map = runs[0].columns, axes[1, 1], axes[1, 2]
-    parts = [1e3 * np.nan_to_num(columns.curves()[name]) for name in PHASES]
-    names = [name.removesuffix("_s") for name in PHASES]
-    phases.stackplot(columns.steps, *parts, labels=names, colors=_PHASE_COLORS)
-    phases.legend(fontsize=8, loc="upper right")
-    draw_lines(phases, [], title="phases of a step, mean of the ranks, ms", xlabel="step")
-    ranks, steps, values = columns.heat("step_s", slice(None), 600)
-    if values.size:
-        low, high = 1e3 * np.nanpercentile(values, (2, 98))
-        extent = (float(steps[0]), float(steps[-1]) + 1, len(ranks) - 0.5, -0.5)
-        shown = heat_map.imshow(1e3 * values, aspect="auto", extent=extent, vmin=low, vmax=high)
-        figure.colorbar(shown, ax=heat_map, shrink=0.8)
-    heat_map.set(title="step time by rank and step, ms", xlabel="step")
-    figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
-    made = io.BytesIO()
-    figure.savefig(made, format=kind, dpi=130)
-    write_file(path, made.getvalue())
-
-
-def _lines(runs: Sequence[ShownRun], name: str, scale: float | None) -> Iterator[Line]:
-    for place, run in enumerate(runs):
-        factor = scale if scale is not None else 1.0 if run.lead is None else run.lead.units_per_sample
-        values, label = run.columns.curves()[name] * factor, _plain(run.name) if len(runs) > 1 else ""
-        yield Line(run.columns.steps, values, label, {"color": _COLORS[place % len(_COLORS)], "linewidth": 1.0})
-
-
-def _plain(name: str) -> str:
-    """Returns a name that is drawn as it is: dollars begin formulas, and an underscore hides a label."""
-    shown = name.replace("$", r"\$")
-    return f" {shown}" if shown.startswith("_") else shown
-
-
 def write_file(path: Path, content: bytes) -> None:
     """Writes a file, and the folder that it lies in. Raises RunFolderError where it cannot be written."""
     try:
@@ -204,15 +171,20 @@ def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any
 
 
 def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    """Yields what is to be said, by kind: what went wrong, the verdict, its evidence, advice, what was predicted."""
+    limits = summary.limits
     if summary.status == "failed" and summary.message:
         yield "bad", summary.message.partition("\n")[0]
-    limits = [line.strip() for line in summary.limits.lines()] if summary.limits.found else []
     late = summary.late if summary.straggler is None else (str(summary.straggler),)
-    yield from (("warning", line) for line in late if line not in limits)
-    kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
-    yield from ((kinds[place > 0], line) for place, line in enumerate(limits))
+    told = [line.strip() for line in limits.lines()] if limits.found else []
+    yield from (("warning", line) for line in late if line not in told)
+    if limits.sentence:
+        yield "good" if limits.what == "compute" else "warning" if limits.found else "evidence", limits.sentence
+    yield from (("evidence", line) for line in limits.evidence)
+    yield from (("evidence", f"also {limit}") for limit in limits.found[1:])
+    yield from (("advice", str(change)) for change in limits.changes)
     if summary.prediction is not None:
-        yield from (("note", line) for line in summary.prediction.lines())
+        yield from (("prediction", line) for line in summary.prediction.lines())
 
 
 def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:

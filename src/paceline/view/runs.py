@@ -30,6 +30,7 @@ _Kept = TypeVar("_Kept")
 
 QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled", "clock", "thinned")
 _MOST_KEPT = 20_000  # of events, evaluations and samples each; a run of days has fewer
+_MOST_SAMPLES = 4  # evaluations whose samples are shown
 _SILENT_S = 30.0
 _MARKS = ("config.yaml", "records")
 
@@ -67,6 +68,7 @@ class ShownRun:
         self.evaluations: list[EvalRecord] = []
         self.events: list[tuple[int, EventRecord]] = []  # with the rank
         self.scalars: list[EventRecord] = []
+        self.samples: list[EventRecord] = []
         self.hosts: list[HostRecord] = []
         self.comm: list[CommRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
@@ -150,6 +152,8 @@ class ShownRun:
                 _keep(self.evaluations, record)
             case EventRecord(name="scalars"):
                 _keep(self.scalars, record)
+            case EventRecord(name="samples") if rank == min(self.starts, default=0):
+                self.samples = [*self.samples[1 - _MOST_SAMPLES :], record]
             case EventRecord(name="clock"):
                 ahead_s, ranks = record.detail.get("ahead_s"), record.detail.get("ranks")
                 if is_number(ahead_s) and isinstance(ranks, list):

@@ -3,6 +3,8 @@
     GET /             the page                      GET /api/events    server-sent events: the states of all runs
     GET /api/runs     curves of chosen runs         GET /api/heat, /api/timeline, /api/words   of one run
     GET /metrics      for Prometheus                GET /api/differences
+    GET /api/rows     the table of all runs         GET /api/text      config or log of one run
+    POST /api/note    keeps tags and note of a run: the only request that writes, JSON from this page alone
     GET /healthz      this process answers          GET /readyz        and it follows its runs
 
 ``gate.py`` says who gets in. Runs are named by ids of the list; no request has a path in it.
@@ -32,8 +34,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline.errors import UsageError
-from paceline.untrusted import file_inside, open_regular, parse_json_object
+from paceline.untrusted import parse_json_object
 from paceline.view.document import Window, describe, heat, timeline
+from paceline.view.folder import glance, keep_note, parse_note, row_of, text_of
 from paceline.view.gate import HEADERS, PROBES, Gate, Protocol
 from paceline.view.html import differences_of, live_page
 from paceline.view.runs import ShownRun, find_runs, names_of
@@ -41,8 +44,8 @@ from paceline.view.runs import ShownRun, find_runs, names_of
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
 _FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
-_SILENT_S = 30.0  # a run that nobody has chosen, and that wrote nothing for so long, does not run
 _MOST_POINTS = 4000
+_MOST_NOTE_BYTES = 2**14
 
 
 class Follower:
@@ -106,7 +109,7 @@ class Follower:
         """Returns the list of runs; the state of those that nobody has chosen is a glance at their files."""
         return [
             {"id": run.id, "name": run.name, "version": run.version, "read": run.share_read}
-            | (asdict(run.state()) if run.id in self._wanted else glance(run))
+            | (asdict(run.state()) if run.id in self._wanted else glance(run.folder))
             | {"verdict": run.verdict() if run.id in self._wanted else ""}
             for run in self.runs
         ]
@@ -185,24 +188,6 @@ class Follower:
                 self._loop.call_soon_threadsafe(wake)
 
 
-def glance(run: ShownRun) -> dict[str, Any]:
-    """Returns the state of a run that has not been read: by the end of rank 0's file, and whether files grow."""
-    folder = run.folder / "records"
-    try:
-        with open_regular(file_inside(folder, "rank-0.jsonl")) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-            last = (file.read() or b"").rstrip().rpartition(b"\n")[2]
-        values = parse_json_object(last)
-        kind, step = values.get("type"), int(values.get("step", 0))
-        written_at = max(path.lstat().st_mtime for path in (folder / "rank-0.jsonl", *folder.glob("host-*.jsonl")))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {"status": "starting", "step": 0, "sentence": ""}
-    is_growing = time.time() - written_at < _SILENT_S
-    status = values.get("status") if kind == "end" else "running" if is_growing else "unfinished"
-    known = status if status in ("done", "failed", "stopped", "running") else "unfinished"
-    return {"status": known, "step": step, "sentence": f"{known}, step {step:,}"}
-
-
 def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
     """Has another process sum up a run, at a low priority; it is one of ``asked`` meanwhile."""
     command = [sys.executable, "-m", "paceline.view.html", str(folder.resolve())]
@@ -252,9 +237,10 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
         finally:
             follower.stop()
 
-    answers = (api.runs, api.events, api.heat, api.timeline, api.words, api.differences)
+    answers = (api.runs, api.events, api.heat, api.timeline, api.words, api.differences, api.rows, api.text)
     routes = [Route("/", api.page), Route("/metrics", api.metrics), *(Route(path, api.probe) for path in PROBES)]
     routes += [Route(f"/api/{answer.__name__}", answer) for answer in answers]
+    routes += [Route("/api/note", api.note, methods=["POST"])]
     app = Starlette(routes=routes, lifespan=follow)
     app.state.follower = follower
     app.add_middleware(Gate, token=token)
@@ -300,6 +286,37 @@ class _Api:
         wanted = request.query_params.get("ids", "").split(",")
         runs = [run for each in wanted if (run := self._follower.find_run(each)) is not None]
         return await self._answer(lambda: differences_of(runs))
+
+    async def rows(self, _: Request) -> Response:
+        """Answers a row for each run of the table of all of them."""
+
+        def work() -> list[dict[str, Any]]:
+            runs = zip(self._follower.runs, self._follower.states(), strict=True)
+            return [row_of(run.folder) | state for run, state in runs]
+
+        return await self._answer(work)
+
+    async def text(self, request: Request) -> Response:
+        name = request.query_params.get("name", "")
+        return await self._of_run(request, lambda run: text_of(run.folder, name))
+
+    async def note(self, request: Request) -> Response:
+        """Keeps tags and note of a run. A page of the web can send no JSON here: its browser asks first, in vain."""
+        origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
+        if request.headers.get("content-type") != "application/json" or origin.partition("://")[2] not in ("", host):
+            return as_response({"error": "notes are JSON, from this page alone"}, 403)
+        size = request.headers.get("content-length", "")
+        if not size.isdecimal() or len(size) > 9 or int(size) > _MOST_NOTE_BYTES:
+            return as_response({"error": f"a note has at most {_MOST_NOTE_BYTES:,} bytes"}, 413)
+        content = await request.body()
+        try:
+            run = self._follower.find_run(str(parse_json_object(content).get("id")))
+            if run is None:
+                return _not_found()
+            await asyncio.to_thread(keep_note, run.folder, parse_note(content))
+        except (OSError, ValueError) as error:
+            return as_response({"error": f"the note is not kept: {getattr(error, 'strerror', None) or error}"}, 400)
+        return as_response({})
 
     async def events(self, request: Request) -> Response:
         """Streams the states of all runs, at once and whenever one changes."""

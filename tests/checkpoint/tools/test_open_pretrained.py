@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from paceline.checkpoint.tools.incoming import MisfitError, open_pretrained
+from paceline.checkpoint.tools.pretrained import MisfitError, open_pretrained
 from paceline.models.lora import A, B
 
 

@@ -88,7 +88,7 @@ def test_an_architecture_trains_under_tensor_parallelism(name: str) -> None:
         return loss, {key: layout.full(key, value, comm) for key, value in model.state_dict().items()}
 
     found = outcome_of(lambda: run_virtual(work, RANKS))
-    judged = f"{name}, split" if name == "mixtral" else name
+    judged = f"{name}, split" if name in ("mixtral", "olmoe") else name
     assert_trained(judged, found, *trained_alone(name))
 
 

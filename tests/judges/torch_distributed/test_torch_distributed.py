@@ -18,6 +18,7 @@ NOT_OURS = {
     "with_then_hook": "an engine takes a compression in the place of torch's hooks",
     "logging_data": "it reads the logging data of torch's class",
     "barrier_timeout_full_group": "it looks for Gloo's words; our error names the ranks that ended",
+    "DataParallel_requires_grad": "it wants a frozen model refused; here such a model is sharded, as a reference is",
     "static_graph_api": "it sets a private flag of torch's class",
 }
 

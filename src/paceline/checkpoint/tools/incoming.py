@@ -5,54 +5,33 @@ position in the data) begins anew. Files are mapped or read in windows; a DCP fo
 
 The format is the one that is named, or what the first bytes and the names of files say. torch files and DCP folders
 are pickles: they are opened only where the user allows it, and then as tensors and plain values, never as code.
-
-A Hugging Face folder is also read straight into an engine: each rank reads the bytes that it holds, and no others. Its
-names and the model's are matched first, and all that differ are reported at once, before anything is read. Files have
-the names of the model, or those of its base model, without the prefix or with one more; of tied weights one name is
-enough. Constants that older files have (masks, rotary frequencies) are passed over.
 """
 
 from __future__ import annotations
 
-import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.checkpoint.formats import TensorPlace, check_found, read_header
-from paceline.checkpoint.manifest import (
-    MALFORMED,
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    HasShards,
-    Manifest,
-    SavedPiece,
-    SavedTensor,
-    State,
-)
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
 from paceline.checkpoint.tensors import Progress, Stream, decode, dtype_of, encode, ignore_progress
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
 from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
-from paceline.errors import CheckpointError, MisfitError, UsageError
-from paceline.models.hugging_face import renamed
-from paceline.models.lora import A, B, fits
+from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
 
 _STATE_DICT = "a state dict maps names to tensors\n  save it with torch.save(model.state_dict(), path)"
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optim", "optimizer", "optimizer_state_dict")
-_CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
 _DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.safetensors.index.json"
 _ZIP = b"PK\x03\x04"
 _MOST_COPIES = 16  # how often tensors of a torch file may show the same bytes: tied weights, views
@@ -306,77 +285,3 @@ def _stream(name: str, value: Any) -> Stream | None:
     if isinstance(value, torch.Tensor):
         return stream_made(name, value.shape, value.dtype, lambda: value)
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pretrained:
-    """A folder's tensors, and the one of them that each tensor of a model gets its values from."""
-
-    checkpoint: Checkpoint
-    names: Mapping[str, str]
-
-    def fill(self, holder: HasShards) -> None:
-        for shard in holder.shards():
-            if shard.name in self.names:
-                self.checkpoint.fill(shard, self.names[shard.name])
-        holder.mark_loaded()
-
-
-def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
-    """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
-    places: dict[str, tuple[str, TensorPlace]] = {}
-    for file in safetensors_files(folder)[0]:
-        places |= {name: (file.name, place) for name, place in read_header(LocalFiles(), file).tensors.items()}
-    patterns = list(fresh)
-    by_model = {name: name for name in places}
-    names, problems = _match(model, {name: place.shape for name, (_, place) in places.items()}, patterns)
-    if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
-        by_model = {ours: theirs for theirs, ours in renamed(model, places).items()}
-        names, problems = _match(model, {ours: places[theirs][1].shape for ours, theirs in by_model.items()}, patterns)
-    if problems:
-        raise MisfitError(
-            f"the weights in {folder} are not those of {type(model).__name__}\n"
-            + "".join(f"  {problem}\n" for problem in problems)
-            + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
-        )
-    tensors = {}
-    for name, (home, place) in places.items():
-        pieces = (SavedPiece(file=home, region=whole_region(place.shape)),)
-        tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
-    manifest = Manifest(step=0, position=0, world=1, tensors=tensors, files={})
-    found = {name: by_model[source] for name, source in names.items()}
-    return Pretrained(checkpoint=Checkpoint(folder, manifest, LocalFiles()), names=found)
-
-
-def _match(
-    model: nn.Module, saved: Mapping[str, tuple[int, ...]], fresh: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Returns the tensor of the folder for each of the model, and what is missing, unexpected or of another shape."""
-    aliases: dict[int, list[str]] = {}
-    wanted: dict[str, Any] = dict(model.state_dict(keep_vars=True))
-    for name, tensor in wanted.items():
-        aliases.setdefault(id(tensor), []).append(name)
-    found: dict[str, str] = {}
-    used: set[str] = set()
-    problems: list[str] = []
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    for group in aliases.values():
-        name, tensor = group[0], wanted[group[0]]
-        others = [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in group]
-        known = [each for pair in zip(group, others, strict=True) for each in pair]  # what files may call it
-        used.update(known)
-        if name.endswith((f".{A}", f".{B}")) or any(fits(each, pattern) for each in group for pattern in fresh):
-            continue
-        source = next((each for each in known if each in saved), None)
-        if source is None:
-            problems.append(f"missing: {name} {list(tensor.shape)}")
-        elif saved[source] != tuple(tensor.shape):
-            problems.append(f"shape: {source} is {list(saved[source])}, and {name} of the model {list(tensor.shape)}")
-        else:
-            found |= dict.fromkeys(group, source)
-    ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    for name in saved:
-        is_known = name in used or _CONSTANTS.search(name) or any(each.search(name) for each in ignored)
-        if not is_known and not fresh:
-            problems.append(f"unexpected: {name} {list(saved[name])}")
-    return found, problems

@@ -3,6 +3,7 @@
     safetensors   one file; with --hf a folder with config.json, for ``AutoModelForCausalLM.from_pretrained``
     torch         one file, for ``torch.load(path, weights_only=True)`` and ``model.load_state_dict``
     dcp           a folder, for ``torch.distributed.checkpoint.load``
+    peft          a folder with the low-rank adapters alone, for ``peft.PeftModel.from_pretrained(base, folder)``
 
 With the optimizer, its state is under the parameters' names, as ``torch.distributed.checkpoint.state_dict`` has it.
 """
@@ -25,6 +26,7 @@ from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
 from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors, write_torch
+from paceline.config import peft_folder
 from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
 from paceline.models.lora import A, B, merged
@@ -35,6 +37,7 @@ Write = Callable[[Path], object]
 METADATA = "paceline"
 _END = "<|endoftext|>"
 _NUM_BYTES = 256
+_TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}  # of PEFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class ExportOptions:
 
     format: Format = "safetensors"
     is_hugging_face: bool = False
+    is_peft: bool = False
     with_optimizer: bool = False
     may_replace: bool = False
 
@@ -52,6 +56,9 @@ class ExportOptions:
                 "--hf is for --format safetensors, without --optimizer\n"
                 "  Hugging Face's layout has the weights and a config.json\n  leave one of them out"
             )
+        if self.is_peft and (self.is_hugging_face or self.with_optimizer):
+            rule = "a folder of PEFT has the adapters alone"
+            raise UsageError(f"--format peft with --hf or --optimizer\n  {rule}\n  leave one of them out")
 
 
 def format_by_name(out: Path) -> Format:
@@ -61,20 +68,27 @@ def format_by_name(out: Path) -> Format:
 
 def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: Progress = ignore_progress) -> Path:
     """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
-    if out.exists() and not options.may_replace:
-        raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
-    check_parent(out)
     names = {name.removeprefix(MODEL): name for name in checkpoint.manifest.tensors if name.startswith(MODEL)}
     streams = {name: replace(stream_saved(checkpoint, saved), name=name) for name, saved in names.items()}
-    if not options.with_optimizer:
-        streams = _merged_streams(checkpoint, streams)
+    if not options.with_optimizer and not options.is_peft:
+        streams = merge_streams(streams, saved_adapters(checkpoint), checkpoint.path)
     if not streams:
         what = f"{checkpoint.path} has no tensors of a model"
         raise CheckpointError(f"{what}\n  their names begin with {MODEL}\n  try paceline checkpoint inspect")
-    if options.is_hugging_face:
+    if options.is_peft:
+        write = _peft_writer(checkpoint, streams, progress)
+    elif options.is_hugging_face:
         write = _hugging_face_writer(checkpoint, streams, progress)
     else:
         write = _plain_writer(checkpoint, streams, options, progress)
+    return write_whole(out, write, may_replace=options.may_replace)
+
+
+def write_whole(out: Path, write: Write, *, may_replace: bool) -> Path:
+    """Writes a file or folder that appears when it is whole. Raises CheckpointError if it is there, or cannot be."""
+    if out.exists() and not may_replace:
+        raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
+    check_parent(out)
     partial, files = out.with_name(f".{out.name}.{secrets.token_hex(4)}.new"), LocalFiles()
     try:
         write(partial)
@@ -122,11 +136,18 @@ def _hugging_face_writer(checkpoint: Checkpoint, streams: dict[str, Stream], pro
     kept |= read_files(checkpoint, TOKENIZER)
     if VOCABULARY in kept and "tokenizer.json" not in kept:
         kept |= as_tokenizer_json(kept[VOCABULARY])
+    return folder_writer(kept, made, progress)
+
+
+def folder_writer(
+    kept: Mapping[str, bytes], streams: list[Stream], progress: Progress, name: str = "model.safetensors"
+) -> Write:
+    """Returns what writes a folder with one file of tensors, and small files beside it."""
 
     def write(path: Path) -> None:
         path.mkdir()
         write_files(kept, path)
-        write_safetensors(path / "model.safetensors", made, {"format": "pt"}, progress)
+        write_safetensors(path / name, streams, {"format": "pt"}, progress)
 
     return write
 
@@ -149,17 +170,50 @@ def _plain_writer(
     return lambda path: write_distributed(path, content, progress)
 
 
-def _merged_streams(checkpoint: Checkpoint, streams: Mapping[str, Stream]) -> dict[str, Stream]:
+def merge_streams(streams: Mapping[str, Stream], layers: Mapping[str, Any], where: Path) -> dict[str, Stream]:
     """Returns the tensors of a model without adapters; each merged weight is in memory while it is read."""
     found = dict(streams)
     try:
-        for name, adapter in parse_json_object(read_files(checkpoint, LORA).get("", b"{}")).items():
-            a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
-            make = functools.partial(_merge, weight, a, b, dict(adapter))
-            found[weight.name] = stream_made(weight.name, weight.shape, weight.dtype, make)
+        for name, adapter in layers.items():
+            if "is_whole" not in adapter:
+                a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
+                make = functools.partial(_merge, weight, a, b, adapter)
+                found[weight.name] = stream_made(weight.name, weight.shape, weight.dtype, make)
+    except MALFORMED as error:
+        raise damaged(f"the adapters of {where} are not those of its tensors: {error}") from error
+    return found
+
+
+def saved_adapters(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Returns what a checkpoint says of its adapters, as ``models/lora.py`` does."""
+    try:
+        found = parse_json_object(read_files(checkpoint, LORA).get("", b"{}"))
+        return {name: dict(each) for name, each in found.items()}
+    except MALFORMED as error:
+        raise damaged(f"{checkpoint.path}: {LORA} is damaged: {error}") from error
+
+
+def _peft_writer(checkpoint: Checkpoint, streams: Mapping[str, Stream], progress: Progress) -> Write:
+    found = saved_adapters(checkpoint)
+    layers = {name: each for name, each in found.items() if "is_whole" not in each}
+    if not layers:
+        rule = "a folder of PEFT has low-rank adapters alone: model.lora of a config, or add_lora in your own loop"
+        raise UsageError(f"{checkpoint.path} has no adapters\n  {rule}\n  take --format hf")
+    whole = sorted({name.rpartition(".")[0] for name in found if name not in layers})
+    made = {name: stream for name, stream in streams.items() if name.rpartition(".")[0] in whole}
+    try:
+        for name in layers:
+            made |= {name + peft_folder.A: streams[f"{name}.{A}"], name + peft_folder.B: streams[f"{name}.{B}"]}
+        settings = parse_json_object(read_files(checkpoint, HUGGING_FACE).get("config.json", b"{}"))
+        kind = str((settings.get("architectures") or [""])[0])
+        rank = streams[f"{next(iter(layers))}.{A}"].shape[0]
+        known: dict[str, Any] = {"base_model_name_or_path": checkpoint.manifest.setting("model", "path")}
+        known["task_type"] = next((task for ending, task in _TASKS.items() if kind.endswith(ending)), None)
+        config = peft_folder.peft_config(layers, rank, list(streams), **known, modules_to_save=whole or None)
     except MALFORMED as error:
         raise damaged(f"the adapters of {checkpoint.path} are not those of its tensors: {error}") from error
-    return found
+    named = [replace(stream, name=peft_folder.PREFIX + name) for name, stream in made.items()]
+    return folder_writer({peft_folder.CONFIG: config}, named, progress, peft_folder.WEIGHTS)
 
 
 def _merge(weight: Stream, a: Stream, b: Stream, adapter: Mapping[str, Any]) -> torch.Tensor:

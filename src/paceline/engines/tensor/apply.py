@@ -61,17 +61,7 @@ def apply_tensor_parallel(
     ``gathers_logits`` whole ones; Hugging Face's causal models take ``labels=`` in either case. Without a plan, the
     ready one that fits is taken. Raises UsageError with all that does not fit.
     """
-    asked, plan = plan, plan or plan_for(model)
-    changes, problems = _changes(model, plan, sequence=sequence)
-    if problems and asked is None and not sequence and (other := library_plan(model)) is not None:
-        plan = other  # names as in a ready plan, and more between them than that knows
-        changes, problems = _changes(model, plan, sequence=sequence)
-    problems += _fit_problems(model, changes, comm.size)
-    if problems:
-        raise UsageError(
-            f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
-            + "\n".join(problems)
-        )
+    plan, changes = fit_plan(model, comm.size, plan, sequence=sequence)
     for note in plan.notes if comm.rank == 0 else ():
         warnings.warn(note, stacklevel=2)
     whole = {name: tuple(t.shape) for name, t in _tensors(model)}
@@ -99,6 +89,24 @@ class _LayerChange:
     module: nn.Module
     rule: SplitRule
     splits: dict[str, Split]  # of its own parameters
+
+
+def fit_plan(
+    model: nn.Module, size: int, plan: TensorPlan | None = None, *, sequence: bool = False
+) -> tuple[TensorPlan, list[_LayerChange]]:
+    """Returns how a model is split over ranks; changes nothing. Raises UsageError with all that does not fit."""
+    asked, plan = plan, plan or plan_for(model)
+    changes, problems = _changes(model, plan, sequence=sequence)
+    if problems and asked is None and not sequence and (other := library_plan(model)) is not None:
+        plan = other  # names as in a ready plan, and more between them than that knows
+        changes, problems = _changes(model, plan, sequence=sequence)
+    problems += _fit_problems(model, changes, size)
+    if problems:
+        raise UsageError(
+            f"{type(model).__name__} cannot be split over {size} tensor ranks by the plan for {plan.name}\n"
+            + "\n".join(problems)
+        )
+    return plan, changes
 
 
 def _changes(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> tuple[list[_LayerChange], list[str]]:

@@ -82,7 +82,7 @@ class Retry:
             if not reduce_number(engine.gradient_comm, values is None, "max"):  # sync point
                 self._num_unproven -= 1
                 return values or []
-            drop_gradients(engine)
+            engine.zero_grad()
             engine.forget_pass()  # nothing of an attempt that failed on some rank may last
             if self.microbatch == 1:
                 raise MemoryExhaustedError(self._explain(engine))
@@ -128,7 +128,7 @@ def try_passes(passes: Passes, explain: Callable[[], TrainingError]) -> Sequence
         if not can_fail_alone(engine):
             raise explain() from error
     # Only here, where the traceback is gone that held the activations.
-    drop_gradients(engine)
+    engine.zero_grad()
     release_memory(engine.device)
     for number in range(num_finished, num_passes):
         with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
@@ -158,12 +158,6 @@ def can_fail_alone(engine: Engine) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def drop_gradients(engine: Engine) -> None:
-    """Frees all gradients, those that the module holds too."""
-    for parameter in [*engine.parameters(), *engine.module.parameters()]:
-        parameter.grad = None
 
 
 def release_memory(device: torch.device) -> None:
@@ -299,7 +293,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     if agree(int(measure(sizes[0]) is not None)):
         found = search_microbatch(sizes, measure, base_bytes=base, limit_bytes=limit, first=limits.first, agree=agree)
     engine.abandon_accumulation()  # not after an error: the other ranks may be elsewhere
-    drop_gradients(engine)
+    engine.zero_grad()
     release_memory(engine.device)
     state.restore()
     if found.samples is None:

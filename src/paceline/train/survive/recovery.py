@@ -253,8 +253,7 @@ def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | No
     for name, parameter in engine.named_parameters():  # gradients of the modules called last arise first
         place = -calls.get(name.rpartition(".")[0], 0)
         look(_GRADIENT, place, parameter.grad, f"the gradient of {name} in backward")
-    for parameter in engine.parameters():
-        parameter.grad = None
+    engine.zero_grad()
     everyone = gather_objects(engine.world, min(findings, default=None))
     return min((finding for finding in everyone if finding is not None), default=None)
 

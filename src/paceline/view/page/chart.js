@@ -3,20 +3,23 @@
 const SYNC = "paceline";
 const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
-/** Exponential smoothing that begins unbiased; gaps stay gaps. */
+/** Exponential smoothing that begins unbiased; gaps stay gaps. It goes both ways, so that the curve does not lag behind. */
 function smoothed(values, weight) {
-  if (!weight) return values;
-  let mean = 0, norm = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    norm = weight * norm + (1 - weight);
-    return mean / norm;
-  });
+  const pass = (all) => {
+    let mean = 0, norm = 0;
+    return all.map((value) => {
+      if (value === null) return null;
+      mean = weight * mean + (1 - weight) * value;
+      norm = weight * norm + (1 - weight);
+      return mean / norm;
+    });
+  };
+  const back = pass([...values].reverse()).reverse();
+  return pass(values).map((value, place) => (value === null ? null : (value + back[place]) / 2));
 }
 
 class Chart {
-  /** `spec`: title, unit, format (of a value), isStacked, noLog. `view` has x, smooth, isLog, zoom, onZoom. */
+  /** `spec`: title, unit, label (of the y axis), format (of a value), isStacked, noLog, isSmooth, onRemove. `view` has x, smooth, isLog, zoom, onZoom. */
   constructor(spec, view) {
     this.spec = spec;
     this.view = view;
@@ -25,7 +28,8 @@ class Chart {
     this.unit = element("span", { className: "unit" });
     this.plane = element("div", { className: "plane" });
     this.root = element("section", { className: `card chart${spec.isWide ? " wide" : ""}` },
-      element("div", { className: "head" }, element("h2", {}, spec.title, this.unit), this.at),
+      element("div", { className: "head" }, element("h3", {}, spec.title, this.unit), this.at,
+        spec.onRemove ? element("button", { className: "remove", title: "remove this chart", onclick: spec.onRemove }, "×") : null),
       this.legend, this.plane);
     this.root.dataset.chart = spec.key;
     this.plot = null;
@@ -36,13 +40,13 @@ class Chart {
   draw(lines, events) {
     this.events = events;
     this.unit.textContent = this.spec.unit || "";
-    this.lines = lines.map((line) => ({ ...line, shown: line.isPoints || line.dash || this.spec.isStacked ? line.y : smoothed(line.y, this.view.smooth) }));
+    this.lines = lines.map((line) => ({ ...line, shown: this._hasRaw(line) ? smoothed(line.y, this.view.smooth) : line.y }));
     let place = 1;
     this.lines.forEach((line) => { line.place = place; place += 1 + this._hasRaw(line) + 2 * !!line.low; });
     const data = this._data();
     const width = Math.max(200, Math.floor(this.plane.clientWidth || 340));
     const isLog = this.view.isLog && !this.spec.isStacked && !this.spec.noLog;
-    const shape = JSON.stringify([this.lines.map((line) => [line.label, line.color, !!line.low, !!line.isPoints, !!line.dash]), isLog, this.view.x, isDark(), this.view.smooth > 0, this.view.hasOutliers]);
+    const shape = JSON.stringify([this.lines.map((line) => [line.label, line.color, !!line.low, !!line.isPoints, !!line.dash, this._hasRaw(line)]), isLog, this.view.x, isDark(), this.view.smooth > 0, this.view.hasOutliers, this._height()]);
     if (this.plot && shape === this.shape) {
       if (this.plot.width !== width) this.plot.setSize({ width, height: this.plot.height });
       this.plot.setData(data, false);
@@ -69,35 +73,39 @@ class Chart {
     return isSame ? [tables[0][0], ...tables.flatMap((table) => table.slice(1))] : uPlot.join(tables, tables.map((table) => table.map(() => 1)));
   }
 
-  _hasRaw(line) { return this.view.smooth > 0 && !line.isPoints && !line.dash && !this.spec.isStacked; }
+  /** Whether a line is smoothed, and its own values stand faint behind it. */
+  _hasRaw(line) { return this.view.smooth > 0 && !!this.spec.isSmooth && !line.isPoints && !line.dash && line.y.length > 2; }
+
+  _height() { return this.spec.isFirst ? (innerWidth < 820 ? 250 : 320) : this.spec.isWide ? 266 : 206; }
 
   _options(width, isLog) {
     const series = [{}], bands = [];
     for (const line of this.lines) {
-      series.push({ label: line.label, stroke: line.color, width: line.isPoints ? 1.2 : 1.6, spanGaps: true, dash: line.dash,
+      series.push({ label: line.label, stroke: line.color, width: line.isPoints ? 1.4 : 1.8, spanGaps: true, dash: line.dash,
         fill: this.spec.isStacked ? line.color : undefined, points: { show: !!line.isPoints, size: 5, fill: line.color }, alpha: 1 });
-      if (this._hasRaw(line)) series.push({ stroke: line.color, width: 1, alpha: 0.25, spanGaps: true, points: { show: false } });
+      if (this._hasRaw(line)) series.push({ stroke: line.color, width: 1, alpha: 0.3, spanGaps: true, points: { show: false } });
       if (line.low) {
         bands.push({ series: [series.length + 1, series.length], fill: line.color + "26" });
         series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } }, { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       }
     }
-    const axis = { stroke: css("--dim"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const show = this.view.x === "time" ? (each) => seconds(each) : (each) => (each >= 1e5 ? count(each) : whole(each));
+    const axis = { stroke: css("--dim"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", labelSize: 16, labelGap: 0 };
+    const tick = this.spec.axis || (this.spec.format === seconds ? tickSeconds : this.spec.format);
+    const show = this.view.x === "time" ? tickSeconds : (each) => (each >= 1e5 ? count(each) : whole(each));
     return {
-      width, height: this.spec.isWide ? 250 : 190, series, bands, legend: { show: false },
+      width, height: this._height(), series, bands, legend: { show: false },
       padding: [8, 10, 0, 0],
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, low, high) => this._range(low, this._capped(high)) } },
       axes: [
-        { ...axis, size: 26, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
-        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes || this.spec.format === byteRate ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
+        { ...axis, label: this.view.x === "time" ? "time since the start" : "step", size: 24, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
+        { ...axis, label: this.spec.label, size: 58, gap: 4, space: 34, incrs: this.spec.format === bytes || this.spec.format === byteRate ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : tick(each))) },
       ],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
       hooks: {
         setSelect: [(plot) => this._select(plot)],
         setCursor: [(plot) => this._tell(plot.cursor.idx)],
         draw: [(plot) => this._mark(plot)],
-        ready: [(plot) => plot.over.addEventListener("dblclick", () => this.view.onZoom(null))],
+        ready: [(plot) => { plot.over.addEventListener("dblclick", () => this.view.onZoom(null)); plot.over.addEventListener("mousedown", () => { Chart.dragged = this; }); }],
       },
     };
   }
@@ -105,7 +113,8 @@ class Chart {
   _range(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.spec.isStacked || this.spec.fromZero) return [0, high > 0 ? high * 1.05 : 1];
-    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    const isFlat = high - low <= 1e-9 * Math.abs(high);  // but for what rounding and smoothing add
+    const room = (isFlat ? Math.abs(high) || 1 : high - low) * 0.06;
     return [low >= 0 && low < room ? 0 : low - room, high + room];
   }
 
@@ -123,7 +132,7 @@ class Chart {
   }
 
   _select(plot) {
-    if (plot.select.width < 4) return;
+    if (plot.select.width < 4 || Chart.dragged !== this) return;  // the others follow its cursor
     const range = [plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")];
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     this.view.onZoom(range);
@@ -140,8 +149,8 @@ class Chart {
     const place = isAtRest ? this._lastShown(data[0]) : index;
     const order = this.spec.isStacked ? [...this.lines].reverse() : this.lines;
     this.legend.replaceChildren(...order.slice(0, 10).map((line) => {
-      const swatch = element("i"); swatch.style.background = line.color;
-      const value = line.own ? at(line.own, place) : at(data[line.place] || [], place);
+      const swatch = element("i", { className: line.dash ? "dash" : "" }); swatch.style.color = line.color;
+      const value = line.own ? at(line.own, place) : at(data[line.place + this._hasRaw(line)] || [], place);
       return element("span", {}, swatch, `${line.label} `, element("b", {}, this.spec.format(value)));
     }), ...(order.length > 10 ? [element("span", {}, `and ${order.length - 10} more`)] : []));
     const x = data[0][place];

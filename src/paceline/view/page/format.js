@@ -45,14 +45,21 @@ const scaled = (value, steps, unit) => {
   const found = steps.find((each) => Math.abs(value) >= each[0]) || steps[steps.length - 1];
   return `${Number((value / found[0]).toPrecision(3))} ${found[1]}${unit}`.trim();
 };
+/** In the words of format_seconds in paceline/units.py: one format of time on the page and in the terminal. */
 const seconds = (value) => {
   if (value === null || value === undefined || !isFinite(value)) return "–";
-  const size = Math.abs(value);
-  if (size >= 5400) return `${Number((value / 3600).toPrecision(3))} h`;
-  if (size >= 90) return `${Number((value / 60).toPrecision(3))} min`;
-  if (size >= 1 || size === 0) return `${Number(value.toPrecision(3))} s`;
-  return size >= 1e-3 ? `${Number((value * 1e3).toPrecision(3))} ms` : `${Number((value * 1e6).toPrecision(3))} µs`;
+  const size = Math.abs(value), sign = value < 0 ? "−" : "";
+  if (size === 0) return "0 s";
+  if (size >= 3600) return `${sign}${(size / 3600).toFixed(1)} h`;
+  if (size >= 60) return `${sign}${Math.floor(size / 60)} min ${Math.floor(size % 60)} s`;
+  if (size >= 1) return `${sign}${size.toFixed(1)} s`;
+  return size >= 1e-3 ? `${sign}${(size * 1e3).toFixed(1)} ms` : `${sign}${(size * 1e6).toFixed(0)} us`;
 };
+/** A time on an axis: round numbers without their zero. */
+const tickSeconds = (value) => seconds(value).replace(/\.0 /, " ").replace(/ 0 s$/, "");
+const clock = (value) => (value ? new Date(value * 1000).toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" }) : "–");
+/** The one case of headings: a capital at the beginning. */
+const heading = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const bytes = (value) => scaled(value, [[2 ** 40, "Ti"], [2 ** 30, "Gi"], [2 ** 20, "Mi"], [2 ** 10, "Ki"], [1, ""]], "B");
 const count = (value) => (value !== null && Math.abs(value) < 1000 ? short(value, 3) : scaled(value, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]], ""));
 const rate = (value) => scaled(value, [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]], "B/s");
@@ -63,13 +70,13 @@ const percent = (value) => (value === null || value === undefined || !isFinite(v
 const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
 
 const withUnit = (unit) => (value) => (value === null || value === undefined || !isFinite(value) ? "–" : `${short(value, 3)} ${unit}`);
-/* What samplers of hosts read: title and format by the name that the records have. */
+/* What samplers of hosts read: title, format and label by the name that the records have. */
 const DEVICE_CHARTS = {
-  "hw.gpu.utilization": ["GPU in use", percent], "hw.gpu.memory.usage": ["GPU memory", bytes], "hw.power": ["Power", withUnit("W")], "hw.temperature": ["Temperature", withUnit("°C")],
-  "hw.gpu.clock.sm": ["GPU clock", hertz], "hw.gpu.clock.memory": ["GPU memory clock", hertz], "hw.gpu.throttle.power": ["Clocks lowered by power", short], "hw.gpu.throttle.thermal": ["Clocks lowered by heat", short],
-  "hw.gpu.throttle.hardware": ["Clocks lowered by hardware", short], "hw.gpu.throttle.sync": ["Clocks lowered with another GPU", short],
-  "system.cpu.utilization": ["Processors in use", percent], "system.memory.usage": ["Memory of the host", bytes], "process.memory.usage": ["Memory of the ranks", bytes],
-  "system.network.io": ["Network", byteRate], "system.disk.io": ["Disks", byteRate],
+  "hw.gpu.utilization": ["GPU in use", percent, "share"], "hw.gpu.memory.usage": ["GPU memory", bytes, "bytes"], "hw.power": ["Power", withUnit("W"), "power"], "hw.temperature": ["Temperature", withUnit("°C"), "temperature"],
+  "hw.gpu.clock.sm": ["GPU clock", hertz, "clock"], "hw.gpu.clock.memory": ["GPU memory clock", hertz, "clock"], "hw.gpu.throttle.power": ["Clocks lowered by power", short, "share"], "hw.gpu.throttle.thermal": ["Clocks lowered by heat", short, "share"],
+  "hw.gpu.throttle.hardware": ["Clocks lowered by hardware", short, "share"], "hw.gpu.throttle.sync": ["Clocks lowered with another GPU", short, "share"],
+  "system.cpu.utilization": ["Processors in use", percent, "share"], "system.memory.usage": ["Memory of the host", bytes, "bytes"], "process.memory.usage": ["Memory of the ranks", bytes, "bytes"],
+  "system.network.io": ["Network", byteRate, "rate"], "system.disk.io": ["Disks", byteRate, "rate"],
 };
 
 function showTip(event, text) {
@@ -103,4 +110,21 @@ function ticks(low, high, about) {
   const found = [];
   for (let each = Math.ceil(low / step) * step; each <= high + step * 1e-9; each += step) found.push(each);
   return found;
+}
+
+/** Puts children in the place of those that are there; those that are the same stay, with focus, selection and scroll. */
+function renew(parent, children) {
+  const wanted = children.filter(Boolean);
+  wanted.forEach((each, place) => {
+    const old = parent.children[place];
+    if (!old) parent.append(each);
+    else if (old !== each && !old.isEqualNode(each)) old.replaceWith(each);
+  });
+  while (parent.children.length > wanted.length) parent.lastElementChild.remove();
+}
+
+/** Sets the columns of a grid so that its rows are even, and the last has no hole: its items grow. */
+function balance(grid, least) {
+  const num = [...grid.children].filter((each) => !each.classList.contains("wide")).length, most = Math.max(1, Math.floor((grid.clientWidth + 14) / (least + 14)));
+  if (num) grid.style.setProperty("--columns", Math.ceil(num / Math.ceil(num / most)));
 }

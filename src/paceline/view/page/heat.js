@@ -23,7 +23,7 @@ class HeatMap {
     this.low = element("span"); this.high = element("span");
     this.note = element("p", { className: "fine" });
     this.root = element("section", { className: "card chart wide" },
-      element("div", { className: "head" }, element("h2", {}, "Ranks and steps"),
+      element("div", { className: "head" }, element("h3", {}, "Ranks and steps"),
         element("div", { className: "tools" }, this.picker, this.low, this.scale, this.high)), this.canvas, this.note);
     this.root.dataset.chart = "heat";
     this.canvas.addEventListener("mousemove", (event) => this._hover(event));
@@ -55,7 +55,7 @@ class HeatMap {
     const width = Math.max(240, this.root.clientWidth - 34);
     const tall = Math.max(4, Math.min(22, Math.floor(420 / Math.max(1, rows))));
     this.box = { left: 46, top: 6, width: width - 52, height: tall * rows, tall };
-    const context = sharpen(this.canvas, width, this.box.height + 30);
+    const context = sharpen(this.canvas, width, this.box.height + 42);
     const image = new ImageData(Math.max(1, columns), Math.max(1, rows));
     const [low, high] = limits, room = high - low || 1;
     for (let place = 0; place < rows * columns; place++) {
@@ -81,6 +81,7 @@ class HeatMap {
     ranks.forEach((rank, row) => { if (row % every === 0) context.fillText(ranks.length <= 32 ? `rank ${rank}` : rank, left - 6, top + (row + 0.5) * tall); });
     context.textAlign = "center"; context.textBaseline = "top";
     if (!steps.length) return;
+    context.fillText("step", left + width / 2, top + height + 22);
     const first = steps[0], last = steps[steps.length - 1];
     for (const tick of ticks(first, last, width / 110)) {
       if (tick % 1) continue;

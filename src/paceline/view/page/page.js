@@ -1,7 +1,8 @@
-/* The page: which runs are chosen, what is drawn, and what keys and controls do. */
+/* The page: which runs are chosen, what is drawn, the address of what is shown, and what keys and controls do. */
 
 const SHORTCUTS = [["← →", "move along the steps"], ["+ −", "zoom in and out"], ["0", "show all steps"], ["l", "logarithmic scale"], ["x", "steps or time"],
-  ["s", "more smoothing, then none"], ["d", "dark or light"], ["j k", "next run, previous run"], ["?", "this help"]];
+  ["s", "more smoothing, then none"], ["a", "all runs in a table"], ["d", "dark or light"], ["j k", "next run, previous run"], ["?", "this help"]];
+const SMOOTH = 0.6;
 
 class Page {
   constructor(source) {
@@ -13,42 +14,87 @@ class Page {
     this.focus = null;
     this.differences = [];
     this.charts = new Map();
-    this.view = { x: "step", smooth: 0, isLog: false, hasOutliers: false, zoom: null, bounds: () => this._bounds(), onZoom: (range) => this.zoomTo(range) };
+    this.ownCharts = keptCharts();
+    this.view = { x: "step", smooth: SMOOTH, isLog: false, hasOutliers: false, zoom: null, bounds: () => this._bounds(), onZoom: (range) => this.zoomTo(range) };
     this.main = document.getElementById("main");
     this.timers = {};
+    this.runList = new RunList(this);
+    this.table = new RunTable(this);
+    this.texts = new Texts(this);
     this._controls();
     this._keys();
     this._print();
     let width = innerWidth;
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; this._soon("resize", 120, () => this.drawAll()); } });
+    addEventListener("popstate", () => this.goTo(location.hash));
   }
 
   async start() {
     const state = document.getElementById("connection");
     state.dataset.state = this.source.isLive ? "live" : "file";
     state.textContent = this.source.isLive ? "live" : "report";
-    if (!this.source.isLive) {
-      this.list = this.source.list();
-      await this.choose(this.list.map((run) => run.id));
-      return;
-    }
-    const first = await this.source.load([], null, 1);
-    this.list = first.list;
+    this.list = this.source.isLive ? (await this.source.load([], null, 1)).list : this.source.list();
     this.seen = new Set(this.list.map((run) => run.id));
-    const wanted = this.list.find((run) => run.status === "running") || this.list[0];
-    await this.choose(wanted ? [wanted.id] : []);
-    this.source.follow((list) => this.news(list), (now) => { state.dataset.state = now; state.textContent = now === "live" ? "live" : "the server does not answer"; });
+    await this.goTo(location.hash);
+    if (this.source.isLive) this.source.follow((list) => this.news(list), (now) => { state.dataset.state = now; state.textContent = now === "live" ? "live" : "the server does not answer"; });
+  }
+
+  // the address of what is shown --------------------------------------------------------------------------------------
+
+  /** Shows what an address names; without one, the run that is running, or the newest; in a report all. */
+  async goTo(hash) {
+    const asked = new URLSearchParams(hash.slice(1)), first = this.list.find((run) => run.status === "running") || this.list[0];
+    const named = asked.getAll("run").map((name) => this.list.find((run) => run.name === name)).filter(Boolean).map((run) => run.id);
+    const ids = named.length ? named : this.source.isLive ? (first ? [first.id] : []) : this.list.map((run) => run.id);
+    this.isByHand = this.isByHand || named.length > 0;
+    const zoom = (asked.get("steps") || "").split("-").map(Number);
+    Object.assign(this.view, { x: asked.get("x") === "time" ? "time" : "step", isLog: asked.has("log"), smooth: asked.has("smooth") ? +asked.get("smooth") || 0 : SMOOTH });
+    if (asked.has("chart")) this.ownCharts = asked.getAll("chart").map((each) => each.split("|"));
+    this.table.goTo(asked);
+    this._showControls();
+    this.isInTable = asked.get("view") === "runs";
+    await this.choose(ids, (this.list.find((run) => run.name === asked.get("focus")) || {}).id, zoom.length === 2 && zoom[1] > zoom[0] ? zoom : null);
+    if (asked.has("part")) this._scrollTo(asked.get("part"));
+  }
+
+  /** Writes the address; a new entry of the history for another view. */
+  note(isNew = false) {
+    const told = new URLSearchParams(), { view } = this, name = (id) => (this.list.find((run) => run.id === id) || {}).name;
+    if (this.isInTable) { told.set("view", "runs"); this.table.note(told); }
+    this.chosen.map(name).filter(Boolean).forEach((each) => told.append("run", each));
+    if (this.focus !== this.chosen[0] && name(this.focus)) told.set("focus", name(this.focus));
+    if (view.x === "time") told.set("x", "time");
+    if (view.isLog) told.set("log", "");
+    if (view.smooth !== SMOOTH) told.set("smooth", view.smooth);
+    if (view.zoom) told.set("steps", view.zoom.map((each) => Number(each.toPrecision(7))).join("-"));
+    this.ownCharts.forEach((names) => told.append("chart", names.join("|")));
+    if (this.part) told.set("part", this.part);
+    const hash = `#${told}`;
+    if (hash === location.hash) return;
+    try { history[isNew ? "pushState" : "replaceState"](null, "", hash); } catch { /* a file may have no address of its own */ }
   }
 
   /** Shows runs that somebody has picked: the page stays with them. */
-  pick(ids, focus) { this.isByHand = true; return this.choose(ids, focus); }
+  async pick(ids, focus) {
+    this.isByHand = true;
+    this.isInTable = false;
+    this.part = null;
+    await this.choose(ids, focus, null, true);
+  }
 
-  async choose(ids, focus) {
+  async choose(ids, focus, zoom = null, isNew = false) {
     this.chosen = ids;
     this.focus = focus && ids.includes(focus) ? focus : ids.includes(this.focus) ? this.focus : ids[0] || null;
-    this.view.zoom = null;
+    this.view.zoom = zoom;
     if (this.timeline) { this.timeline.isNewest = true; this.timeline.zoom = null; }
+    this.note(isNew);
     await this.load();
+  }
+
+  showTable(isShown) {
+    this.isInTable = isShown;
+    this.note(true);
+    this.drawAll();
   }
 
   run() { return this.runs.get(this.focus); }
@@ -59,7 +105,8 @@ class Page {
     const fresh = list.find((run) => !this.seen.has(run.id)), now = list.find((run) => run.id === this.focus);
     list.forEach((run) => this.seen.add(run.id));
     this.list = list;
-    this.drawRuns();
+    this.runList.draw();
+    if (this.isInTable) this.table.refresh();
     if (fresh && (!now || (!this.isByHand && now.status !== "running"))) return this.choose([fresh.id]);
     const stale = list.filter((run) => this.chosen.includes(run.id) && (!this.runs.has(run.id) || this.runs.get(run.id).version !== run.version || this.runs.get(run.id).state.status !== run.status));
     if (stale.length) this._loadSoon();
@@ -112,7 +159,7 @@ class Page {
     }
     this.view.zoom = range;
     this.drawCharts();
-    document.getElementById("reset").disabled = !range;
+    this.note();
     if (this.source.isLive && this.view.x === "step") this._soon("load", 200, () => this.load());
   }
 
@@ -127,7 +174,10 @@ class Page {
   // what is drawn -----------------------------------------------------------------------------------------------------
 
   drawAll() {
-    this.drawRuns();
+    this.runList.draw();
+    this.tableButton.hidden = this.list.length < 2;
+    this.tableButton.setAttribute("aria-pressed", this.isInTable);
+    if (this.isInTable && this.list.length) { this.main.replaceChildren(this.table.root); this.table.refresh(); return; }
     if (!this.run()) { this._empty(); return; }
     this._frame();
     this.drawWords();
@@ -143,157 +193,141 @@ class Page {
       "This page shows the first one as soon as it starts. ", element("p", {}, element("code", {}, "paceline train configs/digits.yaml"))));
   }
 
+  /** The places of everything, from the top: the state, the parts with the loss first, and in each its charts or tables. */
   _frame() {
-    if (this.heat) return;
-    this.top = element("div");
-    this.grid = element("div", { className: "charts" });
-    this.bottom = element("div");
-    this.heat = new HeatMap((name) => this._heatOf(name), (step) => { this.timeline.choose(step - 1, step + 1); this.timeline.root.scrollIntoView({ behavior: "smooth", block: "nearest" }); });
-    this.timeline = new Timeline((range) => this.source.timeline(this.focus, range), () => this.run().range || [0, 0], this.source.isLive);
-    this.main.replaceChildren(this.top, this.grid, this.bottom);
-    this.timeline.isNewest = true;
+    if (!this.heat) {
+      this.top = element("div", { id: "verdict" });
+      this.tabs = element("nav", { className: "tabs", ariaLabel: "Parts of the page" });
+      this.grids = Object.fromEntries(["first", "learning", "speed", "system", "hosts", "ranks"].map((key) => [key, element("div", { className: key === "first" ? "first" : "charts" })]));
+      this.notes = element("div", { className: "notes" });
+      this.words0 = element("div");
+      this.samples = element("div");
+      this.bottom = element("div");
+      this.hosts = element("details", { className: "card fold", ontoggle: () => this.drawCharts() }, element("summary", {}, "Hosts"), this.grids.hosts);
+      this.heat = new HeatMap((name) => this._heatOf(name), (step) => { this.timeline.choose(step - 1, step + 1); this.timeline.root.scrollIntoView({ behavior: "smooth", block: "nearest" }); });
+      this.timeline = new Timeline((range) => this.source.timeline(this.focus, range), () => this.run().range || [0, 0], this.source.isLive);
+      this.timeline.isNewest = true;
+      const more = element("button", { className: "more", onclick: () => this._addChart() }, "Add a chart");
+      const inside = { learning: [this.grids.first, this.words0, this.grids.learning, more, this.samples], speed: [this.grids.speed], system: [this.grids.system, this.hosts], ranks: [this.grids.ranks],
+        tables: [this.bottom], log: [this.texts.log], config: [this.texts.config] };
+      this.parts = Object.fromEntries(PARTS.map(([key, name]) => [key, element("section", { className: "part", id: `part-${key}` }, element("h2", {}, name), ...inside[key])]));
+      this.tabs.append(...PARTS.map(([key, name]) => element("a", { href: `#part-${key}`, id: `tab-${key}`, onclick: (event) => { event.preventDefault(); this._scrollTo(key); this.note(); } }, name)));
+      const seen = new IntersectionObserver((all) => all.forEach((each) => { if (each.isIntersecting) this._markTab(each.target.id.slice(5)); }), { rootMargin: "-100px 0px -60% 0px" });
+      this._markTab("learning");
+      Object.values(this.parts).forEach((part) => seen.observe(part));
+    }
+    if (this.top.parentNode !== this.main) this.main.replaceChildren(this.top, this.tabs, ...Object.values(this.parts));
+  }
+
+  _markTab(key) { [...this.tabs.children].forEach((tab) => tab.setAttribute("aria-current", tab.id === `tab-${key}`)); }
+
+  _scrollTo(key) {
+    if (!this.parts || !this.parts[key]) return;
+    this.part = key === "learning" ? null : key;
+    if (this.part) this.parts[key].scrollIntoView(); else scrollTo(0, 0);
+    this._markTab(key);
   }
 
   _heatOf(name) { const run = this.run(); return run && run.heat_names.length ? this.source.heat(run.id, name, this._range(), 600) : null; }
   _heat() { const run = this.run(); if (this.heat && run && run.heat_names.length) { this.heat.names(run.heat_names); this.heat.refresh(); } }
 
-  drawRuns() {
-    const nav = document.getElementById("runs");
-    if (this.list.length < 2) { nav.replaceChildren(); return; }
-    nav.replaceChildren(element("h2", {}, `${this.list.length} runs`), ...this.list.map((run) => {
-      const place = this.chosen.indexOf(run.id), box = element("input", { type: "checkbox", checked: place >= 0, title: "show this run beside the others" });
-      box.addEventListener("click", (event) => { event.stopPropagation(); const ids = this.chosen.filter((id) => id !== run.id); this.pick(box.checked ? [...ids, run.id] : ids.length ? ids : [run.id]); });
-      const dot = element("span", { className: "dot" }); dot.dataset.status = run.status;
-      const row = element("div", { className: "run", tabIndex: 0, role: "button", title: run.name,
-        onclick: () => this.pick(this.chosen.includes(run.id) ? this.chosen : [run.id], run.id), onkeydown: (event) => { if (event.key === "Enter") row.click(); } },
-      box, element("span", { className: "who" }, element("span", { className: "name" }, run.name), element("span", { className: "where" }, `${run.status}, step ${whole(run.step)}`)), dot);
-      if (place >= 0) { row.style.setProperty("--run", runColor(place)); if (this.chosen.length > 1) row.querySelector(".name").style.color = runColor(place); }
-      row.setAttribute("aria-current", run.id === this.focus);
-      return row;
-    }));
-  }
-
   drawWords() {
     const run = this.run();
     if (!run || !this.top) return;
-    const words = (this.words.get(run.id) || {}).told;
-    const chosen = this.chosen.map((id) => this.runs.get(id)).filter(Boolean);
-    this.top.replaceChildren(verdictCard(run, words));
-    if (chosen.length > 1) {
-      const compared = element("div", { className: "compare" }, ...compareTables(chosen, this.differences, chosen.map((each, place) => runColor(place))));
-      compared.lastChild.style.marginBottom = "14px";
-      this.top.append(compared);
-    }
-    this.bottom.replaceChildren(...[...wordTables(words), communicationTable(run), eventTable(run)].filter(Boolean));
+    const words = (this.words.get(run.id) || {}).told, chosen = this.chosen.map((id) => this.runs.get(id)).filter(Boolean);
+    renew(this.top, stateOf(run));
+    renew(this.notes, [notesCard(run, words, () => { this.texts.log.open = true; this._scrollTo("log"); this.note(); })]);
+    const compared = chosen.length > 1 ? compareTables(chosen, this.differences, chosen.map((each, place) => runColor(place))) : [];
+    renew(this.words0, [...compared, factList(run, words)]);
+    const facts = this.words0.querySelector(".facts");
+    if (facts) balance(facts, 130);
+    renew(this.samples, [samplesCard(run)]);
+    renew(this.bottom, [...wordTables(words), communicationTable(run), eventTable(run)]);
+    this.texts.draw(run);
+    this._showParts();
   }
 
-  /** All charts of the chosen runs: [spec, lines]. A chart without a line is left out. */
-  _plots() {
-    const chosen = this.chosen.map((id, place) => [this.runs.get(id), place]).filter((each) => each[0]);
-    const isSole = chosen.length === 1, focus = this.run(), axis = this.view.x;
-    const line = (run, place, name, label) => {
-      const found = run.curves[name];
-      return found && { label: isSole ? label : run.name, color: runColor(place), x: run.x[axis], y: found.mean, low: found.min, high: found.max };
-    };
-    const spots = (run, place, pairs, label, isDashed) => pairs && pairs.length && { label: isSole ? label : `${run.name} ${label}`, color: isSole && isDashed ? runColor(1) : runColor(place),
-      x: pairs.map((each) => each[axis === "step" ? 0 : 1]), y: pairs.map((each) => each[2]), isPoints: true };
-    const level = (value, label, x) => value && x.length && { label, color: css("--faint"), x: [x[0], x[x.length - 1]], y: [value, value], dash: [6, 4] };
-    const plots = [];
-    const add = (spec, make) => { const lines = chosen.flatMap(([run, place]) => make(run, place)).filter(Boolean); if (lines.length) plots.push([spec, lines]); };
-    const predicted = (run, name) => (run !== focus ? [] : [run.predicted, (run.predicted || {}).later].filter(Boolean).map((found) =>
-      level(found[name], found.is_later ? "predicted while it ran" : "predicted", run.x[axis])));
-    add({ key: "loss", title: "Loss", format: short }, (run, place) => [line(run, place, "loss", "training"), spots(run, place, run.evaluations.loss, "evaluation", true)]);
-    const unit = (run) => `${run.facts.unit || "samples"}/s`, isMixed = chosen.some(([run]) => unit(run) !== unit(focus));
-    add({ key: "units_per_s", title: "Throughput", unit: isMixed ? "" : unit(focus), format: count },
-      (run, place) => { const found = line(run, place, "units_per_s", "all ranks"); return [found && isMixed ? { ...found, label: `${found.label}, ${unit(run)}` } : found]; });
-    add({ key: "step_s", title: "Step time", unit: "slowest rank", format: seconds, isTime: true }, (run, place) => [line(run, place, "step_s", "measured"), ...predicted(run, "step_s")]);
-    Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
-      add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));
-    add({ key: "mfu", title: "MFU", unit: "of the device's peak", format: percent }, (run, place) => [line(run, place, "mfu", "mean of the ranks")]);
-    if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops, axis: (value) => flops(value, "") }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
-    add({ key: "memory_bytes", title: "Memory", unit: "largest rank", format: bytes, fromZero: true, noLog: true }, (run, place) => [line(run, place, "memory_bytes", "measured"), ...predicted(run, "memory_bytes")]);
-    add({ key: "lr", title: "Learning rate", format: short }, (run, place) => [line(run, place, "lr", "rate")]);
-    add({ key: "grad_norm", title: "Gradient norm", format: short }, (run, place) => [line(run, place, "grad_norm", "before clipping")]);
-    Object.keys(focus.own).forEach((name) => add({ key: `own-${name}`, title: name, format: short }, (run, place) => [{ ...spots(run, place, run.own[name] || [], name), isPoints: false }].filter((each) => each.x)));
-    this._deviceCharts(focus).forEach((each) => plots.push(each));
-    const phases = this._phases(focus);
-    if (phases.length) plots.push([{ key: "phases", title: "Where a step's time goes", unit: "mean of the ranks", format: seconds, isStacked: true, isWide: true, isTime: true }, phases]);
-    return plots;
-  }
-
-  /** Charts of what the sampler of each host read, a line a device, with limits as dashed lines; and of the rate of collectives. */
-  _deviceCharts(run) {
-    const axis = this.view.x, by = new Map();
-    run.hosts.forEach((each) => {
-      const [name, device] = each.name.split("/", 2), isLimit = name.endsWith(".limit"), base = isLimit ? name.replace(/limit$/, "usage") : name;
-      if (name.includes(".throttle.") && !each.mean.some((value) => value > 0)) return;  // nothing lowered the clocks
-      if (!by.has(base)) by.set(base, []);
-      if (isLimit && by.get(base).some((line) => line.dash && line.y[0] === each.mean[0])) return;  // one line for equal devices
-      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device, isLimit ? "limit" : null].filter(Boolean).join(" ").replace(/^.*limit$/, "limit");
-      const place = by.get(base).filter((line) => !line.dash).length;
-      by.get(base).push({ label, color: isLimit ? css("--faint") : runColor(place), x: each.x[axis], y: each.mean, low: isLimit ? undefined : each.min, high: each.max, dash: isLimit ? [6, 4] : undefined });
-    });
-    const order = Object.keys(DEVICE_CHARTS), rank = ([base]) => (order.includes(base) ? order.indexOf(base) : order.length);
-    const made = [...by].sort((one, other) => rank(one) - rank(other)).map(([base, lines]) => {
-      const [title, format] = DEVICE_CHARTS[base] || [base, short];
-      return [{ key: `host-${base}`, title, unit: title === base ? "" : base, format, fromZero: format !== hertz, noLog: true }, lines.sort((one, other) => !!one.dash - !!other.dash)];
-    });
-    const rates = run.comm.map((each, place) => ({ label: `${each.kind} (${each.group})`, color: runColor(place), x: each.points.map((point) => point[axis === "step" ? 0 : 1]), y: each.points.map((point) => point[2]) }));
-    if (rates.length) made.push([{ key: "comm", title: "Communication", unit: "bytes of tensors a second", format: rate, axis: rate }, rates]);
-    return made;
-  }
-
-  /** Phases on top of one another; the topmost line first, so that lower ones are painted over it. */
-  _phases(run) {
-    if (!run.curves.step_s) return [];
-    const x = run.x[this.view.x], parts = PHASES.slice(0, 5).filter(([name]) => run.curves[name]);
-    let below = x.map(() => 0);
-    const lines = parts.map(([name, label]) => {
-      const own = run.curves[name].mean;
-      below = below.map((each, place) => each + (own[place] || 0));
-      return { label, color: phaseColor(name), x, y: below, own };
-    });
-    return lines.reverse();
+  _showParts() {
+    const run = this.run();
+    const isThere = { learning: true, speed: this.grids.speed.children.length, system: this.grids.system.children.length || !this.hosts.hidden, ranks: run.heat_names.length, tables: this.bottom.children.length, log: this.texts.hasLog, config: this.texts.hasConfig };
+    PARTS.forEach(([key]) => { this.parts[key].hidden = document.getElementById(`tab-${key}`).hidden = !isThere[key]; });
   }
 
   drawCharts() {
-    if (!this.grid || !this.run()) return;
-    const plots = this._plots(), keys = new Set(plots.map(([spec]) => spec.key)), run = this.run();
+    if (!this.grids || !this.run() || this.isInTable) return;
+    const run = this.run(), chosen = this.chosen.map((id, place) => [this.runs.get(id), place]).filter((each) => each[0]);
+    const plots = new Plots(chosen, run, this.view.x).all(this.ownCharts, (number) => this._removeChart(number)), keys = new Set(plots.map(([spec]) => spec.key));
     this.charts.forEach((chart, key) => { if (!keys.has(key)) { chart.remove(); this.charts.delete(key); } });
     const events = run.events.map((event) => ({ ...event, x: this.view.x === "step" ? event.step : event.time }));
-    const order = plots.map(([spec]) => {
-      if (!this.charts.has(spec.key)) this.charts.set(spec.key, new Chart(spec, this.view));
-      return this.charts.get(spec.key).root;
+    plots.forEach(([spec]) => { if (!this.charts.has(spec.key)) this.charts.set(spec.key, new Chart(spec, this.view)); });
+    const of = (part) => plots.filter(([spec]) => spec.part === part).map(([spec]) => this.charts.get(spec.key).root);
+    const wanted = { first: [...of("first"), this.notes], learning: of("learning"), speed: of("speed"), system: of("system"), hosts: of("hosts"), ranks: run.heat_names.length ? [this.heat.root, this.timeline.root] : [] };
+    this.hosts.hidden = !wanted.hosts.length;
+    this.hosts.firstChild.textContent = `Hosts: ${wanted.hosts.length} charts of processors, memory, network and devices`;
+    Object.entries(wanted).forEach(([part, roots]) => {
+      const grid = this.grids[part];
+      if (roots.length !== grid.children.length || roots.some((each, place) => grid.children[place] !== each)) grid.replaceChildren(...roots);
     });
-    const wanted = [...order, ...(run.heat_names.length ? [this.heat.root, this.timeline.root] : [])];
-    if (wanted.length !== this.grid.children.length || wanted.some((each, place) => this.grid.children[place] !== each)) this.grid.replaceChildren(...wanted);
-    plots.forEach(([spec, lines]) => { const chart = this.charts.get(spec.key); chart.spec = spec; chart.draw(lines, events); });
+    this._showParts();
+    Object.values(this.grids).forEach((grid) => balance(grid, 340));
+    plots.filter(([spec]) => spec.part !== "hosts" || this.hosts.open).forEach(([spec, lines]) => { const chart = this.charts.get(spec.key); chart.spec = spec; chart.draw(lines, events); });
     this.heat.draw();
     this.timeline.draw();
+    document.getElementById("reset").disabled = !this.view.zoom;
     document.body.dataset.drawn = run.version;
+  }
+
+  // charts of one's own -----------------------------------------------------------------------------------------------
+
+  _addChart() {
+    const dialog = document.getElementById("help"), boxes = seriesOf(this.chosen.map((id) => this.runs.get(id)).filter(Boolean)).map((name) => element("input", { type: "checkbox", value: name }));
+    const add = () => { const names = boxes.filter((box) => box.checked).map((box) => box.value); dialog.close(); if (names.length) this._keepCharts([...this.ownCharts, names]); };
+    dialog.replaceChildren(element("h2", {}, "A chart of your own"), element("div", { className: "series" }, ...boxes.map((box) => element("label", {}, box, seriesName(box.value)))),
+      element("div", { className: "tools" }, element("button", { id: "add-chart", onclick: add }, "Add"), element("button", { onclick: () => dialog.close() }, "Cancel")));
+    dialog.showModal();
+  }
+
+  _removeChart(number) { this._keepCharts(this.ownCharts.filter((_, place) => place !== number)); }
+
+  _keepCharts(all) {
+    this.ownCharts = all;
+    localStorageSet("paceline-charts", JSON.stringify(all));
+    this.note();
+    this.drawCharts();
   }
 
   // controls ----------------------------------------------------------------------------------------------------------
 
   _controls() {
-    const saved = localStorageGet("paceline-theme"), prefersDark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const saved = localStorageGet("paceline-theme"), prefersDark = matchMedia("(prefers-color-scheme: dark)").matches, { view } = this;
     document.documentElement.dataset.theme = saved || (prefersDark ? "dark" : "light");
-    const toggle = (name, title, isOn, work) => { const made = element("button", { title, onclick: () => { work(); made.setAttribute("aria-pressed", isOn()); } }, name); made.setAttribute("aria-pressed", isOn()); return made; };
-    this.slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, oninput: () => { this.view.smooth = +this.slider.value; this._soon("smooth", 60, () => this.drawCharts()); } });
-    this.logButton = toggle("log", "logarithmic scale (l)", () => this.view.isLog, () => { this.view.isLog = !this.view.isLog; this.drawCharts(); });
-    this.timeButton = toggle("time", "steps or time along the charts (x)", () => this.view.x === "time", () => { this.view.x = this.view.x === "step" ? "time" : "step"; this.view.zoom = null; this.drawCharts(); });
-    const outliers = toggle("outliers", "show steps that take far longer than all others", () => this.view.hasOutliers, () => { this.view.hasOutliers = !this.view.hasOutliers; this.drawCharts(); });
-    this.darkButton = toggle("dark", "dark or light (d)", isDark, () => { const next = isDark() ? "light" : "dark"; document.documentElement.dataset.theme = next; localStorageSet("paceline-theme", next); this.drawAll(); });
+    this.toggles = [];
+    const toggle = (name, title, isOn, work) => { const made = element("button", { title, onclick: () => { work(); this.drawAll(); this.note(); this._showControls(); } }, name); this.toggles.push([made, isOn]); return made; };
+    this.slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, oninput: () => { view.smooth = +this.slider.value; this.note(); this._soon("smooth", 60, () => this.drawCharts()); } });
+    this.logButton = toggle("log", "logarithmic scale (l)", () => view.isLog, () => { view.isLog = !view.isLog; });
+    this.timeButton = toggle("time", "steps or time along the charts (x)", () => view.x === "time", () => { view.x = view.x === "step" ? "time" : "step"; view.zoom = null; });
+    const outliers = toggle("outliers", "show steps that take far longer than all others", () => view.hasOutliers, () => { view.hasOutliers = !view.hasOutliers; });
+    this.darkButton = toggle("dark", "dark or light (d)", isDark, () => { const next = isDark() ? "light" : "dark"; document.documentElement.dataset.theme = next; localStorageSet("paceline-theme", next); });
     const reset = element("button", { id: "reset", disabled: true, title: "show all steps (0)", onclick: () => this.zoomTo(null) }, "all steps");
-    document.getElementById("controls").append(element("label", { title: "smoothing (s)" }, "smooth", this.slider), this.logButton, this.timeButton, outliers, reset, this.darkButton,
-      element("button", { title: "keys (?)", onclick: () => this._help() }, "?"));
+    const controls = document.getElementById("controls"), menu = document.getElementById("menu"), open = (isOpen) => { controls.classList.toggle("open", isOpen); menu.setAttribute("aria-expanded", isOpen); };
+    controls.append(element("label", { title: "smoothing (s)" }, "smooth", this.slider), this.logButton, this.timeButton, outliers, reset, this.darkButton, element("button", { title: "keys (?)", onclick: () => this._help() }, "?"));
+    menu.addEventListener("click", () => open(!controls.classList.contains("open")));
+    addEventListener("pointerdown", (event) => { if (!document.getElementById("bar").contains(event.target)) open(false); });
+    this.tableButton = document.getElementById("all");
+    this.tableButton.addEventListener("click", () => this.showTable(!this.isInTable));
+    this._showControls();
+  }
+
+  _showControls() {
+    this.slider.value = this.view.smooth;
+    this.toggles.forEach(([button, isOn]) => button.setAttribute("aria-pressed", isOn()));
   }
 
   _keys() {
     addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) return;
       const work = { ArrowLeft: () => this._move(-0.2), ArrowRight: () => this._move(0.2), "+": () => this._resize(0.5), "=": () => this._resize(0.5), "-": () => this._resize(2), 0: () => this.zoomTo(null),
-        l: () => this.logButton.click(), x: () => this.timeButton.click(), d: () => this.darkButton.click(), j: () => this._next(1), k: () => this._next(-1), "?": () => this._help(),
+        l: () => this.logButton.click(), x: () => this.timeButton.click(), d: () => this.darkButton.click(), a: () => this.showTable(!this.isInTable), j: () => this._next(1), k: () => this._next(-1), "?": () => this._help(),
         s: () => { this.slider.value = this.view.smooth >= 0.9 ? 0 : this.view.smooth >= 0.6 ? 0.9 : 0.6; this.slider.dispatchEvent(new Event("input")); } }[event.key];
       if (work) { event.preventDefault(); work(); }
     });
@@ -313,8 +347,7 @@ class Page {
   _help() {
     const help = document.getElementById("help");
     help.replaceChildren(element("h2", {}, "Keys"), table([], SHORTCUTS.map(([key, what]) => [element("kbd", {}, key), what])),
-      element("p", { className: "fine" }, "Drag over a chart to zoom in, double click to show all steps."));
-    help.addEventListener("click", () => help.close(), { once: true });
+      element("p", { className: "fine" }, "Drag over a chart to zoom in, double click to show all steps."), element("div", { className: "tools" }, element("button", { onclick: () => help.close() }, "Close")));
     help.showModal();
   }
 }
@@ -322,6 +355,10 @@ class Page {
 /* A file that was opened from a disk may have no storage. */
 function localStorageGet(name) { try { return localStorage.getItem(name); } catch { return null; } }
 function localStorageSet(name, value) { try { localStorage.setItem(name, value); } catch { /* it is light again next time */ } }
+
+function keptCharts() {
+  try { return JSON.parse(localStorageGet("paceline-charts") || "[]").filter((names) => Array.isArray(names) && names.every((name) => typeof name === "string")); } catch { return []; }
+}
 
 const embedded = JSON.parse(document.getElementById("data").textContent);
 const page = new Page(embedded ? new FileSource(embedded) : new ServerSource());

@@ -8,6 +8,8 @@ class FileSource {
   async heat(id, name) { return this._run(id).heats[name]; }
   async timeline(id) { return this._run(id).timeline; }
   async words(id) { return this._run(id).words; }
+  async text(id, name) { return this._run(id).files[name]; }
+  async rows() { return this.data.runs.map((run) => run.row); }
   async differences(ids) {
     const places = ids.map((id) => this.data.runs.findIndex((run) => run.id === id));
     return this.data.differences.map(([name, values]) => [name, places.map((place) => values[place])]);
@@ -27,6 +29,14 @@ class ServerSource {
   heat(id, name, range, points) { return this._get("/api/heat", { id, name, first: range && range[0], last: range && range[1], points }); }
   timeline(id, range) { return this._get("/api/timeline", { id, first: range[0], last: range[1] }); }
   words(id) { return this._get("/api/words", { id }); }
+  text(id, name) { return this._get("/api/text", { id, name }); }
+  rows() { return this._get("/api/rows", {}); }
+  /** Keeps tags and a note in the folder of a run; answers what to tell of it. */
+  async keep(id, note) {
+    const answer = await fetch("/api/note", { method: "POST", cache: "no-store", headers: { "content-type": "application/json" }, body: JSON.stringify({ id, ...note }) });
+    const told = await answer.json().catch(() => ({}));
+    return answer.ok ? "kept in the folder of the run" : told.error || `the server answers ${answer.status}`;
+  }
   differences(ids) { return this._get("/api/differences", { ids: ids.join(",") }); }
   /** Calls `news` with the states of all runs whenever one changes, and `state` with "live" or "lost". */
   follow(news, state) {

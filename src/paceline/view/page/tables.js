@@ -1,38 +1,60 @@
-/* Words and tables: the verdict on top, what each rank did, events, and how runs differ. */
+/* Words and tables: the state on top, the notes, what each rank did, events, and how runs differ. */
 
+/** A table that scrolls by itself where it is too wide, and shows that it does. A column that is text has a heading's case. */
 function table(columns, rows, wordy = []) {
-  return element("table", {},
-    element("thead", {}, element("tr", {}, ...columns.map((name, place) => element("th", { scope: "col", className: wordy.includes(place) ? "words" : "" }, name)))),
+  return element("div", { className: "scroller", tabIndex: 0 }, element("table", {},
+    element("thead", {}, element("tr", {}, ...columns.map((name, place) => element("th", { scope: "col", className: wordy.includes(place) ? "words" : "" }, typeof name === "string" ? heading(name) : name)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, place) => {
       const made = element("td", { className: wordy.includes(place) ? "words" : "" });
       made.append(cell instanceof Node ? cell : String(cell));
       return made;
-    })))));
+    }))))));
 }
 
-const block = (title, key, ...children) => { const made = element("section", { className: "card block" }, element("h2", {}, title), ...children); made.dataset.block = key; return made; };
+const block = (title, key, ...children) => { const made = element("section", { className: "card block" }, element("h3", {}, heading(title)), ...children); made.dataset.block = key; return made; };
 
-function verdictCard(run, words) {
-  const state = run.state, facts = run.facts, told = [];
-  if (run.verdict) told.push({ kind: "bad", text: run.verdict });
-  if (words && words.problem) told.push({ kind: "warning", text: words.problem });
-  if (words && words.sentences) told.push(...words.sentences);
-  run.problems.forEach((text) => told.push({ kind: "warning", text }));
-  const share = state.total ? Math.min(1, state.step / state.total) : state.status === "done" ? 1 : 0;
+const FOLDS = new Set();  // that are open, by key: what is drawn anew stays open
+function fold(key, title, ...children) {
+  return element("details", { open: FOLDS.has(key), ontoggle: (event) => { if (event.target.open) FOLDS.add(key); else FOLDS.delete(key); } }, element("summary", {}, title), ...children);
+}
+
+/** Name, state and progress of a run: in few lines, as the loss follows. */
+function stateOf(run) {
+  const { state, facts } = run, share = state.total ? Math.min(1, state.step / state.total) : state.status === "done" ? 1 : 0;
   const bar = element("i"); bar.style.width = `${100 * share}%`; bar.dataset.status = state.status;
   const pill = element("span", { className: "pill" }, state.status); pill.dataset.status = state.status;
   const setup = facts.strategy === undefined ? "" : [
     `${facts.strategy} on ${facts.world_size} ${facts.world_size === 1 ? "rank" : "ranks"}`, `${facts.backend}, ${facts.device}`,
     `${count(facts.num_parameters)} parameters`, `global batch ${whole(facts.global_batch)}`, facts.num_hosts > 1 ? `${facts.num_hosts} hosts` : facts.hosts[0],
     state.attempts > 1 ? `attempt ${state.attempts}` : null, `torch ${facts.torch}`].filter(Boolean).join("  ·  ");
-  const reading = run.read < 1 ? `  reading records, ${Math.floor(100 * run.read)} %` : "";
-  return element("section", { className: "card verdict", id: "verdict" },
-    element("div", { className: "top" }, element("h1", {}, run.name), pill, reading ? element("span", { className: "at" }, reading) : null),
-    element("p", { className: "sentence" }, state.sentence),
-    element("p", { className: "setup" }, setup),
-    element("div", { className: "progress", role: "progressbar", title: `${Math.round(100 * share)} % of the steps` }, bar),
-    factList(run, words),
-    told.length ? element("ul", { className: "told" }, ...told.map((each) => { const made = element("li", {}, each.text); made.dataset.kind = each.kind; return made; })) : null);
+  const reading = run.read < 1 ? `reading records, ${Math.floor(100 * run.read)} %` : "";
+  return [element("div", { className: "top" }, element("h1", {}, run.name), pill, reading ? element("span", { className: "at" }, reading) : null),
+    element("p", { className: "sentence" }, state.sentence), element("p", { className: "setup" }, setup),
+    element("div", { className: "progress", role: "progressbar", title: `${Math.round(100 * share)} % of the steps` }, bar)];
+}
+
+/** One card of all that is to be said: what failed, the verdict, its evidence, advice, and what was predicted, folded. */
+function notesCard(run, words, onLog) {
+  const told = [...((words && words.sentences) || [])], of = (...kinds) => told.filter((each) => kinds.includes(each.kind)).map((each) => each.text);
+  if (run.verdict) told.unshift({ kind: "bad", text: run.verdict });
+  if (words && words.problem) told.push({ kind: "warning", text: words.problem });
+  run.problems.forEach((text) => told.push({ kind: "warning", text }));
+  const list = (title, texts) => (texts.length ? [element("h4", {}, title), element("ul", {}, ...texts.map((text) => element("li", {}, text)))] : []);
+  const says = (...kinds) => told.filter((each) => kinds.includes(each.kind)).map((each) => { const made = element("p", { className: "says" }, heading(each.text)); made.dataset.kind = each.kind; return made; });
+  const failed = run.failure ? [element("pre", { tabIndex: 0 }, run.failure.traceback || run.failure.message), element("button", { className: "more", onclick: onLog }, "Show the log")] : [];
+  const predicted = of("prediction");
+  const waits = words ? null : element("p", { className: "fine" }, "The verdict on the run comes in a moment.");
+  return element("section", { className: "card notes-card" }, element("h3", {}, run.failure ? `How rank ${run.failure.rank} failed` : "What limits the run"), ...says("bad"), ...failed, ...says("warning", "good"), ...list("Evidence", of("evidence")), ...list("What would help", of("advice")),
+    predicted.length ? fold("predicted", `Predicted and measured: ${predicted.length}`, element("ul", {}, ...predicted.map((text) => element("li", {}, text)))) : null, waits);
+}
+
+/** Texts and images that a run kept of its evaluations: those of the last step that has any. */
+function samplesCard(run) {
+  if (!run.samples || !run.samples.length) return null;
+  const each = (found) => element("div", { className: "samples" }, ...found.items.map(([text, image]) => element("figure", {},
+    image ? element("img", { src: `data:image/png;base64,${image.replace(/[^A-Za-z0-9+/=]/g, "")}`, alt: text || "a sample" }) : null, text ? element("figcaption", {}, text) : null)));
+  const [last, ...older] = [...run.samples].reverse();
+  return block(`Samples of step ${whole(last.step)}`, "samples", each(last), ...older.map((found) => fold(`samples-${found.step}`, `Step ${whole(found.step)}`, each(found))));
 }
 
 function lastOf(run, name) {
@@ -56,8 +78,8 @@ function factList(run, words) {
       return [`test ${name}`, name === "accuracy" ? percent(value) : short(value), `step ${whole(step)}`];
     }));
   }
-  return element("dl", { className: "facts" }, ...rows.map(([name, value, note]) =>
-    element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("span", { className: "more" }, note) : null))));
+  return element("dl", { className: "card facts" }, ...rows.map(([name, value, note]) =>
+    element("div", {}, element("dt", {}, heading(name)), element("dd", {}, value, note ? element("span", { className: "more-words" }, note) : null))));
 }
 
 function wordTables(words) {
@@ -114,7 +136,7 @@ function compareTables(runs, differences, colors) {
   const made = [block("Runs compared", "compare", table(["", ...runs.map(name)], cells), element("p", { className: "fine" }, "the best value of a row is coloured"))];
   const settingTable = (part) => table(["setting", ...runs.map(name)], part.map(([key, values]) => [key, ...values.map((each) => each || "–")]));
   if (differences.length) {
-    const rest = differences.length > 12 ? element("details", {}, element("summary", { className: "fine" }, `${differences.length - 12} more`), settingTable(differences.slice(12))) : null;
+    const rest = differences.length > 12 ? fold("differences", `${differences.length - 12} more`, settingTable(differences.slice(12))) : null;
     made.push(block("What differs in the config", "differences", settingTable(differences.slice(0, 12)), rest));
   }
   return made;

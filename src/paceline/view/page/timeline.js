@@ -17,7 +17,7 @@ class Timeline {
     this.legend = element("div", { className: "legend" });
     this.note = element("p", { className: "fine" });
     this.root = element("section", { className: "card chart wide" },
-      element("div", { className: "head" }, element("h2", {}, "Timeline"), element("div", { className: "tools" }, canChoose ? this.tools : null, this.whole)),
+      element("div", { className: "head" }, element("h3", {}, "Timeline"), element("div", { className: "tools" }, canChoose ? this.tools : null, this.whole)),
       this.legend, element("div", { className: "scroll" }, this.canvas), this.note);
     this.root.dataset.chart = "timeline";
     this.range = null;
@@ -62,7 +62,7 @@ class Timeline {
     const width = Math.max(240, this.root.clientWidth - 34);
     this.box = { left: 58, width: width - 70, tall, lane: hasTrace ? Math.floor(tall * 0.55) : tall - 3, end };
     const [from, to] = this.zoom || [0, end];
-    const context = sharpen(this.canvas, width, ranks.length * tall + 26);
+    const context = sharpen(this.canvas, width, ranks.length * tall + 40);
     const at = (time) => this.box.left + ((time - from) / (to - from)) * this.box.width;
     this._rows(context, at, from, to);
     context.save();
@@ -82,9 +82,10 @@ class Timeline {
     const every = Math.max(1, Math.ceil(13 / tall));
     ranks.forEach((rank, row) => { if (row % every === 0) context.fillText(`rank ${rank}`, left - 8, (row + 0.5) * tall); });
     context.textAlign = "center"; context.textBaseline = "top";
+    context.fillText("time", left + width / 2, bottom + 18);
     for (const tick of ticks(from, to, width / 120)) {
       context.beginPath(); context.moveTo(at(tick), 0); context.lineTo(at(tick), bottom); context.stroke();
-      context.fillText(seconds(tick), Math.min(at(tick), left + width - 16), bottom + 3);
+      context.fillText(tickSeconds(tick), Math.min(at(tick), left + width - 16), bottom + 3);
     }
   }
 
@@ -102,8 +103,8 @@ class Timeline {
   }
 
   _names(hasTrace) {
-    const names = PHASES.map(([name, label]) => { const swatch = element("i"); swatch.style.background = phaseColor(name); return element("span", {}, swatch, label); });
-    if (hasTrace) { const swatch = element("i"); swatch.style.background = css("--accent"); names.push(element("span", {}, swatch, "collective")); }
+    const names = PHASES.map(([name, label]) => { const swatch = element("i"); swatch.style.color = phaseColor(name); return element("span", {}, swatch, label); });
+    if (hasTrace) { const swatch = element("i"); swatch.style.color = css("--accent"); names.push(element("span", {}, swatch, "collective")); }
     this.legend.replaceChildren(...names);
     const told = "scroll to zoom, drag to move; the phases of a step are added up and shown in their order";
     this.note.textContent = [told, this.found.note].filter(Boolean).join("; ");
