@@ -136,8 +136,13 @@ def difference(curve: Sequence[float] | None, right: Sequence[float]) -> float:
 # Mistakes.
 
 _ERROR = re.compile(r"^(?:\[rank\d\]: ?)?((?:paceline\.errors\.)?\w*(?:Error|Exception|Exited)\b.*)$", re.MULTILINE)
+_NOT_FINITE = re.compile(r"^.* is not finite\b.*$", re.MULTILINE)  # which a library may log, as no warning
 _COUNTED = re.compile(r"^samples (\d+)$", re.MULTILINE)
 _WARNING = re.compile(r"^.*?(?:Warning: )(.*)$", re.MULTILINE)
+
+
+# What others say of a mistake by its name.
+NAMING = ("Expected to have finished reduction", "parameters that were not used")
 
 
 def outcome(done: Done, right: Done) -> tuple[str, str]:
@@ -152,7 +157,8 @@ def outcome(done: Done, right: Done) -> tuple[str, str]:
     if math.isinf(off) and done.curve is not None and len(done.curve) != len(right.curve):
         seen = f"it ended after {len(done.curve)} of {len(right.curve)} epochs"
     known = set(_WARNING.findall(right.text))
-    told = [each for each in _WARNING.findall(done.text) if each not in known and not _is_other(each)]
+    told = _NOT_FINITE.findall(done.text)
+    told += [each for each in _WARNING.findall(done.text) if each not in known and not _is_other(each)]
     if told:
         return "told", told[0][:200]
     return ("right" if off < CLOSE else "silent"), seen
@@ -163,7 +169,8 @@ def _failure(text: str) -> tuple[str, str]:
     ours = [each for each in errors if each.startswith("paceline.errors.")]
     if ours:
         return "named", ours[0].removeprefix("paceline.errors.")[:200]
-    return "error", (errors[0] if errors else "a process died")[:200]
+    first = errors[0] if errors else "a process died"
+    return ("named" if any(each in first for each in NAMING) else "error"), first[:200]
 
 
 def _is_other(warning: str) -> bool:
@@ -186,7 +193,7 @@ def try_mistakes(arms: Sequence[str], names: Sequence[str]) -> Iterator[dict[str
             counts = [int(each) for each in _COUNTED.findall(done.text)]
             if counts:  # of a library that fills the last batch up
                 more = sum(counts) // EPOCHS - SAMPLES
-                found, seen = ("silent" if more else "right"), f"an epoch has {more} samples twice"
+                found, seen = ("silent" if more else "right"), f"an epoch has {more} sample{'s' * (more != 1)} twice"
             print(f"{arm}: {mistake.words}: {found} ({seen})", flush=True)
             yield {"kind": "mistake", "name": name, "words": mistake.words, "arm": arm, "outcome": found, "seen": seen}
 
@@ -284,9 +291,9 @@ def parts(record: Mapping[str, Any]) -> dict[str, str]:
 def with_parts(page: str, record: Mapping[str, Any]) -> str:
     """Returns the page with these parts in place of what is there."""
     for name, text in parts(record).items():
-        begin, end = f"<!-- {name}: begin (bench/peers_loops.py) -->\n", f"\n<!-- {name}: end -->"
+        begin, end = f"<!-- {name}: begin (bench/peers_loops.py) -->\n", f"<!-- {name}: end -->"
         before, rest = page.split(begin)
-        page = before + begin + text + end + rest.split(end)[1]
+        page = f"{before}{begin}{text}\n{end}{rest.split(end)[1]}"
     return page
 
 
@@ -332,8 +339,9 @@ def _off(value: float | None) -> str:
 
 def _cell(row: Mapping[str, Any]) -> str:
     detail = re.search(r"\d\.\de[+-]\d+|an epoch has .*|a curve with NaN", row["seen"])
-    shows = row["outcome"] == "silent" and detail is not None
-    return OUTCOMES[row["outcome"]] + (f" ({detail[0]})" if shows and detail is not None else "")
+    if detail is None or row["outcome"] != "silent" or row["name"] in ("unshared", "other optimizer", "own rate"):
+        return OUTCOMES[row["outcome"]]  # of these the size says nothing
+    return f"{OUTCOMES[row['outcome']]} ({detail[0]})"
 
 
 def main() -> None:
@@ -350,7 +358,8 @@ def main() -> None:
         PAGE.write_text(with_parts(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    for name in ("torch", "sklearn.datasets", "paceline", "accelerate", "lightning.pytorch"):
+    peers = [name for name in ("accelerate", "lightning") if name in options.arms]
+    for name in ("torch", "sklearn.datasets", "paceline", *peers):
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     warnings.simplefilter("always")
@@ -359,13 +368,15 @@ def main() -> None:
         return
     if not options.mistakes_alone:
         rows += compare_curves(options.arms)
+    versions: dict[str, str] = {}
     if options.output.exists():  # of arms that were not asked for, or of mistakes
         made = {(row["arm"], row.get("name")) for row in rows}
-        before = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-        rows = [*(row for row in before if (row["arm"], row.get("name")) not in made), *rows]
+        before = json.loads(options.output.read_text(encoding="utf-8"))
+        rows += [row for row in before["rows"] if (row["arm"], row.get("name")) not in made]
+        versions = before["config"]["versions"]
     order = [(arm, name) for name in (None, *MISTAKES) for arm in ARMS]
     rows.sort(key=lambda row: order.index((row["arm"], row.get("name"))))
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "lightning")}
+    versions |= {name: importlib.metadata.version(name) for name in peers}
     BenchRecord(
         name="own-loops",
         command="python bench/peers_loops.py --output bench/results/own-loops-cpu.json",

@@ -25,6 +25,9 @@ GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m", "gpu-h200-resnet")
 # Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts, but for what
 # bench/fit_constants.py --check prints: it fits all constants anew, which takes minutes.
 WRITTEN = {
+    "docs/convert.md": [
+        (f"<!-- {name}: begin (bench/peers_loops.py) -->", f"<!-- {name}: end -->") for name in ("peers", "mistakes")
+    ],
     "README.md": [("<!-- one GPU: begin (scripts/speed_table.py) -->", "<!-- one GPU: end -->")],
     "docs/prediction.md": [
         ("<!-- scores -->", "<!-- end of scores -->"),
