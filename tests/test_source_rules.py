@@ -48,7 +48,7 @@ LINES = {
     "profile": 600,
     "records": 3_900,  # samples.py
     "rehearse": 2_750,
-    "run": 7_250,  # log_samples of a loop of one's own
+    "run": 7_450,  # functions of a cell on real processes; predictions of own loops
     "schedule": 1_050,
     "search": 2_300,
     "train": 4_750,

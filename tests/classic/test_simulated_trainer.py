@@ -39,7 +39,7 @@ def test_the_usual_script_runs(tmp_path: Path) -> None:
     assert all(0 <= (value or 0) <= 1 for value in metrics["accuracy"])
     assert (metrics["train_loss"][1] or 9) < (metrics["train_loss"][0] or 0)
     assert len(figure.axes) == 8
-    titles = [axes.get_title() for axes in figure.axes]
+    titles = [axes.get_title("left") or axes.get_title() for axes in figure.axes]
     assert [title for title in titles if "utilisation" in title or "memory" in title or "balance" in title] == titles[
         4:7
     ]

@@ -121,7 +121,7 @@ def _of_adapters() -> Iterator[tuple[str, object]]:
         found = [merged(weight.weight, weight.lora_a, weight.lora_b, 1.5, is_transposed=each) for each in (False,)]
         yield (
             f"lora {options}",
-            [names, trained, zeros, before, sums(model(row(8))), adapters(model), [sums(each) for each in found]],
+            [names, trained, zeros, before, sums(model(row(8))), adapters([model], []), [sums(each) for each in found]],
         )
         yield f"lora {options} gradients", gradients(model)
     square = torch.arange(9.0).reshape(3, 3)

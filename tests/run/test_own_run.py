@@ -23,6 +23,7 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
+from paceline.run import own_prediction
 from paceline.view.folder import config_of
 from paceline.view.runs import ShownRun
 
@@ -141,10 +142,8 @@ def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ran
     assert (values, folder) == ({"best": 0.25}, Path("runs/own").absolute())
     assert found == pytest.approx(expected, abs=1e-12)
     assert [each.step for each in records_of(folder, 0, StepRecord)] == [*range(1, 11)]
-    assert [each.name for each in records_of(folder, 0, EventRecord) if each.name != "scalars"] == [
-        "checkpoint",
-        "resume",
-    ]
+    events = [each.name for each in records_of(folder, 0, EventRecord) if each.name not in ("scalars", "samples")]
+    assert events == ["checkpoint", "resume"]
     assert [each.status for each in records_of(folder, 0, EndRecord)] == ["failed", "done"]
 
 
@@ -188,6 +187,70 @@ def test_at_another_size_the_resume_says_that_random_numbers_are_others() -> Non
     paceline.run_virtual(lambda comm: losses_with_dropout(comm, "parts", stop_at=4, resume=True), ranks=1)
     (event,) = [each for each in records_of(Path("parts/own"), 0, EventRecord) if each.name == "resume"]
     assert event_text(event).endswith("; random states are those of 2 ranks, and not used on 1")
+
+
+def predicted_loop(strategy: str = "ddp", passes: int = 1, compiled: bool = False) -> tuple[Path, list[float]]:
+    """Trains a module on one rank in real time; returns the folder and the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.Tanh(), nn.Linear(128, 8))
+    if compiled:
+        model[0].compile(backend="eager")
+    engine = paceline.parallelize(model, paceline.connect(device="cpu"), strategy)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.02)
+    losses = []
+    with paceline.Run(engine.world, "real", engine, optimizer, monitor={"sample_s": None}) as run:
+        for _ in range(4):
+            with run.step(32):
+                for _ in range(passes):
+                    loss = engine(torch.ones(32 // passes, 64)).square().mean()
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return run.folder, losses
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [("ddp", 1), ("fsdp", 2)])
+def test_what_was_predicted_stands_beside_what_was_measured(strategy: str, passes: int) -> None:
+    folder, _ = predicted_loop(strategy, passes)
+    found = summarize(folder).prediction
+    assert found is not None
+    assert found.predicted.plan == f"ddp over 1, microbatch {32 // passes} x {passes}"  # alone nothing is shared
+    told = " ".join(found.lines())
+    assert re.search(r"predicted .* a step while it ran .*, measured ", told), told
+    assert re.search(r"predicted .* of memory a rank while it ran, measured ", told), told
+
+
+def test_what_the_first_pass_computes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: list[Any] = []
+    real = own_prediction.expect_run
+    monkeypatch.setattr(
+        own_prediction,
+        "expect_run",
+        lambda *a, **k: facts.append(k["facts"]) or real(*a, **k),  # type: ignore[func-returns-value]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(own_prediction, "_uncounted", lambda _: "not asked for")
+        _, plain = predicted_loop()
+    for strategy, passes in (("ddp", 1), ("fsdp", 2)):
+        _, losses = predicted_loop(strategy, passes)
+        if passes == 1:
+            assert losses == plain  # to count changes nothing, dropout neither
+    for each in facts:
+        assert each.work.flops == 2 * (64 * 128 + 128 * 8)
+        assert each.parameters == 64 * 128 + 128 + 128 * 8 + 8
+        inputs, outputs = 4 * 64, 4 * 8
+        assert 4 * 128 < each.root.saved_bytes < 4 * (64 + 4 * 128 + 8) + inputs + outputs
+
+
+def test_what_cannot_be_predicted_has_its_reason_in_one_note() -> None:
+    folder, losses = predicted_loop(compiled=True)
+    assert len(losses) == 4
+    notes = [event_text(each) for each in records_of(folder, 0, EventRecord) if each.name == "prediction"]
+    assert notes == ["a step is not predicted: operations of a compiled model are not seen while it runs"]
+    prediction = summarize(folder).prediction
+    assert prediction is not None
+    assert prediction.lines() == []
 
 
 def test_without_a_checkpoint_it_begins_and_without_a_step_it_leaves_nothing() -> None:

@@ -191,7 +191,7 @@ def merge(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Add low-rank adapters to the weights of their model, as a folder of Hugging Face."""
+    """Write the weights of a model with its adapters added."""
     from paceline.checkpoint.tools.outgoing import saved_adapters
 
     if not saved_adapters(_open_whole(source, fast=True)):

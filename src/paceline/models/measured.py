@@ -58,12 +58,8 @@ def measure_activations(
     model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any, blocks: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
     """Runs a forward pass of ``loss(model, batch)`` and counts what autograd keeps: a tensor once."""
-    counter = _Counter(model)
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(counter.watch(block))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor))
-        stack.enter_context(counter)
+    counter = ForwardCounter(sum(each.numel() for each in model.parameters()), [*model.parameters(), *model.buffers()])
+    with counter.counting(blocks):
         total = loss(model, batch)
     del total
     return counter.result()
@@ -107,13 +103,14 @@ def measure_model(
     )
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ForwardCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor that is saved and every product that is computed, and knows inside which block."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parameters: int, held: Iterable[torch.Tensor]) -> None:
+        """There are so many ``parameters``; tensors that are ``held`` anyway do not count as kept for backward."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._params = float(sum(parameter.numel() for parameter in model.parameters()))
-        self._seen = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._params = float(parameters)
+        self._seen = {_storage_key(tensor) for tensor in held}
         self._kept: list[torch.Tensor] = []  # alive, so that no storage is taken for another at the same place
         self._calls: list[BlockBytes] = []
         self._depth = 0  # of the blocks that are running: what happens counts for the outermost
@@ -124,6 +121,16 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @contextlib.contextmanager
+    def counting(self, blocks: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Counts what a forward pass inside does; the pass itself is as it would be."""
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(self.watch(block))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor))
+            stack.enter_context(self)
+            yield
 
     @contextlib.contextmanager
     def watch(self, block: nn.Module) -> Iterator[None]:

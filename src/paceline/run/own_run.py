@@ -11,7 +11,8 @@
     best = run.resume().get("best", math.inf)          # before the first step: of the newest run of this name
 
 A run has no folder before its first step, or until it is resumed. The engine tells when its module runs and the
-optimizer when it updates; what passes between the steps counts as waiting for data, but for evaluations and saves.
+optimizer when it updates; what passes between the steps counts as waiting for data, but for evaluations and saves. The
+first step is counted, and what such steps should take is written down (``own_prediction.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.writer import load, save
+from paceline.cluster.detect import usable_cores
 from paceline.comm.base import Communicator, Trace, clock_of
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.objects import ask_first_rank, gather_objects
@@ -54,10 +56,11 @@ from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.own_checks import OwnChecks
+from paceline.run.own_prediction import FirstPass, LoopPrediction, SharedCores
 from paceline.run.own_step import OwnStep, Phases, StepNumbers
 from paceline.train.randomness import capture_random_states, restore_random_states
 
-_LOSS, _NORM = ("loss", "loss_sum"), "grad_norm"
+_NORM = "grad_norm"
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
@@ -88,12 +91,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
         self._planned, self._config = steps, dict(config or {})
         self._monitor = _monitor_of({"tensorboard": False} | dict(monitor or {}))
-        self._position, self._began = 0, time.monotonic()
+        self._position, self._began, self._is_first = 0, time.monotonic(), True
         self._values: dict[str, Any] = {}
         self._waiting: deque[OwnStep] = deque()
         self._claimed: RunFolder | None = None
         self._sink: Sink | None = None
         self._problem = ""
+        self._shared = SharedCores()
+        self._prediction: LoopPrediction | None = None
         self._around = contextlib.ExitStack()
         self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
         self._phases = Phases(self._meter)
@@ -113,11 +118,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._meter.start()
         phases.is_in_step, phases.evaluates_since, phases.now = True, None, DATA
         self._values = {}
+        first = FirstPass(self._engine) if self._engine is not None and self._is_first else None
         try:
-            yield
+            with contextlib.nullcontext() if first is None else first.counting():
+                yield
             self._finish(samples)
         finally:
             phases.is_in_step = False
+        if first is not None:
+            self._is_first = False
+            if self._comm.rank == 0:
+                self._prediction = LoopPrediction(first, self._optimizer, samples, self._shared, self.folder)
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Tells numbers of the step, or outside of one those of an evaluation, which are the same on all ranks.
@@ -213,6 +224,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return
         try:
             self._flush(wait=not self._problem)
+            if self._prediction is not None and (reason := self._prediction.finish()):
+                self._note("prediction", {"note": f"a step is not predicted: {reason}"})
             seconds = time.monotonic() - self._began
             status = "failed" if self._problem else status
             self._sink.write(records.end_record(status, self.num_steps, seconds, message or self._problem))
@@ -281,8 +294,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if loop is not None:
             loop.tell_in(self.folder)
         self._sink.write(self._first_record())
-        places = gather_objects(comm, (socket.gethostname(), comm.rank, os.getpid()))
-        here = {rank: pid for host, rank, pid in places if host == socket.gethostname()}
+        places = gather_objects(comm, (socket.gethostname(), comm.rank, os.getpid(), usable_cores()))
+        same = [each for each in places if each[0] == socket.gethostname()]
+        here = {rank: pid for _, rank, pid, _ in same}
+        self._shared = SharedCores(
+            hosts=len({host for host, *_ in places}), cores=len({core for *_, cores in same for core in cores})
+        )
         is_first = comm.rank == min(here)
         self._around.enter_context(
             observing_from_a_rank(

@@ -32,6 +32,7 @@ from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import config_values, layout_text
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, framework_bytes, is_known, rank_estimates
 from paceline.search.expectation import Expectation
 from paceline.search.request import COMPUTE, planned_values, request_for, task_of, workload_as_written
@@ -41,14 +42,21 @@ from paceline.units import format_bytes
 
 
 def expect_run(
-    config: Config, machine: Machine, *, threads: int | None = None, hosts: int = 1, entry: Path | None = None
+    config: Config,
+    machine: Machine,
+    *,
+    threads: int | None = None,
+    hosts: int = 1,
+    entry: Path | None = None,
+    facts: ModelFacts | None = None,
 ) -> Expectation:
     """Predicts a run whose device and ranks are settled. What cannot be priced has its reason in the place of a time.
 
     ``threads`` of a CPU rank; None: the cores are shared out. ``entry``: a file that ``paceline calibrate`` wrote here.
+    ``facts``: of a model that the config does not tell.
     """
     ranks = config.parallel.decided_ranks
-    memory = expected_memory(config, hosts)
+    memory = expected_memory(config, hosts, facts)
     reason, policy = unpriced(config, hosts, entry), config.comm.compression.policy
     if not reason and policy != "none":
         reason = f"comm.compression.policy = {policy} is priced kernel by kernel alone"
@@ -56,7 +64,7 @@ def expect_run(
         return Expectation(ranks=ranks, memory_bytes=memory, reason=reason)
     try:
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
-        workload = workload_as_written(config, task_of(config, ranks), cluster)
+        workload = workload_as_written(config, task_of(config, ranks, facts=facts), cluster)
         if workload is None:
             reason = "the schedule or recomputation of this config is priced kernel by kernel alone"
             return Expectation(ranks=ranks, cluster=cluster.name, memory_bytes=memory, assumed=assumed, reason=reason)
@@ -82,9 +90,9 @@ def expect_run(
     )
 
 
-def expected_memory(config: Config, hosts: int = 1) -> float | None:
+def expected_memory(config: Config, hosts: int = 1, facts: ModelFacts | None = None) -> float | None:
     """Estimates what records will tell of the rank that holds most; None where that is not known beforehand."""
-    stages = () if config.comm.backend == "virtual" else rank_estimates(config, hosts)
+    stages = () if config.comm.backend == "virtual" else rank_estimates(config, hosts, facts)
     if not stages:
         return None
     # Of a GPU, records hold the allocator's bytes, which has no part in the framework's.

@@ -26,6 +26,7 @@ from paceline.comm.control.wire import encode, from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
+_ACCEPTS = 10  # turns of the loop from a connection to its link: it takes four
 _MOST_STRANGERS, _OF_HOST = 256, 16  # connections that have not proven the secret yet; of each host, with its ranks
 _LOOK_S = 0.02
 _SLOW_S = 1.0  # a server that looked so late was not running, and has heard nobody
@@ -94,6 +95,8 @@ class ControlServer:
             looks.cancel()
         for server in servers:
             server.close()
+        for _ in range(_ACCEPTS):  # a connection that was accepted just now becomes a link, or nobody would close it
+            await asyncio.sleep(0)
         for writer in list(self._links):
             writer.transport.abort()  # at once, also in the middle of a request
 

@@ -220,14 +220,14 @@ class _Estimate:
         return -(-num_bytes // self.layout.shards)
 
 
-def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
+def rank_estimates(config: Config, hosts: int = 1, facts: ModelFacts | None = None) -> tuple[MemoryEstimate, ...]:
     """Estimates what ranks of each stage hold, for a config whose ranks are settled; () where that is not known."""
     parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy):
         return ()
     try:
         layout = layout_of(config, ranks, ranks // hosts)
-        model = describe_model(config, parallel.device)
+        model = facts or describe_model(config, parallel.device)
         if model is None or not is_known(model, layout):
             return ()
         return estimate_ranks(model, layout, StateFacts.of(config, parallel.device))
