@@ -55,6 +55,7 @@ def alone(updates: list[list[int]]) -> list[float]:
     return [each.sum().item() for each in model.state_dict().values()]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize(("batches", "cuts"), [(1, [5, 10, 15, 20]), (2, [10, 20]), (3, [15]), (9, [])])
 def test_an_update_has_the_samples_of_its_batches_also_at_the_end(strategy: str, batches: int, cuts: list[int]) -> None:

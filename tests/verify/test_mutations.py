@@ -549,6 +549,7 @@ BUGS: dict[str, Bug] = {
 }
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(bug, monkeypatch)

@@ -519,6 +519,7 @@ def as_parameters() -> list[Any]:
     return found
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("bug", as_parameters())
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(bug, monkeypatch)
