@@ -8,32 +8,29 @@ from types import ModuleType
 from typing import Any
 
 import paceline
+import paceline.classic
 from reference_text import NOTE, docstring, prose, table
 
 INTRODUCTION = """\
-Every public name: `import paceline`, then `paceline.NAME`. What is not listed here may change between versions."""
+Every public name: `import paceline`, then `paceline.NAME`. Classes of earlier versions are in `paceline.classic`; the
+package still has them itself. What is not listed here may change between versions."""
 LINE = 100  # a longer signature has a line for each parameter
 _SPECIAL = ("__call__", "__enter__", "__exit__", "__iter__", "__len__")
 
 
 def api_page() -> str:
     """Returns the page."""
-    named = [(name, getattr(paceline, name)) for name in paceline.__all__ if name != "__version__"]
+    named = [(_place(name), getattr(paceline, name)) for name in paceline.__all__ if name != "__version__"]
     lines = ["# Python API", "", NOTE, "", INTRODUCTION, ""]
     lines += table(("name", "what it is"), (_entry(name, value) for name, value in named))
-    lines += [
-        "`paceline.__version__` is the version, as text.",
-        "",
-        f"Classes of earlier versions: {_earlier(named)}.",
-        "",
-    ]
+    lines += ["`paceline.__version__` is the version, as text.", ""]
     for name, value in named:
         lines += _module(name, value) if isinstance(value, ModuleType) else _name(name, value)
     return "\n".join(line.rstrip() for line in lines).rstrip() + "\n"
 
 
 def _entry(name: str, value: Any) -> tuple[str, str]:
-    return f"[paceline.{name}](#paceline{name.lower()})", " ".join(_first_paragraph(value)).replace("|", r"\|")
+    return _link(name), " ".join(_first_paragraph(value)).replace("|", r"\|")
 
 
 def _first_paragraph(value: Any) -> Iterator[str]:
@@ -43,21 +40,26 @@ def _first_paragraph(value: Any) -> Iterator[str]:
         yield line
 
 
-def _earlier(named: list[tuple[str, Any]]) -> str:
-    old = [name for name, value in named if getattr(value, "__module__", "").startswith("paceline.classic")]
-    return ", ".join(f"`{name}`" for name in old)
+def _place(name: str) -> str:
+    """Returns where scripts take a name from, below ``paceline``."""
+    return f"classic.{name}" if name in dir(paceline.classic) else name
+
+
+def _link(name: str) -> str:
+    return f"[paceline.{name}](#paceline{name.lower().replace('.', '')})"
 
 
 def _name(name: str, value: Any) -> Iterator[str]:
     yield from [f"## paceline.{name}", ""]
-    if inspect.isclass(value) and value.__name__ != name:
-        yield from [f"Another name of [paceline.{value.__name__}](#paceline{value.__name__.lower()}).", ""]
+    last = name.rpartition(".")[2]
+    if inspect.isclass(value) and value.__name__ != last:
+        yield from [f"Another name of {_link(_place(value.__name__))}.", ""]
         return
     yield from _described(f"paceline.{name}", value)
     if inspect.isclass(value):
         for method, function in _methods(value):
             shown = method.replace("__", r"\_\_")
-            yield from [f"### {name}.{shown}", ""]
+            yield from [f"### {last}.{shown}", ""]
             yield from _described(method, function)
 
 
@@ -136,4 +138,4 @@ def _module(name: str, module: ModuleType) -> Iterator[str]:
     rows = (
         (f"`{each.__name__}`", f"`{each.__base__.__name__}`", prose(inspect.getdoc(each) or "")) for each in classes
     )
-    yield from table(("class", "is a", "meaning"), rows)
+    yield from table(("class", "is a", "meaning"), rows) if classes else ()

@@ -42,6 +42,7 @@ HOMES = {
     "predict": "paceline.rehearse.prediction",
     "errors": "paceline",
     "learn": "paceline",
+    "classic": "paceline",
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
     "EnhancedDistributedTrainer": "paceline.classic.trainer",

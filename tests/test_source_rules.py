@@ -31,7 +31,7 @@ LINES = {
     "calibrate": 1_300,
     "chaos": 1_100,
     "checkpoint": 4_600,
-    "classic": 1_550,
+    "classic": 1_600,
     "cli": 3_450,  # completion.py
     "cluster": 1_750,
     "comm": 7_200,  # single_tensors.py came from classic

@@ -15,6 +15,7 @@ TYPE_CHECKING = False  # True to type checkers; typing takes longer to load than
 if TYPE_CHECKING:
     from typing import Any
 
+    from paceline import classic as classic
     from paceline import errors as errors
     from paceline import learn as learn
     from paceline.checkpoint.writer import load as load
@@ -76,7 +77,7 @@ _NAMES = {
     "paceline.run.train": ("train",),
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
-    "paceline": ("errors", "learn"),
+    "paceline": ("errors", "learn", "classic"),
     "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
     "paceline.classic.monitor": ("DistributedMonitor",),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),

@@ -104,7 +104,7 @@ def test_every_public_name_is_in_the_reference_with_its_parameters() -> None:
         if not callable(value):
             assert f"paceline.{name}" in page
             continue
-        _, heading, rest = page.partition(f"\n## paceline.{name}\n")
+        _, heading, rest = page.partition(f"\n## paceline.{'classic.' * (name in dir(paceline.classic))}{name}\n")
         assert heading, f"{name} is missing"
         if inspect.isfunction(value):
             signature = rest.partition("```text\n")[2].partition("```")[0]
