@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +74,18 @@ class ShownRun:
         self.comm: list[CommRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
         self._files: dict[Path, RecordFile] = {}
+        self._round: deque[RecordFile] = deque()  # files to look at before all are looked at again
         self._is_cut = True  # ranks that an attempt does not have were cut already
 
     def look(self, budget_s: float = float("inf")) -> bool:
         """Reads what is new, for about ``budget_s``; returns whether there may be more to read at once."""
         until = time.monotonic() + budget_s
-        for file in record_files(self.folder):
-            self._files.setdefault(file.path, file)
-        for file in list(self._files.values()):
+        if not self._round:  # else the one that was broken off goes on: to open hundreds of files anew takes longer
+            for file in record_files(self.folder):
+                self._files.setdefault(file.path, file)
+            self._round.extend(self._files.values())
+        while self._round:
+            file = self._round[0]
             try:
                 while (batch := file.read()) is not None:
                     self._take(file, batch)
@@ -93,6 +98,7 @@ class ShownRun:
                 return True
             except OSError as error:
                 file.num_bad, file.first_bad = 1, error.strerror or str(error)
+            self._round.popleft()
         return False
 
     @property
