@@ -294,12 +294,17 @@ def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:
     steps, times = run.columns.steps, run.columns.curves()["time"]
     is_known = np.isfinite(times)
     found = []
+    places: dict[tuple[float, ...], dict[str, Any]] = {}  # by moments, which the names of a host have in common
     for (host, name), pairs in sorted(by_name.items()):
-        when, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
-        at = np.interp(when, times[is_known], steps[is_known]) if is_known.any() else np.zeros(len(when))
+        moments, values = zip(*pairs, strict=True)
         starts = bucket_starts(len(values), points)
-        x = {"step": rounded(means(at, starts), 7), "time": rounded(means(when - run.first_time, starts))}
-        found.append({"host": host, "name": name, "x": x, **_curve(values, starts)})
+        if moments not in places:
+            when = np.array(moments, dtype=np.float64)
+            at = np.interp(when, times[is_known], steps[is_known]) if is_known.any() else np.zeros(len(when))
+            made = {"step": rounded(means(at, starts), 7), "time": rounded(means(when - run.first_time, starts))}
+            places[moments] = made
+        y = _curve(np.array(values, dtype=np.float64), starts)
+        found.append({"host": host, "name": name, "x": places[moments], **y})
     return found
 
 
