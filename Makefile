@@ -50,7 +50,8 @@ fuzz: $(VENV)/ready-dev  ## damaged and hostile input for everything that reads 
 slurm: $(VENV)/ready-dev  ## install and start a Slurm of four nodes on this machine, and run its tests (root; minutes)
 	$(BIN)/python scripts/slurm_test_cluster.py -- $(BIN)/python -m pytest -q -m slurm tests/launch
 
-hosts: $(VENV)/ready-dev  ## hosts in network namespaces with a real sshd, their tests, and a short soak (root; minutes)
+hosts: $(VENV)/ready-dev  ## install sshd, start hosts in network namespaces, and run their tests with a short soak (root; minutes)
+	@test -x /usr/sbin/sshd -a -x /usr/sbin/iptables || apt-get install -y --no-install-recommends openssh-server iptables
 	$(BIN)/python -m pytest -q -m hosts tests/launch
 
 roots: $(VENV)/ready-dev  ## docs/deployment.md and the nodes of infrastructure/ in clean roots of two distributions (root, debootstrap; minutes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.predict.formulas.constants import BlockShape, Constants, Factors, MeasuredBlocks, shape_of
-from paceline.predict.scored.published import PublishedRun, in_metric, predict_case
+from paceline_bench.scored.published import PublishedRun, in_metric, predict_case
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02

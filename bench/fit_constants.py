@@ -37,8 +37,8 @@ from paceline.predict.formulas.constants import (
     kind_of,
     mean_of,
 )
-from paceline.predict.scored.measured_table import read_table
-from paceline.predict.scored.published import in_metric, predict_case, read_case
+from paceline_bench.scored.measured_table import read_table
+from paceline_bench.scored.published import in_metric, predict_case, read_case
 
 START = Constants()
 BOUNDS = {

@@ -16,10 +16,10 @@ from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.step import predict
-from paceline.predict.scored.published import known_model
 from paceline.search.candidates import TrainingTask
 from paceline.search.scaling import resized
 from paceline.search.search import search
+from paceline_bench.scored.published import known_model
 
 IMAGES_EACH = 128
 SEQUENCES_EACH = 8  # a step

@@ -10,8 +10,8 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from paceline.predict.scored.measured_table import Table, read_shipped
-from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation, validate
+from paceline_bench.scored.measured_table import Table, read_shipped
+from paceline_bench.scored.validation import ErrorScores, FamilyScores, Validation, validate
 
 DOCUMENT = Path(__file__).parents[1] / "docs/prediction.md"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"

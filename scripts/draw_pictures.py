@@ -26,14 +26,17 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "collectives.svg": ("pictures_messages", "draw_collectives"),
     "ring.svg": ("pictures_messages", "draw_ring"),
     "tree.svg": ("pictures_messages", "draw_tree"),
+    "cards.svg": ("pictures_cards", "draw_cards"),
     "overlap.svg": ("pictures_traces", "draw_overlap"),
     "memory-bars.svg": ("pictures_plans", "draw_memory_bars"),
+    "memory-time.svg": ("pictures_memory", "draw_memory_over_time"),
     "fsdp-timeline.svg": ("pictures_traces", "draw_fsdp_timeline"),
     "tensor-mlp.svg": ("pictures_tensor", "draw_mlp"),
     "tensor-attention.svg": ("pictures_tensor", "draw_attention"),
     "schedules.svg": ("pictures_schedules", "draw_schedules"),
     "precision.svg": ("pictures_plans", "draw_precision"),
     "landscape.svg": ("pictures_plans", "draw_landscape"),
+    "ring-attention.svg": ("pictures_ring", "draw_ring_attention"),
     "restarts.svg": ("pictures_restarts", "draw_restarts"),
 }
 

@@ -29,7 +29,7 @@ METADATA = {
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```[ ]*\n?", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\(|src=\")(?!\w+://|#|mailto:)([^)\"#\s]+)")
-_PAGE_NAME = re.compile(r"\d-[\w-]+\.md")
+_PAGE_NAME = re.compile(r"\d+-[\w-]+\.md")
 _CHECK = re.compile(r"(?:learn check |learn\.check\(\")(\d+\.\d+)")
 _CHECK_LINE = re.compile(r"\s*(?:\$ )?(?:paceline learn (?:check|hint) |learn\.check\(|from paceline import learn$)")
 _CHECK_SENTENCE = re.compile(r"In Python: `learn\.check\([^`]*\)`(?:, after `from paceline import learn`)?\.")
@@ -162,7 +162,7 @@ def _cell_record(cell: Cell, number: int) -> dict[str, Any]:
 
 def notebooks() -> Iterator[tuple[Path, str]]:
     """Yields the file of each notebook of the course, and what it should hold."""
-    for page in sorted(PAGES.glob("[0-9]-*.md")):
+    for page in sorted(PAGES.glob("[0-9]*-*.md")):
         text = json.dumps(notebook_of(page), indent=1, ensure_ascii=False)
         yield NOTEBOOKS / notebook_name(page.stem), text + "\n"
 

@@ -71,6 +71,18 @@ class Picture:
         end = f"><title>{escape(says)}</title></rect>" if says else "/>"
         self._parts.append(f'<rect class="{kinds}" {size}{corner}{end}')
 
+    def triangle(self, x: float, y: float, side: float, kinds: str) -> None:
+        """Draws the lower left half of a square."""
+        self._parts.append(f'<path class="{kinds}" d="M{num(x)} {num(y)}v{num(side)}h{num(side)}z"/>')
+
+    def band(self, x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 2.4) -> None:
+        """Draws a straight line in one of the colours."""
+        length = max(((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5, 1e-6)
+        dx, dy = -(y2 - y1) / length * width / 2, (x2 - x1) / length * width / 2
+        corners = ((x1 + dx, y1 + dy), (x2 + dx, y2 + dy), (x2 - dx, y2 - dy), (x1 - dx, y1 - dy))
+        path = "L".join(f"{num(x)} {num(y)}" for x, y in corners)
+        self._parts.append(f'<path class="{kind}" d="M{path}z"/>')
+
     def boxes(self, places: Iterable[tuple[float, float, float, float]], kinds: str) -> None:
         """Draws many rectangles of one kind, (x, y, width, height) each, in one element."""
         path = "".join(f"M{num(x)} {num(y)}h{num(w)}v{num(h)}h{num(-w)}z" for x, y, w, h in places)

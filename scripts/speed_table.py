@@ -31,7 +31,8 @@ INTRODUCTION = (
     "`paceline train` beside the best loops that a user would write. These compile the whole model together with its "
     "loss, clip, and update with torch's fused optimizer. The ratio is that of step times to the fastest plain loop of "
     "the same round: below 1 is faster. All arms train the same model on the same batches, each in a process of its "
-    "own, in turns. MFU is the share of the data sheet's bf16 peak that the model's own FLOPs come to."
+    "own, in turns. MFU is the share of the data sheet's bf16 peak that the model's own FLOPs come to, with causal "
+    "attention as it is computed: half of the square."
 )
 
 

@@ -79,7 +79,7 @@ TORCH_FREE = (
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
-OUTSIDE = ("measures", "slow_links")  # packages of the top-level bench/, which no wheel has
+OUTSIDE = ("measures", "slow_links", "paceline_bench")  # the first two are of the top-level bench/, not in the wheel
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
@@ -306,7 +306,7 @@ def no_torch(_: Tree, file: SourceFile) -> Iterator[Violation]:
 
 def only_comm_talks(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
-        if not is_below(use.target, ("torch.distributed",)) or is_below(file.name, ("comm", "bench")):
+        if not is_below(use.target, ("torch.distributed",)) or is_below(file.name, ("comm",)):
             continue
         if is_below(file.name, ("run",)) and is_below(use.target, LAUNCHERS):
             continue
@@ -317,13 +317,14 @@ def only_comm_talks(_: Tree, file: SourceFile) -> Iterator[Violation]:
 
 def peers(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
-        if is_below(use.target, PEERS) and not is_below(file.name, ("bench",)):
-            yield file.violation(use.line, "peers", f"{file.name} uses {use.target}, which is for bench alone")
+        if is_below(use.target, PEERS):
+            yield file.violation(use.line, "peers", f"{file.name} uses {use.target}, which is for paceline_bench alone")
 
 
 def outside(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
-        if is_below(use.target, OUTSIDE):
+        is_verb = is_below(file.name, ("cli",)) and is_below(use.target, ("paceline_bench",))  # which it carries out
+        if is_below(use.target, OUTSIDE) and not is_verb:
             yield file.violation(use.line, "outside", f"{file.name} uses {use.target}, which is outside the package")
 
 
@@ -411,6 +412,12 @@ def test_the_package_keeps_its_rules() -> None:
     assert not found, "\n" + "\n".join(map(str, found))
 
 
+def test_the_benches_keep_the_rules_of_files() -> None:
+    files = Tree(SOURCE.with_name("paceline_bench")).files
+    rules = (environment, names, docstrings, sizes)
+    assert not [violation for file in files for rule in rules for violation in rule(Tree(SOURCE), file)]
+
+
 def test_torch_free_modules_load_without_torch() -> None:
     assert import_without_torch(SOURCE) == ""
 
@@ -472,7 +479,8 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("run/supervise.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
         ("engines/ddp.py", "from torch.nn.parallel import DistributedDataParallel", 2, "peers"),
         ("train/step.py", "import accelerate", 2, "peers"),
-        ("bench/engines.py", "from measures.loop import bench_loop", 2, "outside"),
+        ("bench/comm.py", "from measures.loop import bench_loop", 2, "outside"),
+        ("bench/comm.py", "from paceline_bench.arms import select", 2, "outside"),
         ("engines/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
         ("engines/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
         ("engines/fsdp.py", "from paceline.engines.ddp import DataParallel", 2, "engines"),
@@ -548,8 +556,8 @@ def test_what_is_allowed_is_not_named(plant: Plant) -> None:
         "engines/apply.py": "from paceline.engines.ddp import DataParallel",
         "run/processes.py": "import os\nfrom torch.distributed.launcher.api import elastic_launch\nx = os.environ",
         "verify/runs.py": "from paceline.run.processes import run_processes",
-        "bench/engines.py": "from torch.nn.parallel import DistributedDataParallel\nimport torch.distributed",
         "cli/main.py": "from paceline import __version__\nfrom paceline.verify.runs import verify",
+        "cli/bench.py": "from paceline_bench.arms import select",
     }
     assert Tree(plant(files)).violations() == []
 

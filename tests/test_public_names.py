@@ -54,6 +54,8 @@ HOMES = {
     "cleanup_distributed": "paceline.classic.communication",
     "compress_gradients": "paceline.classic.communication",
     "auto_scale_batch_size": "paceline.classic.communication",
+    "attention": "paceline.models.attention",
+    "positions": "paceline.models.attention",
     "MLPClassifier": "paceline.models.mlp",
 }
 

@@ -171,7 +171,6 @@ OWN_READERS = {
     "run/other_hosts.py": "control data",
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
-    "bench/gpu/loops.py": "its own command line",
     "plan/rule_case.py": "a table of the package",
 }
 
@@ -181,3 +180,6 @@ def test_one_reader_for_json_and_one_for_yaml() -> None:
     source = Path(paceline.__file__).parent
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
     assert found <= OWN_READERS.keys()
+    benches = source.with_name("paceline_bench")
+    others = [path.relative_to(benches) for path in benches.rglob("*.py") if words.search(path.read_text())]
+    assert others == [Path("gpu/loops.py")]  # its own command line

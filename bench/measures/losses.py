@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from paceline.bench.gpu.arms import Tell, run_train
-from paceline.bench.gpu.loops import ArmTurn, GpuWorkload
 from paceline.config import config_from_dict, dump_yaml
+from paceline_bench.gpu.arms import Tell, run_train
+from paceline_bench.gpu.loops import ArmTurn, GpuWorkload
 
 POINTS = 10  # of a curve
 _LARGE_VOCABULARY = 1024  # has room for all bytes

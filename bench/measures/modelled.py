@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from paceline.bench.arms import BenchWorkload
 from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds, scatter_seconds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config
 from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, measure_schedule
 from paceline.schedule.schedules import make_schedule
+from paceline_bench.arms import BenchWorkload
 
 KIND = "on the virtual clock, modelled"
 _WORKLOAD = BenchWorkload(model="gpt-124m", batch=32, context=1024)

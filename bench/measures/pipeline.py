@@ -18,8 +18,6 @@ from typing import Any
 from measures.features import FeatureProtocol, bench_features
 from measures.modelled import model_features
 from measures.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
-from paceline.bench.arms import BenchWorkload, select
-from paceline.bench.engines import MeasuredArm, check_losses
 from paceline.bench.timing import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
@@ -27,6 +25,8 @@ from paceline.models.gpt import gpt_config
 from paceline.run.processes import run_processes
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+from paceline_bench.arms import BenchWorkload, select
+from paceline_bench.engines import MeasuredArm, check_losses
 
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 
-from paceline.bench.arms import SHARED, BenchWorkload, PeeredArm, TrainingStep
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
@@ -34,6 +33,7 @@ from paceline.models.layers import model_layers
 from paceline.predict.memory.facts import choose_bounds
 from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import CrossEntropy
+from paceline_bench.arms import SHARED, BenchWorkload, PeeredArm, TrainingStep
 
 Runner = Literal["torch", "gloo", "shared memory"]
 

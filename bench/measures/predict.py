@@ -21,8 +21,6 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
-from paceline.bench.engines import clean_up
 from paceline.bench.timing import quartiles, time_step
 from paceline.calibrate.entry import entry_of
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
@@ -48,6 +46,8 @@ from paceline.train.assemble import build_policy
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.step import train_step
+from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
+from paceline_bench.engines import clean_up
 
 _SAMPLES = 64
 _WARM_UP = 5

@@ -220,7 +220,7 @@ def pipeline(
     """
     from measures.pipeline import PARTS, bench_part, make_workload
     from measures.pipeline_arms import pipeline_arms
-    from paceline.bench.arms import check_words
+    from paceline_bench.arms import check_words
 
     wanted, words = chosen_of("--parts", parts, PARTS), words_of(arms)
     check_words([arm.name for arm in pipeline_arms()], words)
@@ -377,7 +377,7 @@ def predict(
       python bench predict --cluster mine.yaml --models mlp --arms gloo
     """
     from measures.predict import arms_on, bench_predict, clusters, only
-    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
+    from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
 
     check_device(device)
     known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
@@ -463,7 +463,7 @@ def losses(
     Example:  python bench losses --models gpt-1.1b --steps 500
     """
     from measures.losses import bench_losses
-    from paceline.bench.gpu.loops import workloads_on
+    from paceline_bench.gpu.loops import workloads_on
 
     check_device(device)
     known = {name: each for name, each in workloads_on(device).items() if each.unit == "tokens"}

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from paceline.data.own_loader import shard as shard
     from paceline.engines.apply import parallelize as parallelize
     from paceline.engines.engine import Engine as Engine
+    from paceline.models.attention import attention as attention
+    from paceline.models.attention import positions as positions
     from paceline.models.mlp import MLPClassifier as MLPClassifier
     from paceline.plan.layout import Compression as Compression
     from paceline.plan.layout import Layout as Layout
@@ -85,6 +87,7 @@ _NAMES = {
     "paceline.classic.communication": (
         *("CommunicationOptimizer", "cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
     ),
+    "paceline.models.attention": ("attention", "positions"),
     "paceline.models.mlp": ("MLPClassifier",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.bench import arms as arms_module
-from paceline.bench.arms import (
+from paceline.bench.timing import Turns
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.errors import TrainingError, UsageError
+from paceline_bench import arms as arms_module
+from paceline_bench.arms import (
     Arm,
     BenchWorkload,
     Wrapped,
@@ -23,11 +27,7 @@ from paceline.bench.arms import (
     select,
     sets_of,
 )
-from paceline.bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
-from paceline.bench.timing import Turns
-from paceline.comm.base import Communicator
-from paceline.comm.solo import SoloCommunicator
-from paceline.errors import TrainingError, UsageError
+from paceline_bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
 
 if TYPE_CHECKING:
     from gloo_pool import GlooPool

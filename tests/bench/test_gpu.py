@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from measures.losses import compare_losses
-from paceline.bench.gpu import arms as arms_module
-from paceline.bench.gpu import loops
-from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.loops import ArmTurn, GpuArm, GpuWorkload, all_workloads, run_arm, workloads_on
 from paceline.cluster.devices import Peaks
+from paceline_bench.gpu import arms as arms_module
+from paceline_bench.gpu import loops
+from paceline_bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
+from paceline_bench.gpu.loops import ArmTurn, GpuArm, GpuWorkload, all_workloads, run_arm, workloads_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
 TINY, IMAGES = all_workloads()["gpt-tiny"], all_workloads()["resnet-tiny"]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.gpu.arms import run_train
-from paceline.bench.gpu.loops import ArmTurn, all_workloads, run_arm
 from paceline.comm.traced import Trace
 from paceline.records.meter import StepMeter
 from paceline.records.records import StepRecord
 from paceline.records.summary import read_run
+from paceline_bench.gpu.arms import run_train
+from paceline_bench.gpu.loops import ArmTurn, all_workloads, run_arm
 
 pytestmark = [
     pytest.mark.gpu,

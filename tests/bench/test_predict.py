@@ -9,10 +9,10 @@ import torch
 
 from measures.predict import PredictArm, arms_on, bench_predict, clusters, config_of, measure_steps, only
 from measures.tables import show_table
-from paceline.bench.arms import check_words
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import UsageError
+from paceline_bench.arms import check_words
 
 ALONE = PredictArm(model="mlp", strategy="ddp")
 

@@ -72,8 +72,8 @@ def test_measured_rows_come_from_real_ranks() -> None:
 
 
 SHIPPED = [
-    path for path in sorted(Path("configs").glob("*.yaml")) if path.stem != "text_classification"
-]  # no model here
+    path for path in sorted(Path("configs").glob("*.yaml")) if path.stem not in ("text_classification", "gpt_long")
+]  # no model here; one rank shares no sequence
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.arms import CPU_WORKLOADS
+from paceline_bench.arms import CPU_WORKLOADS
 
 Call = Callable[..., Any]
 

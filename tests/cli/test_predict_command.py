@@ -160,10 +160,31 @@ def test_a_rank_can_be_asked_for(call: Call, config: str) -> None:
         (("-c", "1x dgx-h100", "parallel.ranks=3"), "train.global_batch = 32"),
         (("-c", "1x dgx-h100", "--price", "inf"), "--price inf"),
         (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
-        (("parallel.strategy=auto", "-c", "1x dgx-h100"), "paceline plan"),
+        (("-c", "cpu-host", "--longest", "model.kind=mlp", "data.kind=digits"), "model.heads"),
     ],
 )
 def test_what_cannot_be_is_told(call: Call, config: str, words: tuple[str, ...], told: str) -> None:
     shown = call("predict", config, *words)
     assert shown.code == 2
     assert told in shown.err
+
+
+def test_what_is_open_is_decided_for_the_cluster(call: Call, config: str) -> None:
+    shown = call("predict", config, "parallel.strategy=auto", "-c", "1x dgx-h100")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.startswith("auto takes ")
+
+
+def test_the_longest_sequences_rung_by_rung(call: Call) -> None:
+    path = str(Path(__file__).parents[2] / "configs/gpt_1b.yaml")
+    words = ("predict", path, "-c", "h200", "--longest", "train.global_batch=1", "--host-gb", "64")
+    shown, found = call(*words), json.loads(call(*words, "--json").out)
+    assert shown.code == 0
+    assert "The 2,048 tokens of this config need: nothing." in shown.out
+    rungs = {each["label"]: each for each in found["rungs"]}
+    assert all(f"{name} " in shown.out for name in rungs)
+    assert rungs["nothing"]["tokens"] < rungs["MLPs in tiles"]["tokens"] < rungs["checkpoint full"]["tokens"]
+    assert rungs["nothing"]["price"] == 0 < rungs["checkpoint full"]["price"] < 0.5
+    away = rungs["checkpoint full, MLPs in tiles, offload activations"]
+    assert away["keys"]["memory.offload"] == ["activations"]
+    assert 0.8 * 64 * 2**30 < away["host_bytes"] <= 0.9 * 64 * 2**30

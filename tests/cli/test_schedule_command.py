@@ -106,3 +106,18 @@ def test_what_cannot_be_is_refused(
     assert refused.out == ""
     for part in parts:
         assert part in refused.err
+
+
+def test_a_ring_of_ranks_that_share_sequences(call: Call) -> None:
+    shown = call("schedule", "ring", "--ranks", "3")
+    assert shown.code == 0
+    assert "rank 2: 2 3  kv 2: 2/2 3-2 3/3  kv 1: 2-1 3-1  kv 0: 2-0 3-0" in shown.out
+    rows = json.loads(call("schedule", "ring-contiguous", "--ranks", "2", "--json").out)["rows"]
+    assert [[step["meets"] for step in row] for row in rows] == [["diagonal", "nothing"], ["diagonal", "all"]]
+
+
+@pytest.mark.parametrize("given", [("-m", "4"), ("--messages",), ("--ranks", "65")])
+def test_what_a_ring_has_not_is_refused(given: tuple[str, ...], call: Call) -> None:
+    refused = call("schedule", "ring", *given)
+    assert refused.code == 2
+    assert "give --ranks and --json alone" in refused.err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.predict.scored.measured_table import SHIPPED
+from paceline_bench.scored.measured_table import SHIPPED
 
 Call = Callable[..., Any]
 ROOT = Path(__file__).parents[2]

@@ -183,7 +183,7 @@ def test_a_wrong_override_of_a_built_in_case_is_told_by_its_name(call: Call) -> 
 
 @pytest.mark.parametrize("ranks", [3, 5, 8])
 def test_the_built_in_gpt_has_heads_for_any_number_of_tensor_ranks(ranks: int) -> None:
-    config = module._load("gpt", module._large_enough("gpt", 1, ranks, "", None))
+    config = module._load("gpt", module._large_enough({"tensor": ranks}))
     model = config.model
     assert model.kind == "gpt"
     assert model.width is not None
@@ -194,7 +194,8 @@ def test_the_built_in_gpt_has_heads_for_any_number_of_tensor_ranks(ranks: int) -
 def test_every_field_of_the_layout_is_an_option_with_the_words_of_the_config(call: Call) -> None:
     shown = " ".join(call("verify", "--help").out.split())
     for name in {each.name for each in fields(Layout)} - set(module._NOT_VERIFIED):
-        option = "--checkpoint-policy" if name == "checkpoint_activations" else f"--{name.replace('_', '-')}"
+        spelled = {"checkpoint_activations": "checkpoint-policy", "context_ranks": "context"}
+        option = f"--{spelled.get(name, name.replace('_', '-'))}"
         assert f"{option} " in shown.replace(",", " ")
         assert MEANINGS[name].partition(";")[0][1:] in shown
     assert "--clip" in shown

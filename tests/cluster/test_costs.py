@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,22 @@ def test_the_link_between_hosts_is_shared_by_their_ranks() -> None:
     # The first round of halving pairs the hosts: four ranks send half of it each over one link.
     halving_doubling = 2 * ((2 * ALPHA + 4 * MB / 2 * 10 * BETA) + 2 * ALPHA + (MB / 4 + MB / 8) * BETA)
     assert all_reduce_seconds("halving_doubling", MB, where, LINKS) == pytest.approx(halving_doubling)
+
+
+def test_one_rank_uses_one_of_the_cards_of_a_host() -> None:
+    where, two_cards, four_cards = Placement(ranks=8, hosts=2), replace(LINKS, cards=2), replace(LINKS, cards=4)
+    ring = 2 * 7 * (2 * ALPHA + 4 * MB / 8 * 10 * BETA)
+    assert all_reduce_seconds("ring", MB, where, four_cards) == pytest.approx(ring)
+    assert scatter_seconds("ring", MB, where, four_cards) == pytest.approx(ring / 2)
+    for algorithm in ("hierarchical", "halving_doubling"):  # all four ranks of a host send, each through its card
+        alone = all_reduce_seconds(algorithm, MB, where, LINKS)
+        assert all_reduce_seconds(algorithm, MB, where, four_cards) == alone
+        assert all_reduce_seconds(algorithm, MB, where, two_cards) == alone
+    eight = replace(LINKS, cards=8)  # of which four are idle
+    inside, across = 2 * (ALPHA + MB * 3 / 4 * BETA), 2 * (2 * ALPHA + 2 * MB / 2 * 10 * BETA)
+    assert all_reduce_seconds("hierarchical", MB, where, eight) == pytest.approx(inside + across)
+    chain_s = broadcast_seconds("ring", MB, where, LINKS)
+    assert broadcast_seconds("ring", MB, where, four_cards) > 3 * chain_s
 
 
 def test_a_broadcast_goes_down_a_tree_or_along_a_chain() -> None:

@@ -14,6 +14,7 @@ from paceline.cluster import devices
 from paceline.cluster.devices import Catalog, Cluster, Device, Node, ShapeRate, load_cluster
 from paceline.cluster.entries import _key, find_name, parse_catalog, shipped
 from paceline.cluster.kernels import attention_rate, matmul_rate
+from paceline.cluster.wires import algorithm_cost, wire_cost
 from paceline.errors import UsageError
 
 CATALOG = Path(devices.__file__).parent / "catalog"
@@ -253,3 +254,26 @@ def test_a_processors_loop_is_what_was_measured_or_a_few_of_its_operations(tmp_p
     assert loop_s(operation_us=20.0) == pytest.approx(200e-6)
     assert Catalog().device("h100-sxm").loop_s == 0.0
     assert Catalog().device("h100-sxm").step_s == 0.0
+
+
+def test_networks_that_are_named_after_their_cards_have_so_many() -> None:
+    for name, entry in shipped().networks.items():
+        found = re.search(r"(\d+)x", name)
+        per_gpu = re.search(r"-per-gpu-(\d+)", name)
+        assert entry.cards == int(per_gpu[1] if per_gpu else found[1] if found else 1), name
+
+
+def test_one_ring_between_nodes_goes_through_one_card() -> None:
+    """NCCL has one for each card, and all of them are what the hierarchical algorithm uses."""
+    cluster = load_cluster("10x dgx-h100")
+    ranks = tuple(range(80))
+    seconds = {
+        each: algorithm_cost(cluster, each, "all_reduce", 10**9, ranks) for each in ("ring", "tree", "hierarchical")
+    }
+    card = 400e9 * 0.9 / 8
+    assert seconds["ring"] == pytest.approx(2 * 1e9 * 79 / 80 / card, rel=0.1)
+    assert seconds["hierarchical"] < seconds["tree"] / 4
+    assert wire_cost(cluster, 80)("all_reduce", 10**9, ranks) < seconds["hierarchical"]
+    one_card = load_cluster("10x dgx-h100 over ethernet-100g")
+    ring = algorithm_cost(one_card, "ring", "all_reduce", 10**9, ranks)
+    assert ring == pytest.approx(2 * 1e9 * 79 / 80 / 10e9, rel=0.1)

@@ -186,7 +186,7 @@ def _of_kernels() -> Iterator[tuple[str, object]]:
                 [
                     work_seconds(device, operation),
                     [host_seconds(device, operation, is_compiled=each) for each in (True, False)],
-                    [operation.flops, operation.full_flops, operation.num_bytes, operation.has_few_channels],
+                    [operation.flops, operation.num_bytes, operation.has_few_channels],
                 ],
             )
         for dtype in DTYPES if device.is_cpu else (*DTYPES, "fp4"):

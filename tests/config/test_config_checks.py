@@ -177,6 +177,21 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["memory.checkpoint_activations=full"], "memory.checkpoint_activations = full with model.kind = mlp"),
     (MLP, ["train.precision=fp8"], "train.precision = fp8 with model.kind = mlp"),
     (GPT, ["memory.checkpoint_activations=every_2"], None),
+    (GPT, ["memory.offload=[activations]"], "memory.offload = [activations] with memory.checkpoint_activations = none"),
+    (GPT, ["memory={offload: [activations], checkpoint_activations: matmuls}"], None),
+    (
+        GPT,
+        ["memory={offload: [activations, optimizer], checkpoint_activations: full}"],
+        "memory.offload = [optimizer, act",
+    ),
+    (GPT, ["memory.mlp_tiles=auto", "parallel={tensor: 2, ranks: 2}"], None),
+    (GPT, ["memory={mlp_tiles: auto, checkpoint_activations: matmuls}"], "memory.mlp_tiles = auto with memory.checkp"),
+    (
+        GPT,
+        ["memory.mlp_tiles=4", "parallel={tensor: 2, ranks: 2, sequence_parallel: true}"],
+        "memory.mlp_tiles = 4 with parallel.sequence_parallel = true",
+    ),
+    (MLP, ["memory.mlp_tiles=2"], "memory.mlp_tiles = 2 with model.kind = mlp"),
     # precision and rates
     (MLP, ["train={precision: bf16, dtype: float64}"], "train.precision = bf16 with train.dtype = float64"),
     (MLP, ["train={precision: bf16, loss_scale: 1.0}"], "train.loss_scale = 1 has no effect with"),

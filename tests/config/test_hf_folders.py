@@ -12,6 +12,7 @@ from paceline.config.data_sections import DataShape
 from paceline.config.hf_folder import (
     ImageSettings,
     check_folder_is_followed,
+    check_shared_sequences,
     image_size,
     parse_class_names,
     parse_image_settings,
@@ -208,3 +209,26 @@ def test_a_mean_and_a_deviation_for_each_channel_or_one_for_all(shape: dict[str,
         return
     with pytest.raises(DataError, match="a mean and a positive deviation for each"):
         DataShape(kind="classes", **shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "told"),
+    [
+        ({"sliding_window": 32}, {}, "parallel.context = 2 with sliding_window = 32 in "),
+        ({"sliding_window": 64}, {}, ""),
+        ({"sliding_window": 32, "use_sliding_window": False}, {}, ""),
+        ({"sliding_window": 32, "layer_types": ["full_attention"]}, {}, ""),
+        ({}, {"kind": "jsonl", "classes": 2, "targets": "label"}, "parallel.context = 2 with data of texts that are"),
+    ],
+    ids=["window", "wide", "unused", "no layer", "classes"],
+)
+def test_what_ranks_cannot_share_is_told(folder: Path, settings: Any, data: Any, told: str) -> None:
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "a.txt").write_text("{}")
+    values = {"kind": "text", "tokens": "bytes", "path": str(folder / "a.txt"), "context": 64, **data}
+    if "classes" in data:
+        del values["tokens"]
+    config = config_from_dict({"model": {"kind": "hf", "path": str(folder), "pretrained": False}, "data": values})
+    assert list(check_shared_sequences(config)) == []
+    found = [each.what for each in check_shared_sequences(config.with_values("parallel", context=2))]
+    assert [each.startswith(told) for each in found] == [True] * bool(told)

@@ -46,6 +46,9 @@ CHANGES = """
 - {parallel: {ranks: many}}
 - {parallel: {devise: cpu}}
 - {parallel: {context: 2}}
+- {parallel: {context: 3}}
+- {parallel: {context: 2, strategy: auto}}
+- {parallel: {contexts: 2}}
 - {train: {global_batch: 6}}
 - {train: {global_batch: 16, microbatch: 3}}
 - {train: {global_batch: 16, microbatch: 2, accumulate: 4}}

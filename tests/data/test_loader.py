@@ -239,6 +239,16 @@ def test_workers_end_with_the_iterator() -> None:
         assert live_workers() == 0
 
 
+def test_workers_go_on_when_a_scheduler_signals_all_processes() -> None:
+    order = DataOrder(length=40, global_batch=2, seed=0)
+    with contextlib.closing(TrainLoader(Numbers(40), order, options=forked(1)).steps(0, 20)) as steps:
+        next(steps)
+        for each in multiprocessing.active_children():
+            os.kill(each.pid or 0, signal.SIGTERM)
+        assert len(list(steps)) == 19
+    assert live_workers() == 0
+
+
 def test_workers_end_when_the_loop_raises() -> None:
     order = DataOrder(length=40, global_batch=2, seed=0)
 

@@ -149,8 +149,9 @@ def test_a_dataloader_is_shared_out_with_its_own_settings() -> None:
 
     def work(comm: Any) -> list[Any]:
         return [
-            torch.cat([batch[1] for batch in shard(DataLoader(dataset, **settings), comm)]).tolist()
+            torch.cat([batch[1] for batch in shared]).tolist()
             for settings in ({"batch_size": 4}, {"batch_size": 4, "shuffle": True, "collate_fn": join})
+            if (shared := shard(DataLoader(dataset, **settings), comm)).dataset is dataset
         ]
 
     first, second = run_virtual(work, ranks=2)

@@ -266,8 +266,10 @@ def test_a_stream_that_gives_other_samples_does_not_go_on() -> None:
 
 def test_what_a_stream_cannot_do_is_told() -> None:
     comm = paceline.connect()
-    with pytest.warns(UserWarning, match="num_workers = 2 is not used"):
+    with pytest.warns(UserWarning, match="num_workers = 2 is not used") as told:
         loader = paceline.shard(DataLoader(Numbers(), batch_size=5, num_workers=2), comm)
+    assert told[0].filename == __file__
+    assert type(loader.dataset) is Numbers
     with pytest.raises(DataError, match="seed = 9"):
         loader.load_state_dict({"position": 1, "epoch": 0, "place": 1, "seed": 9})
     loader.load_state_dict({"position": 99, "epoch": 0, "place": 99, "seed": 0})

@@ -19,7 +19,7 @@ import pytest
 from page_figures import ROOT, agrees, figures, numbers, pages, read_record, records_named
 
 import paceline
-from paceline.predict.scored.measured_table import read_shipped
+from paceline_bench.scored.measured_table import read_shipped
 
 GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m", "gpu-h200-resnet")
 # Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts, but for what

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from paceline.schedule.ring import ring_schedule
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import draw_pictures  # noqa: E402
 import pictures_messages  # noqa: E402
 import pictures_plans  # noqa: E402
+import pictures_ring  # noqa: E402
 
 SLOW = {"overlap.svg", "fsdp-timeline.svg", "landscape.svg", "tensor-mlp.svg", "tensor-attention.svg"}  # seconds
+SLOW |= {"memory-time.svg"}
 NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) if name in SLOW else name for name in draw_pictures.PICTURES]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,6 +78,14 @@ def test_cells_of_collectives_are_what_ranks_end_with() -> None:
     assert found["all-reduce"] == [whole] * 4
     assert found["reduce-scatter"][2] == [frozenset(), frozenset(), whole[2], frozenset()]
     assert found["all-to-all"][3] == [frozenset({(rank, 3)}) for rank in range(4)]
+
+
+def test_zigzag_is_even_in_every_turn() -> None:
+    whole, late = (pictures_ring.turns(order) for order in ("contiguous", "zigzag"))
+    assert [sum(rank) for rank in whole] == [2, 6, 10, 14]
+    assert late == [[2, 2, 2, 2]] * 4 == [[step.work for step in row] for row in ring_schedule(4)]
+    by_ring = [[4 * step.work for step in row] for row in ring_schedule(4, "contiguous")]  # chunks are twice as long
+    assert whole == by_ring
 
 
 def test_memory_bars_follow_the_strategies() -> None:

@@ -53,7 +53,7 @@ def test_ragged_batches_take_one_graph_and_evaluation_another(counter: CompileCo
             compiled(torch.randn(samples, 4))
     assert counter.frame_count == 2
     training, evaluation = take_notes(compiled)
-    assert (training.what, evaluation.what) == ("the whole model", "the whole model, for evaluation")
+    assert (training.what, evaluation.what) == ("the whole model", "the whole model, without gradients")
     assert training.seconds > 0
     assert take_notes(compiled) == []
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from paceline.cli.learn import app
 from paceline.errors import UsageError
 from paceline.learn import course
 from paceline.learn.course import Progress, load_progress, parse_progress, save_progress
-from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, lessons, says
+from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, calculate, judge_number, lessons, says
 
 ROOT = Path(__file__).parents[2]
 runner = CliRunner()
@@ -36,7 +36,7 @@ def of_four_ranks(function: Any) -> Said:
 
 def exercise(number: str, title: str, asks: str, right: str, otherwise: str, *hints: str, **more: Any) -> Exercise:
     words = {"right": right, "otherwise": otherwise}
-    return Exercise(number=number, title=title, asks=asks, hints=hints, says=words, **more)
+    return Exercise(number=number, title=title, asks=asks, hints=hints, says=words, check="of_the_test", **more)
 
 
 EXERCISES = (
@@ -60,7 +60,7 @@ CHECKS = {
 @pytest.fixture
 def lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Puts a lesson of its own in place of the course, and the state in a folder of its own, which it returns."""
-    module = ModuleType("paceline.learn.lessons_1_to_3")
+    module = ModuleType("paceline.learn.of_the_test")
     module.CHECKS = CHECKS  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for place in ("paceline.learn.course.lessons", "paceline.learn.exercise.lessons"):
@@ -80,11 +80,16 @@ def call(*words: str) -> tuple[int, str]:
 # The course that ships.
 
 
-def test_every_lesson_has_three_exercises_with_hints_checks_and_words() -> None:
+def every_exercise() -> list[Exercise]:
+    return [each for lesson in lessons().values() for each in lesson.exercises]
+
+
+def test_every_lesson_has_three_exercises_or_more_with_hints_checks_and_words() -> None:
     for number, lesson in lessons().items():
-        assert [each.number for each in lesson.exercises] == [f"{number}.{place}" for place in (1, 2, 3)]
+        assert len(lesson.exercises) >= 3
+        assert [each.number for each in lesson.exercises] == [f"{number}.{n + 1}" for n in range(len(lesson.exercises))]
         for each in lesson.exercises:
-            assert course.find_check(each.number)
+            assert course.find_check(each)
             assert each.title
             assert each.asks
             assert each.hints
@@ -93,24 +98,41 @@ def test_every_lesson_has_three_exercises_with_hints_checks_and_words() -> None:
 
 def test_every_sentence_of_an_exercise_is_named_by_its_check() -> None:
     """Of a name that the check does not have, nobody would ever read the sentence."""
-    for lesson in lessons().values():
-        check = Path(inspect.getfile(course.find_check(lesson.exercises[0].number))).name
-        files = (check, "exercise.py", "lessons_1_to_3.py")
+    for each in every_exercise():
+        names = each.says.keys() - {"right", "otherwise"} - each.slips.keys()
+        if each.answer == "word" and each.truth:
+            continue  # each names a word
+        files = (f"{each.check}.py", "exercise.py", "watched.py") if each.check else ("exercise.py",)
         source = "".join((Path(course.__file__).parent / name).read_text(encoding="utf-8") for name in files)
-        names = {name for each in lesson.exercises for name in each.says} - {
-            "right",
-            "otherwise",
-            "ddp",
-            "zero2",
-            "fsdp",
-        }
-        assert not [name for name in names if f'"{name}"' not in source]
+        assert not [name for name in names if f'"{name}"' not in source], each.number
+
+
+NUMBERS = [each for each in every_exercise() if each.truth and each.answer != "word"]
+
+
+@pytest.mark.parametrize("each", NUMBERS, ids=lambda each: each.number)
+def test_every_slip_of_a_number_is_named_as_itself(each: Exercise) -> None:
+    """No slip comes to what another one does in every case, and no sentence has the right answer."""
+    found: dict[str, set[str]] = {name: set() for name in each.slips}
+    for case in each.cases or [{}]:
+        symbols = each.symbols(**case)
+        assert judge_number(each, symbols["truth"], **case) == RIGHT
+        for name, formulas in each.slips.items():
+            for formula in formulas if isinstance(formulas, list) else [formulas]:
+                value = calculate(formula, symbols)
+                found[name].add(judge_number(each, value, **case).name)
+                assert f"{symbols['truth']:g}" not in each.says[name]
+    for name, said in found.items():
+        assert name in said
+        assert each.cases or said == {name}
 
 
 def test_every_page_has_the_headings_and_exercises_of_its_lesson() -> None:
-    pages = {int(page.name[0]): page.read_text(encoding="utf-8") for page in (ROOT / "docs/learn").glob("[0-9]-*.md")}
+    found = (ROOT / "docs/learn").glob("[0-9]*-*.md")
+    pages = {int(page.name.partition("-")[0]): page.read_text(encoding="utf-8") for page in found}
+    assert pages.keys() == lessons().keys()
     headings = ["The picture", "Try it", "The formula", "Worked numbers", "When it stops paying"]
-    headings += ["Predicted and measured", "Exercises", "Takeaway", "Reading on"]
+    headings += ["Predicted and measured", "The same in PyTorch", "Exercises", "Takeaway", "Reading on"]
     for lesson, page in pages.items():
         assert page.startswith(f"# Lesson {lesson}: ")
         prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
@@ -118,6 +140,26 @@ def test_every_page_has_the_headings_and_exercises_of_its_lesson() -> None:
         for each in lessons()[lesson].exercises:
             assert f"paceline learn check {each.number}" in page
             assert f'learn.check("{each.number}"' in page
+
+
+WITHOUT_TORCH = """
+import sys
+from paceline.learn.course import find, hint_text, judge
+from paceline.learn.exercise import lessons
+
+for each in [each for lesson in lessons().values() for each in lesson.exercises]:
+    hint_text(each, 1)
+    if each.answer != "function":
+        judge(each, 7) if each.answer == "number" else judge(each, "ddp")
+judge(find("7.2"), lambda _s, p, m, rank: m)
+judge(find("8.2"), lambda weight, update: update > weight / 100)
+judge(find("9.3"), lambda save_s, *_: save_s)
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_hints_and_answers_that_need_no_torch_import_none() -> None:
+    assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=False).returncode == 0
 
 
 # Answers.

@@ -9,14 +9,6 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lessons_4_to_6 import state_bytes
-
-
-def test_states_are_those_of_the_formula() -> None:
-    assert state_bytes(1000, "ddp", 4) == 16 * 1000
-    assert state_bytes(1000, "zero1", 4) == 8 * 1000 + 8 * 1000 // 4
-    assert state_bytes(1000, "zero2", 4) == 4 * 1000 + 12 * 1000 // 4
-    assert state_bytes(1000, "fsdp", 4) == 16 * 1000 // 4
 
 
 def test_the_states_of_one_rank() -> None:
@@ -155,3 +147,49 @@ def test_wrong_strategies_get_words_that_help(answer: str, words: str) -> None:
     assert not verdict.is_right
     assert words in verdict.words
     assert "zero2" not in verdict.words or words == "none of"
+
+
+def rank_bytes(strategy: str, *given: float, how: str = "") -> float:
+    """The whole memory of a rank. ``how`` plants one mistake."""
+    parameters, ranks, samples, tokens, width, layers, is_checkpointed = given
+    whole, shared = {"ddp": (18, 0), "zero1": (6, 12), "zero2": (2, 16), "fsdp": (0, 16)}[strategy]
+    if how == "masters whole" and strategy != "ddp":
+        whole, shared = whole + 4, shared - 4
+    if how == "no masters":
+        whole -= 2
+    stream = samples * tokens * width
+    again = 0 if how == "inputs" else 34 * stream
+    kept = 2 * stream * layers + again if is_checkpointed and how != "kept" else 34 * stream * layers
+    if how == "shared":
+        kept /= ranks
+    return (whole + shared / ranks) * parameters + (0 if how == "states" else kept) + (1e9 if how == "more" else 0)
+
+
+def test_all_of_a_rank() -> None:
+    verdict = judge(find("4.4"), rank_bytes)
+    assert verdict.is_right
+    for strategy, gib in (("fsdp", 29.5), ("ddp", 129.3)):
+        assert rank_bytes(strategy, 6.7e9, 8, 1, 4096, 4096, 32, False) / 2**30 == pytest.approx(gib, abs=0.1)
+        assert f"{gib} GiB" in verdict.words
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("states", "the states alone"),
+        ("shared", "divided the activations by N"),
+        ("kept", "with checkpointing a block keeps its input"),
+        ("inputs", "it has all of its activations"),
+        ("no masters", "16 P bytes of states"),
+        ("masters whole", "the optimizer updates a slice of the masters"),
+        ("more", "your function gives 1.399e+11 bytes"),
+    ],
+)
+def test_wrong_memories_get_words_that_help(how: str, words: str) -> None:
+    verdict = judge(find("4.4"), lambda *given: rank_bytes(*given, how=how))
+    assert not verdict.is_right
+    assert words in verdict.words
+
+
+def test_what_is_no_number_of_bytes_is_named() -> None:
+    assert "returns None. It should return a number" in judge(find("4.4"), lambda *_: None).words

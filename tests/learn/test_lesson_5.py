@@ -9,16 +9,6 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lessons_4_to_6 import count_gathers, tokens_to_hide
-
-
-def test_the_engine_gathers_each_unit_twice_but_two() -> None:
-    assert count_gathers(3, 1) == 2 * 3
-    assert count_gathers(2, 2) == 2 * 2 * 2
-
-
-def test_tokens_are_those_of_the_formula() -> None:
-    assert tokens_to_hide(4, 100.0, 10.0, 2) == pytest.approx(4 * 100 / (2 * 10) / 2)
 
 
 def test_count_the_gathers() -> None:

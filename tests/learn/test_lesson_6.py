@@ -10,15 +10,9 @@ import torch.nn.functional as F
 
 from paceline.comm.base import Communicator
 from paceline.learn.course import find, judge
-from paceline.learn.lessons_4_to_6 import block_bytes, block_seconds
+from paceline.learn.on_paper import block_seconds
 
 STREAM = 2 * 2048 * 4096 * 2
-
-
-def test_a_block_sends_eight_times_the_stream_at_most() -> None:
-    assert block_bytes(1, 1000) == 0
-    assert block_bytes(2, 1000) == 4 * 2 * 1000 / 2
-    assert block_bytes(8, 1000) == pytest.approx(8 * 1000 * 7 / 8)
 
 
 def test_what_a_block_sends() -> None:

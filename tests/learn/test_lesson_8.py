@@ -73,8 +73,8 @@ def test_8_3_right() -> None:
     [
         (1772, "2 bytes for each number"),
         (886, "1 byte for each number"),
-        (590.7, "Three matrices move"),
-        (2363, "two FLOPs"),
+        (590.7, "three matrices move"),
+        (2363, "2 d^3 FLOPs"),
         (20, "too small, by more than ten times"),
     ],
 )

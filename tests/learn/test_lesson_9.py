@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from paceline.learn.course import find, judge
-from paceline.learn.lessons_7_to_9 import state_bytes
 
 
 def test_9_1_right() -> None:
@@ -34,13 +33,6 @@ def test_9_1_wrong(answer: float, words: str) -> None:
     verdict = judge(find("9.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
-
-
-@pytest.mark.parametrize(
-    ("strategy", "each"), [("ddp", 18), ("zero1", 6 + 12 / 8), ("zero2", 2 + 16 / 8), ("fsdp", 16 / 8)]
-)
-def test_states_are_those_of_the_table(strategy: str, each: float) -> None:
-    assert state_bytes(strategy, 8) == pytest.approx(each * 13e9, rel=0.02)
 
 
 def test_9_2_right() -> None:

@@ -16,6 +16,8 @@ from loaded_script import load_script
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "make_notebooks.py"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("learn-*.ipynb"))
+QUICK = {"learn-1-ranks", "learn-2-collectives", "learn-10-sequences"}  # a second or two of one core
+SOME = [path if path.stem in QUICK else pytest.param(path, marks=pytest.mark.exhaustive) for path in NOTEBOOKS]
 
 
 script = load_script(SCRIPT)
@@ -44,8 +46,7 @@ def test_the_notebooks_are_those_of_the_pages() -> None:
     assert not script.stale(), "run: python scripts/make_notebooks.py"
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SOME, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_shows(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -72,6 +72,8 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents(positions: s
 def test_a_document_begins_behind_each_end_and_at_the_row() -> None:
     tokens = torch.tensor([[5, END, 6, 7, END, END, 8], [END, 1, 2, 3, 4, 5, 6]])
     assert document_starts(tokens, END).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
+    padded = torch.tensor([[5, END, END, END, END, 6], [END, END, END, 7, END, END]])
+    assert document_starts(padded, END).tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 3, 3, 5]]
 
 
 def test_what_cannot_keep_documents_apart_refuses() -> None:

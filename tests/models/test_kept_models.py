@@ -13,7 +13,8 @@ from kept_figures import assert_kept, told
 from kept_tensors import fill, gradients, row, sums
 from torch import nn
 
-from paceline.models.gpt import GPT, SIZES, KeyValues, document_mask, document_starts, gpt_config
+from paceline.models.document_attention import document_mask
+from paceline.models.gpt import GPT, SIZES, KeyValues, document_starts, gpt_config
 from paceline.models.head_loss import OutputLayer, check_targets, head_loss
 from paceline.models.layers import model_layers
 from paceline.models.mlp import MLPClassifier, former_names
@@ -85,9 +86,10 @@ def _of_gpts() -> Iterator[tuple[str, object]]:
         stds = [float(getattr(module, "std", 0.0)) for module in model.modules() if hasattr(module, "std")]
         yield f"{name} spread", stds
     tokens = torch.tensor([[1, 7, 7, 3, 4, 7, 2], [7, 1, 2, 3, 7, 0, 7]])
+    starts = document_starts(tokens, 7)
     yield (
         "documents",
-        [document_starts(tokens, 7).flatten().tolist(), document_mask(tokens, 7).to(torch.int64).flatten().tolist()],
+        [starts.flatten().tolist(), document_mask(starts, is_causal=True).to(torch.int64).flatten().tolist()],
     )
     sizes: list[tuple[str | None, dict[str, Any]]] = [
         ("gpt-124m", {}),

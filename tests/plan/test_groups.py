@@ -14,7 +14,7 @@ LAYOUTS = st.builds(
     lambda strategy, sizes, shards: Layout(
         strategy=strategy,
         pipeline=sizes[0],
-        context=sizes[2],
+        context_ranks=sizes[2],
         tensor=sizes[3],
         shard_ranks=min(shards, sizes[1]) if strategy == "hybrid" else 0,
     ).for_ranks(sizes[0] * sizes[1] * sizes[2] * sizes[3]),
@@ -40,7 +40,7 @@ def test_slices_times_copies_are_the_ranks_that_average(layout: Layout) -> None:
     for rank in range(layout.ranks):
         groups = groups_of(layout, rank)
         assert len(groups.batch) == layout.data
-        assert len(groups.gradients) == layout.data * layout.context
+        assert len(groups.gradients) == layout.data * layout.context_ranks
         assert (len(groups.shard), len(groups.replicate)) == (layout.shards, layout.replicas)
         assert set(groups.shard) & set(groups.replicate) == {rank}
         assert set(groups.shard) | set(groups.replicate) <= set(groups.gradients)
@@ -53,8 +53,8 @@ def test_slices_times_copies_are_the_ranks_that_average(layout: Layout) -> None:
         ({"pipeline": 2}, 1, {"pipeline": (1, 3), "gradients": (0, 1), "tensor": (1,)}),
         ({"tensor": 2}, 2, {"tensor": (2, 3), "gradients": (0, 2), "pipeline": (2,)}),
         ({"strategy": "hybrid", "shard_ranks": 2}, 2, {"shard": (2, 3), "replicate": (0, 2), "batch": (0, 1, 2, 3)}),
-        ({"strategy": "fsdp", "context": 2}, 1, {"shard": (0, 1, 2, 3), "batch": (1, 3), "context": (0, 1)}),
-        ({"strategy": "ddp", "context": 2}, 1, {"shard": (1,), "replicate": (0, 1, 2, 3), "batch": (1, 3)}),
+        ({"strategy": "fsdp", "context_ranks": 2}, 1, {"shard": (0, 1, 2, 3), "batch": (1, 3), "context": (0, 1)}),
+        ({"strategy": "ddp", "context_ranks": 2}, 1, {"shard": (1,), "replicate": (0, 1, 2, 3), "batch": (1, 3)}),
     ],
 )
 def test_who_talks_to_whom_on_four_ranks(fields: dict[str, Any], rank: int, expected: dict[str, Any]) -> None:

@@ -51,10 +51,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pipeline": 4, "schedule": "zb-v", "precision": "fp8", "compile": "auto"},
     {"pipeline": 2, "schedule": OWN, "checkpoint_activations": "matmuls"},
     {"pipeline": 2, "tensor": 2, "strategy": "zero1", "fused_loss": True},
-    {"context": 2, "strategy": "fsdp"},
-    {"context": 2, "strategy": "hybrid", "shard_ranks": 2},
-    {"context": 4, "strategy": "hybrid", "shard_ranks": 2},
-    {"context": 2, "tensor": 2},
+    {"context_ranks": 2, "strategy": "fsdp"},
+    {"context_ranks": 2, "strategy": "hybrid", "shard_ranks": 2},
+    {"context_ranks": 4, "strategy": "hybrid", "shard_ranks": 2},
+    {"context_ranks": 2, "tensor": 2},
     {"expert": 4, "strategy": "zero2"},
     {"expert": 2, "strategy": "hybrid", "shard_ranks": 4, "pipeline": 2},
     {"fused_loss": True, "offload": Offload.of(["gradients"])},
@@ -88,10 +88,10 @@ def _of_layouts() -> Iterator[tuple[str, object]]:
     for place, options in enumerate(LAYOUTS):
         asked = Layout(**options)
         for ranks, node_ranks in ((16, None), (16, 8), (8, 4), (1, None)):
-            if asked.pipeline * asked.tensor * asked.context * max(1, asked.shard_ranks) > ranks:
+            if asked.pipeline * asked.tensor * asked.context_ranks * max(1, asked.shard_ranks) > ranks:
                 continue
             layout = asked.for_ranks(ranks, node_ranks)
-            if layout.data * layout.context % layout.shards:
+            if layout.data * layout.context_ranks % layout.shards:
                 continue
             names = (
                 "data",
@@ -134,10 +134,10 @@ def _of_layouts() -> Iterator[tuple[str, object]]:
 def _of_groups() -> Iterator[tuple[str, object]]:
     for place, options in enumerate(LAYOUTS):
         layout = Layout(**options)
-        if layout.pipeline * layout.tensor * layout.context * max(1, layout.shard_ranks) > 16:
+        if layout.pipeline * layout.tensor * layout.context_ranks * max(1, layout.shard_ranks) > 16:
             continue
         layout = layout.for_ranks(16, 8)
-        if layout.strategy == "hybrid" and layout.data * layout.context % layout.shards:
+        if layout.strategy == "hybrid" and layout.data * layout.context_ranks % layout.shards:
             continue
         for rank in (0, 5, 14):
             groups = groups_of(layout, rank)
@@ -161,7 +161,7 @@ def _choices() -> dict[str, tuple[Any, ...]]:
         "tensor": (1, 2, 3, 4),
         "shard_ranks": (0, 2, 3, 8),
         "node_ranks": (0, 4, 3),
-        "context": (1, 2),
+        "context_ranks": (1, 2),
         "expert": (1, 2, 3),
         "units": (None, ("a",), ("a", "b", "a")),
         "unit_mb": (None, 8.0),
@@ -193,7 +193,7 @@ def _of_rules() -> Iterator[tuple[str, object]]:
     def of(values: Any) -> Any:
         return values[int(random.random() * len(values))]
 
-    keys = dict.fromkeys((*names, "ranks", "heads", "kv_heads"), "parallel.")
+    keys = {name: f"parallel.{name}" for name in (*names, "ranks", "heads", "kv_heads")}
     directed: list[dict[str, Any]] = [{"tensor": tensor, "sequence_parallel": True} for tensor in (2, 3, 4)]
     directed += [{"data": data, "pipeline": 2, "tensor": tensor} for data in (2, 3) for tensor in (1, 2)]
     directed += [{"strategy": "fsdp", "reshard_after_forward": number} for number in (0, 1, 3)]
@@ -233,7 +233,10 @@ def _of_rules() -> Iterator[tuple[str, object]]:
         RuleCase(Layout(pipeline=pipeline, tensor=tensor), ranks=ranks)
         for pipeline, tensor, ranks in ((1, 1, 3), (2, 1, 3), (2, 3, 6))
     ]
-    yield "cases", [[case.degrees, case.parts, case.divides, case.said("pipeline", "strategy")] for case in cases]
+    yield (
+        "cases",
+        [[case.degrees, case.layout.degree, case.divides, case.said("pipeline", "strategy")] for case in cases],
+    )
 
 
 def _shown(asked: dict[str, Any]) -> str:
@@ -325,7 +328,7 @@ def _of_models() -> Iterator[tuple[str, object]]:
     for options, running in (
         ({}, {}),
         ({"accumulate": 3, "microbatch": 2}, {}),
-        ({"context": 2}, {"global_batch": 64.0}),
+        ({"context_ranks": 2}, {"global_batch": 64.0}),
         ({"checkpoint_activations": "matmuls"}, {"recomputes_attention": True, "micro_batch": 3.0}),
         ({"checkpoint_activations": "matmuls"}, {"global_batch": 3.0}),
         ({"checkpoint_activations": "full"}, {"recomputes_attention": True}),

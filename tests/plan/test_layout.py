@@ -60,9 +60,10 @@ def test_the_config_has_the_defaults_of_the_layout() -> None:
     config = load_config(None, GPT)
     assert layout_of(config) == Layout()
     sections = {"parallel": ParallelConfig, "comm": CommConfig, "memory": MemoryConfig, "train": TrainConfig}
-    for name, section in CONFIG_KEYS.items():
-        model = sections.get(section.rstrip("."))
-        assert model is None or name in model.model_fields, f"{section}{name} is no key"
+    for written in CONFIG_KEYS.values():
+        section, _, name = written.partition(".")
+        model = sections.get(section)
+        assert model is None or name in model.model_fields, f"{written} is no key"
 
 
 def test_messages_name_fields_or_keys() -> None:
@@ -70,6 +71,17 @@ def test_messages_name_fields_or_keys() -> None:
     (of_code,), (of_config,) = rules(RuleCase(layout)), rules(RuleCase(layout, keys=CONFIG_KEYS))
     assert of_code.what == "offload = [optimizer] with strategy = ddp"
     assert of_config.what == "memory.offload = [optimizer] with parallel.strategy = ddp"
+
+
+def test_activations_need_no_shards_and_no_graph_of_the_whole_model() -> None:
+    layout = Layout(offload=Offload(activations=True), checkpoint_activations="full", compile="whole", pipeline=2)
+    assert rules(RuleCase(layout)) == []
+    assert not layout.offload.moves_states
+    assert layout.offload.is_any
+    assert Layout(strategy="fsdp", offload=layout.offload).shards_nothing(1)
+    assert layout.for_ranks(2).compile == "blocks"
+    assert Layout(compile="auto", mlp_tiles=2).for_ranks(1).compile == "blocks"
+    assert Layout(compile="whole", checkpoint_activations="full").for_ranks(1).compile == "whole"
 
 
 def test_everything_that_is_wrong_comes_at_once() -> None:
@@ -104,14 +116,47 @@ def test_a_filled_in_layout_keeps_the_rules() -> None:
 
 
 def test_every_rule_says_what_it_reads() -> None:
-    known = {field.name for field in fields(Layout)} | {"ranks", "heads"}
+    known = {field.name for field in fields(Layout)} | {"ranks", "heads", "context"}
     assert all(set(reads) <= known for reads in RULES.values())
     assert all(name in CONFIG_KEYS for reads in RULES.values() for name in reads)
 
 
-def test_a_sequence_over_ranks_is_predicted_and_not_run() -> None:
-    (problem,) = rules(RuleCase(replace(Layout(), context=2)))
-    assert "no engine runs it" in problem.rule
+@pytest.mark.parametrize(
+    ("changes", "model", "told"),
+    [
+        ({}, ModelShape(kind="mlp"), "context_ranks = 4 with model.kind = mlp"),
+        ({}, ModelShape(kind="gpt", heads=4, context=7), "context_ranks = 4 for sequences of 7 tokens"),
+        (
+            {"context_method": "ulysses", "tensor": 2},
+            ModelShape(kind="gpt", heads=4, context=64),
+            "context_ranks = 4 with context_method = ulysses and heads = 4, of which each of 2 tensor ranks has 2",
+        ),
+        (
+            {"tensor": 2, "sequence_parallel": True},
+            ModelShape(kind="gpt", heads=8, context=24),
+            "context_ranks = 4 x tensor = 2, with two parts for each, does not divide the 24 tokens of a sample",
+        ),
+        ({"context_ranks": 1, "context_method": "ring"}, ModelShape(), "context_method = ring has no effect"),
+    ],
+)
+def test_sequences_are_shared_where_they_can_be(changes: dict[str, Any], model: ModelShape, told: str) -> None:
+    (problem,) = rules(RuleCase(Layout(**{"context_ranks": 4, **changes}), model=model))
+    assert problem.what.startswith(told)
+    assert rules(RuleCase(Layout(context_ranks=4), ranks=8, model=ModelShape(kind="gpt", heads=3, context=8))) == []
+
+
+def test_a_shard_group_has_whole_sequences_or_none() -> None:
+    asked = Layout(strategy="hybrid", context_ranks=4, shard_ranks=2)
+    (problem,) = rules(RuleCase(asked, ranks=12))
+    assert "shard_ranks = 2 with context_ranks = 4 and 3 data ranks" in problem.what
+    for size in (4, 3, 12):
+        assert rules(RuleCase(replace(asked, shard_ranks=size), ranks=12)) == []
+
+
+def test_a_layout_of_an_earlier_plan_has_no_rank_that_shares_a_sequence() -> None:
+    values = Layout().to_json()
+    del values["context_ranks"], values["context_method"]
+    assert Layout.from_json({**values, "context": 1}) == Layout()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
 from paceline.predict.formulas.constants import calibrated_domain, outside_of
 from paceline.predict.formulas.step import predict
-from paceline.predict.scored.published import known_model
+from paceline_bench.scored.published import known_model
 
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True

@@ -18,9 +18,9 @@ from paceline.predict.formulas.constants import constants_for, fitted_constants,
 from paceline.predict.formulas.engine_costs import part_params, price, zero_bubble_share
 from paceline.predict.formulas.saving import best_interval, lost_share, time_between_failures
 from paceline.predict.formulas.step import Prediction, expected_most, model_flops, predict, slowest_device
-from paceline.predict.scored.measured_table import INPUTS, Row, RowError, Table, read_shipped
-from paceline.predict.scored.published import in_metric, known_model, predict_case, read_case
-from paceline.predict.scored.validation import rows_csv, to_json, validate
+from paceline_bench.scored.measured_table import INPUTS, Row, RowError, Table, read_shipped
+from paceline_bench.scored.published import in_metric, known_model, predict_case, read_case
+from paceline_bench.scored.validation import rows_csv, to_json, validate
 
 GPT = ModelShape(layers=24, width=2048, heads=16, kv_heads=8, mlp_width=5504, vocab_size=51200, tied=True)
 WIDE = ModelShape(layers=5, width=8192, heads=64, kv_heads=64, mlp_width=32768, vocab_size=50257, mlp="gelu")
@@ -196,8 +196,8 @@ def _of_frameworks() -> Iterator[tuple[str, object]]:
         (GPT, {"pipeline": 4, "chunks": 3}, {"framework": "megatron", "global_batch": 96, "compute": "bf16"}),
         (GPT, {"pipeline": 2, "chunks": 1}, {"framework": "eager", "global_batch": 96, "fused_attention": False}),
         (GPT, {"tensor": 4}, {"framework": "megatron", "compute": "fp16", "fused_attention": False}),
-        (GPT, {"context": 4}, {"framework": "megatron", "seq_len": 65536}),
-        (GPT, {"context": 2, "tensor": 2, "strategy": "fsdp"}, {"seq_len": 16384}),
+        (GPT, {"context_ranks": 4}, {"framework": "megatron", "seq_len": 65536}),
+        (GPT, {"context_ranks": 2, "tensor": 2, "strategy": "fsdp"}, {"seq_len": 16384}),
         (EXPERTS, {"expert": 8, "strategy": "zero1"}, {"framework": "megatron"}),
         (EXPERTS, {"expert": 4, "tensor": 2, "strategy": "fsdp"}, {}),
         (EXPERTS, {"expert": 16}, {"framework": "compiled"}),

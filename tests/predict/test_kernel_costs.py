@@ -257,4 +257,16 @@ def test_no_kernel_is_faster_than_the_peak_that_an_mfu_is_a_share_of(name: str, 
     sizes = {"matmul": (512, 512, 512), "attention": (8, 4, 128, 32), "attention_backward": (8, 4, 128, 32)}
     for family in _FAMILIES:
         kernel = Operation(name=family, family=family, dtype=dtype, sizes=sizes[family])
-        assert kernel.full_flops / price(Run(kernel))[0] <= device.peak(dtype) * (1 + 1e-9)
+        assert kernel.flops / price(Run(kernel))[0] <= device.peak(dtype) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("1x h200", 0.5, 0.6), ("1x h100-sxm", 0.4, 0.6), ("1x dgx-a100", 0.3, 0.7)]
+)
+def test_long_attention_reaches_what_kernels_do_alone(name: str, least: float, most: float) -> None:
+    """Not the rate of whole published runs, nor the mean of short ones; and half of the square is no limit."""
+    device = load_cluster(name).device
+    costs = KernelCosts(device, Constants(attention=0.33), is_compiled=False)
+    for family, share in (("attention", 1.0), ("attention_backward", 0.8)):
+        kernel = Operation(name=family, family=family, dtype="bf16", sizes=(1, 16, 262_144, 128))
+        assert share * least * device.peak("bf16") < kernel.flops / costs(Run(kernel))[0] < most * device.peak("bf16")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.scored.published import known_model
+from paceline_bench.scored.published import known_model
 
 
 @pytest.mark.parametrize(

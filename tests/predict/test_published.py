@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-from paceline.predict.scored.measured_table import RowError, read_table
-from paceline.predict.scored.published import read_case
+from paceline_bench.scored.measured_table import RowError, read_table
+from paceline_bench.scored.published import read_case
 
 MakeTable = Callable[..., Path]
 

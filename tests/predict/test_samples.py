@@ -11,7 +11,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.step import sample_step
-from paceline.predict.scored.published import known_model
+from paceline_bench.scored.published import known_model
 
 CONSTANTS = Constants()
 ONE = load_cluster("1x a100-sxm-80gb")

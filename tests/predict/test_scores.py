@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.predict.scored.validation import errors_of, ranking_of, scaling_of, spearman
+from paceline_bench.scored.validation import errors_of, ranking_of, scaling_of, spearman
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

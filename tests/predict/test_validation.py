@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.predict.scored.measured_table import read_table
-from paceline.predict.scored.published import predict_case, read_case
-from paceline.predict.scored.validation import rows_csv, to_json, validate
+from paceline_bench.scored.measured_table import read_table
+from paceline_bench.scored.published import predict_case, read_case
+from paceline_bench.scored.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]
 

@@ -223,6 +223,18 @@ def test_numbers_of_the_step_are_passed_on(stage: Stage) -> None:
     assert record.memory_bytes == peak_memory_bytes(CPU) > 0
 
 
+def test_memory_of_the_second_step_counts(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the worst moment of the first step Adam has no moments; runs of a few steps told that moment's bytes."""
+    peak = [5]
+    monkeypatch.setattr("paceline.records.meter.peak_memory_bytes", lambda _: peak[0])
+    found = []
+    for step in (7, 8, 9, 50, 51):  # a run that goes on begins with another step than the first
+        stage.meter.finish(make_facts(step))
+        found.append(stage.record().memory_bytes)
+        peak[0] += 1
+    assert found == [5, 6, 6, 6, 9]
+
+
 def test_a_rank_without_samples_has_no_loss(stage: Stage) -> None:
     stage.meter.finish(make_facts(loss_sum=torch.zeros(()), count=0.0, samples=0))
     record = stage.record()

@@ -235,7 +235,7 @@ def test_a_precision_is_told_where_it_is_not_what_one_would_think(
         (["train.precision=fp8"], "train.precision = fp8 is emulated on CPU ranks"),
         (["train.precision=fp8_row"], "train.precision = fp8_row is emulated on CPU ranks"),
         (["comm.nccl.p2p_level=NVL"], "comm.nccl is not read here: CPU ranks do not use NCCL"),
-        (["parallel.strategy=zero1", "memory.offload=[optimizer]"], "memory.offload moves nothing here"),
+        (["parallel.strategy=zero1", "memory.offload=[optimizer]"], "memory.offload saves nothing here"),
     ],
 )
 def test_what_a_cpu_makes_of_a_config_is_told(

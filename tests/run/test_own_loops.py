@@ -323,6 +323,7 @@ def test_only_optimizers_of_what_ranks_train_together_are_compared(loop: Loop) -
     for parameter, is_noted in ((other, False), (trained, True)):
         loop.ledgers[0].counts[0] += 1
         torch.optim.SGD([parameter], lr=0.1).step()
+        assert loop.ledgers[0].cells[file.STEP] == is_noted  # nor are others steps, though they come first
         assert (loop.ledgers[0].reader().update_at(loop.ledgers[0].counts[0]) is not None) is is_noted
 
 

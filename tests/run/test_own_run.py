@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import RankFailedError, UsageError
+from paceline.models.gpt import GPT, gpt_config
 from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
@@ -70,6 +71,32 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records_of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
     return [each for each in read_records(folder / "records" / f"rank-{rank}.jsonl") if isinstance(each, kind)]
+
+
+def long_loop(comm: Any) -> Path:
+    torch.manual_seed(0)
+    model = GPT(gpt_config("gpt-nano", context=8, vocab_size=16))
+    engine = paceline.parallelize(model, comm, context_ranks=2)
+    loader = paceline.loader(TensorDataset(torch.arange(96).reshape(12, 8) % 16), engine.batch_comm, batch_size=4)
+    with paceline.Run(comm, "long", engine, None, loader, monitor={"sample_s": None}) as run:
+        for (tokens,) in loader:
+            with run.step(len(tokens)):
+                own, targets = engine.cut(tokens, tokens.roll(-1, 1))
+                total = F.cross_entropy(engine(own).flatten(0, 1), targets.flatten(), reduction="sum")
+                (total * engine.loss_scale(targets.numel())).backward()
+                run.log(loss_sum=total)
+                engine.zero_grad()
+        return run.folder
+
+
+def test_ranks_that_share_samples_count_them_once() -> None:
+    folder = paceline.run_virtual(long_loop, ranks=4)[0]
+    steps = [records_of(folder, rank, StepRecord) for rank in range(4)]
+    assert [sum(rank[number].samples for rank in steps) for number in range(3)] == [4, 4, 4]
+    assert [each.position for each in steps[3]] == [4, 8, 12]
+    first = 8 * math.log(16)  # a sample of eight tokens, at the beginning
+    found = sum(rank[0].loss_sum for rank in steps) / sum(rank[0].count for rank in steps)
+    assert found == pytest.approx(first, rel=0.1)
 
 
 def test_every_rank_leaves_the_records_of_a_run() -> None:
@@ -131,7 +158,9 @@ def test_report_and_page_read_it() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero1", 3)])
-def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ranks: int) -> None:
+def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(
+    strategy: str, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = paceline.run_virtual(lambda comm: train(comm, 2, monitor={"folder": "whole"}), ranks=1)[0][2]
     with pytest.raises(RankFailedError):
         paceline.run_virtual(lambda comm: train(comm, 2, stop_at=4), ranks=2)
@@ -140,6 +169,7 @@ def test_a_run_goes_on_at_another_size_as_if_nothing_had_been(strategy: str, ran
         lambda comm: train(comm, 2, resume=True, strategy=strategy), ranks=ranks
     )[0]
     assert (values, folder) == ({"best": 0.25}, Path("runs/own").absolute())
+    assert capsys.readouterr().err.count("paceline: own goes on after step 4, from ") == 1
     assert found == pytest.approx(expected, abs=1e-12)
     assert [each.step for each in records_of(folder, 0, StepRecord)] == [*range(1, 11)]
     events = [each.name for each in records_of(folder, 0, EventRecord) if each.name not in ("scalars", "samples")]
@@ -251,6 +281,18 @@ def test_what_cannot_be_predicted_has_its_reason_in_one_note() -> None:
     prediction = summarize(folder).prediction
     assert prediction is not None
     assert prediction.lines() == []
+
+
+def test_a_loop_goes_on_where_an_operation_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise ValueError("no such formula")
+
+    _, plain = predicted_loop()
+    monkeypatch.setattr("paceline.models.measured.operator_flops", fail)
+    folder, losses = predicted_loop()
+    assert losses == plain
+    (note,) = [event_text(each) for each in records_of(folder, 0, EventRecord) if each.name == "prediction"]
+    assert re.search(r"not predicted: aten.* cannot be counted: ValueError\('no such formula'\)", note), note
 
 
 def test_without_a_checkpoint_it_begins_and_without_a_step_it_leaves_nothing() -> None:
@@ -389,18 +431,20 @@ def test_a_loss_that_is_not_finite_is_told_once(recwarn: pytest.WarningsRecorder
     assert told == ["the loss of rank 0 is nan in step 2"]
 
 
-@pytest.mark.parametrize("what", ["evaluated", "saved", "alike"])
+@pytest.mark.parametrize("what", ["evaluated", "saved", "unsaved", "alike"])
 def test_numbers_that_ranks_do_not_have_alike_are_told_at_a_save(what: str, recwarn: pytest.WarningsRecorder) -> None:
     def work(comm: Any) -> None:
         engine = paceline.parallelize(make_model(), comm, "ddp")
         with paceline.Run(comm, "own", engine, monitor={"sample_s": None}) as run:
             run.log(loss=0.5 + comm.rank * (what == "evaluated"))
-            run.save(best=0.25 + comm.rank * (what == "saved"), when=math.nan)
+            more = {"last": 1} if what == "unsaved" and comm.rank else {}
+            run.save(best=0.25 + comm.rank * (what == "saved"), when=math.nan, **more)
 
     paceline.run_virtual(work, ranks=2)
     told = [str(each.message).split("\n")[0] for each in recwarn]
     expected = {
         "evaluated": "loss is 0.5 on rank 0 and 1.5 on rank 1",
         "saved": "best is 0.25 on rank 0 and 1.25 on rank 1",
+        "unsaved": "last is missing on rank 0 and 1 on rank 1",
     }
     assert told == ([expected[what]] if what in expected else [])

@@ -94,6 +94,27 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surro
         assert unsure.result() == ["rank 1 was killed", f"{CHANGED}{host_name()} (its launcher has ended) is gone"]
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_who_waits_for_an_agent_that_has_left_the_round_is_not_kept(
+    nodes: Surroundings, tmp_path: Path, is_told: bool
+) -> None:
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        rendezvous(tmp_path, "run", both) as first,
+        rendezvous(tmp_path, "run", both) as second,
+    ):
+        infos = list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+        waits = pool.submit(infos[0].store.get, "of the second")
+        assert infos[1].store.check(["anything"]) is False
+        if is_told:  # a connection of the second host ended, and it tries again
+            second.agree_on_end(f"{CHANGED}on h1, the control server cannot be reached", is_sure=True)
+        else:
+            second.__exit__()
+        with pytest.raises(HostsChangedError, match="^$" if is_told else "its launcher has ended"):
+            waits.result()
+
+
 def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Surroundings, tmp_path: Path) -> None:
     both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
     facts = HostFacts(host="a", paceline="1", torch="2", ranks=1, config={}, folders=(), mark="m")

@@ -95,7 +95,7 @@ def test_a_strategy_is_chosen_by_the_memory_there_is(
 
 def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions(load_config(None, [*MLP, "parallel.strategy=zero1", "memory.offload=[optimizer]"]), None)
-    assert "memory.offload moves nothing here" in " ".join(capsys.readouterr().out.split())
+    assert "memory.offload saves nothing here" in " ".join(capsys.readouterr().out.split())
     show_decisions(load_config(None, MLP), None)
     assert capsys.readouterr().out == ""
 
@@ -149,6 +149,17 @@ def test_a_run_says_that_one_rank_does_not_shard() -> None:
     for keeps in (["parallel={ranks: 1, strategy: fsdp}", "memory.offload=[optimizer]"], ["parallel.strategy=fsdp"]):
         decided = decide_run(load_config(None, [*MLP, *keeps]))
         assert (decided.notes, decided.plan.layout.strategy) == ((), "fsdp")
+
+
+def test_a_run_says_that_what_saves_memory_is_compiled_by_blocks() -> None:
+    gpt = ["model={kind: gpt, size: gpt-nano, compile: whole}", "data={kind: synthetic_tokens, context: 64}"]
+    memory = "memory={checkpoint_activations: full, offload: [activations]}"
+    decided = decide_run(load_config(None, [*gpt, memory, "parallel={device: cpu, ranks: 1}", "train.precision=fp32"]))
+    (note,) = decided.notes
+    assert note.startswith("model.compile = whole compiles block by block: one graph would hold until its end")
+    assert decided.plan.layout.compile == "blocks"
+    plain = decide_run(load_config(None, [*gpt, "parallel={device: cpu, ranks: 1}", "train.precision=fp32"]))
+    assert (plain.notes, plain.plan.layout.compile) == ((), "whole")
 
 
 def test_a_run_on_cpus_says_that_fp8_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from command_runs import LiveRun
+from gone_processes import wait_until_gone
 
 from paceline.checkpoint import list_checkpoints
 from paceline.health.exit_codes import DONE, NO_PROGRESS, PREEMPTED
@@ -138,3 +141,18 @@ def test_the_same_error_twice_is_not_tried_a_third_time(project: Path, train: Ca
     assert called.err.count("restarting 2 ranks from the beginning: there is no checkpoint (restart 1 of 3)") == 1
     assert "  not started again: the same came twice, after step 1\n" in called.err
     assert sum(isinstance(each, RunRecord) for each in records(project, 1)) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arguments", [("data.workers=1",), (), ("recovery.warm=false", "data.workers=1")])
+def test_a_scheduler_that_signals_all_processes_of_a_job_has_it_saved(
+    live: Callable[..., LiveRun], arguments: tuple[str, ...]
+) -> None:
+    run = live(*arguments)
+    ranks = run.ranks(step=20)
+    launcher = psutil.Process(run.process.pid)
+    for each in [*reversed(launcher.children(recursive=True)), launcher]:
+        each.terminate()
+    assert run.wait() == PREEMPTED, run.error()
+    assert "preempted: the state is saved" in run.error()
+    wait_until_gone(ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -43,6 +44,9 @@ def main():
     if deed == "hear":
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
         Path("ready").touch()
+    if deed == "answer":
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"."))
+        print("ready", flush=True)
     if deed == "wait":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path("pids.partial").write_text(f"{os.getpid()} {child.pid}")
@@ -53,7 +57,7 @@ def main():
         Path("pids.partial").rename("pids")
         ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit, of this thread alone
     while deed != "return":
-        time.sleep(600)
+        time.sleep(0.05)  # a signal that comes just before a sleep is handled after it
 """
 Client = Callable[..., "subprocess.Popen[str]"]
 
@@ -161,6 +165,25 @@ def test_signals_reach_the_rank(client: Client, tmp_path: Path) -> None:
     wait_for(tmp_path / "ready")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(240) == 7
+
+
+def test_a_request_of_a_scheduler_leaves_the_server_alone(client: Client, tmp_path: Path) -> None:
+    process = client("wait")
+    rank = int(wait_for(tmp_path / "pids").split()[0])
+    os.kill(server_of(rank), signal.SIGTERM)
+    os.killpg(rank, signal.SIGTERM)  # which neither the rank nor its child handles
+    assert process.wait(240) == -signal.SIGTERM
+    assert client("leave", "3").wait(240) == 3
+
+
+def test_no_signal_is_lost_that_comes_while_the_client_begins_to_wait(client: Client) -> None:
+    process = client("answer")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(200):
+        process.send_signal(signal.SIGUSR1)
+        assert select.select([process.stdout], [], [], 60)[0]
+        assert process.stdout.read(1) == "."
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

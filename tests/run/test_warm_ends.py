@@ -147,6 +147,15 @@ def test_signals_for_the_rank_are_handed_on(client: Callable[[], Client], number
     assert made.end() == 5
 
 
+def test_a_request_of_a_scheduler_is_handed_on_to_the_rank(client: Callable[[], Client]) -> None:
+    made = client()
+    made.say(FORKED)
+    subprocess.run(["kill", "-TERM", str(made.pid)], check=True)  # not by the agent, which is its parent
+    assert made.heard() == bytes([signal.SIGTERM])
+    made.say(STATUS.pack(75, False))
+    assert made.end() == 75
+
+
 def test_a_client_that_ends_by_a_signal_leaves_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: done.append(limit))

@@ -48,7 +48,6 @@ def test_without_a_price_the_estimate_alone_says_where_to_begin() -> None:
     assert first(make_config(), []) is None
     assert first(make_config(), [1, 2], ranks=4) is None  # two hosts
     assert first(make_config(comm={"backend": "virtual"}), [1, 2]) is None
-    assert first(make_config(memory={"checkpoint_activations": "every_2"}), [1, 2]) is None
     unknown = Machine(processor="any", cores=2, memory_bytes=16e9, gpus=("An unknown card",))
     config = make_config()
     assert first_microbatch(config, facts_of(config), unknown, [1], ranks=1, node_ranks=1) is None

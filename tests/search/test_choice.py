@@ -63,7 +63,8 @@ def choose(where: RunMachine, model: ModelFacts = MODEL, **options: Any) -> Choi
         (7, "fsdp, checkpoint matmuls"),
         (5, "fsdp, checkpoint full"),
         (4, "fsdp, checkpoint full, offload optimizer"),
-        (3, "fsdp, checkpoint full, offload optimizer and gradients and parameters"),
+        (3, "fsdp, checkpoint full, offload optimizer and activations"),
+        (2.5, "fsdp, checkpoint full, offload optimizer and gradients and parameters and activations"),
     ],
 )
 def test_less_memory_takes_more_sharing(gib: float, expected: str) -> None:

@@ -101,12 +101,12 @@ def test_changes_that_fit_come_fastest_first_and_do_fit() -> None:
 
 
 def test_a_config_that_formulas_do_not_price_gets_the_first_plan() -> None:
-    config = _config("train.global_batch=64", "memory.checkpoint_activations=every_2")
+    config = _config("train.global_batch=64", "parallel.pipeline=2", "parallel.schedule=gpipe")
     verdict = _verdict(_need(config), 16 * GIB)
     (line,) = ways_out(config, verdict, HOST)
     assert line.startswith("fits with ")
     assert "parallel.tensor" not in line  # it is 1 already
-    assert "memory.checkpoint_activations=none" in line
+    assert "parallel.pipeline=1" in line
 
 
 def test_where_nothing_fits_the_nearest_is_told() -> None:

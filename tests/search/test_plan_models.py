@@ -222,13 +222,7 @@ def test_changes_that_make_a_config_fit_do_so(given: list[str], named: list[str]
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "parallel.strategy=auto",
-        "parallel={pipeline: 2, schedule: gpipe}",
-        "train.microbatch=auto",
-        "parallel.tensor=3",
-        "memory.checkpoint_activations=every_2",
-    ],
+    ["parallel.strategy=auto", "parallel={pipeline: 2, schedule: gpipe}", "train.microbatch=auto", "parallel.tensor=3"],
 )
 def test_what_a_config_leaves_open_is_not_judged(override: str) -> None:
     asked = load_config(CONFIG, [override, *(["model.heads=33", "model.width=4224"] if "tensor" in override else [])])

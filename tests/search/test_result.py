@@ -62,7 +62,6 @@ NOT_JUDGED = [
     ({"train": {"global_batch": 12}}, "12"),
     ({"parallel": {"strategy": "auto"}}, "parallel.strategy = auto"),
     ({"train": {"microbatch": "auto"}}, "train.microbatch = auto"),
-    ({"memory": {"checkpoint_activations": "every_2"}}, "memory.checkpoint_activations = every_2 has no formula"),
     ({"parallel": {"pipeline": 2, "schedule": "gpipe"}}, "its schedule has no formula"),
 ]
 

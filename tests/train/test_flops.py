@@ -51,6 +51,24 @@ def test_a_model_of_the_users_own_is_counted_forward_and_backward() -> None:
     assert sample_flops(own_model(), rows_of(8), model) == 2 * (8 * 16 + 2 * 16 * 4)
 
 
+class Attending(nn.Module):
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.linear, self.is_causal = nn.Linear(8, 4), is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.linear(x).view(1, 1, -1, 4)
+        return nn.functional.scaled_dot_product_attention(row, row, row, is_causal=self.is_causal).view(-1, 4)
+
+
+def test_of_causal_attention_half_of_the_square_counts() -> None:
+    batch = (torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64))
+    square = 3 * 2 * 2 * 6 * 6 * 4  # forward and twice for backward, two products
+    linear = 2 * 2 * 6 * 8 * 4
+    assert count_flops(Attending(is_causal=False), CrossEntropy(1.0), batch) == linear + square
+    assert count_flops(Attending(is_causal=True), CrossEntropy(1.0), batch) == linear + square / 2
+
+
 class Caching(nn.Module):
     """Keeps a tensor of its first pass, and counts batches in a buffer."""
 

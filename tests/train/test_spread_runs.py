@@ -78,10 +78,16 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
     (2, {"tensor": 2}),
     (8, {"pipeline": 2, "tensor": 2, "data": 2, "strategy": "zero1"}),
 ]
+SHARED: list[tuple[int, dict[str, Any]]] = [
+    (4, {"context": 2, "strategy": "fsdp"}),
+    (3, {"context": 3, "context_method": "gather"}),
+    (4, {"context": 2, "tensor": 2}),
+    (4, {"context": 2, "pipeline": 2}),
+]
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("ranks", "parallel"), [*MESHES, *SHARED], ids=str)
 def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
     alone = alone_on_one_rank()
     everyone = train(make_config(ranks=ranks, **parallel), ranks)
@@ -103,6 +109,9 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
     ("before", "after"),
     [
         (MESHES[1], MESHES[2]),
+        (SHARED[0], SHARED[1]),
+        pytest.param(SHARED[3], SHARED[2], marks=pytest.mark.exhaustive),
+        pytest.param(SHARED[2], None, marks=pytest.mark.exhaustive),
         pytest.param(None, MESHES[3], marks=pytest.mark.exhaustive),
         pytest.param(MESHES[3], MESHES[0], marks=pytest.mark.exhaustive),
         pytest.param(MESHES[1], None, marks=pytest.mark.exhaustive),
@@ -118,6 +127,16 @@ def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_pat
     everyone = train(make_config(ranks=ranks, **parallel), ranks, state=state)
     for records in everyone:
         assert evaluations(records) == [pytest.approx(evaluations(alone)[-1], abs=1e-9)]
+
+
+def test_random_numbers_go_on_with_another_number_of_context_ranks(tmp_path: Path) -> None:
+    def run(ranks: int, **options: Any) -> list[list[Record]]:
+        return train(make_config(ranks=ranks, context=ranks, dropout=0.3), ranks, **options)
+
+    whole = run(2)
+    run(3, until=1, save=tmp_path)
+    for records in run(2, state=open_checkpoint(tmp_path / "step-00000001")):
+        assert evaluations(records) == [pytest.approx(evaluations(whole[0])[-1], abs=1e-9)]
 
 
 def test_dropout_is_the_same_on_the_ranks_of_a_layer_and_differs_between_stages() -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.config.sections import LoraConfig
+from paceline.data.labelled_texts import labels_of
 from paceline.data.registry import data_of
 from paceline.data.rows import CsvRows, JsonLines
 from paceline.errors import BadSampleError, ConfigError, DataError, PacelineError
@@ -222,6 +223,13 @@ def test_a_first_row_that_cannot_be_read_is_told_or_left_out(made: Path, tmp_pat
         )[0]
     assert losses[0][1] == 2.0  # of four rows two count
     assert all(bool(value.isfinite().all()) for value in state.values())  # padding alone is no nan
+
+
+def test_classes_are_those_of_all_rows_that_can_be_read(tmp_path: Path) -> None:
+    """Rows are read many at a time; one that cannot be read takes no other with it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"label": "b"}\n{"label": "c"}\nnot JSON\n{"label": null}\n{"label": "a"}\n')
+    assert labels_of(JsonLines(path), "label") == ["a", "b", "c"]
 
 
 def test_cells_of_a_csv_file_are_numbers_where_people_write_them_so(tmp_path: Path) -> None:

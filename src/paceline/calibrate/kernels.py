@@ -214,7 +214,11 @@ class KernelFigures:
 def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
     """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
     watch = replace(watch, spreads={})
-    rates = (*_products(device, shapes, watch), *_linears(device, shapes, watch), *_attention(device, shapes, watch))
+    rates = (
+        *_products(device, shapes, watch),
+        *_linears(device, shapes, watch),
+        *attention_rates(device, shapes, watch),
+    )
     first, second, out = (torch.ones(shapes.stream_bytes // 4, device=device) for _ in range(3))
     stream = watch.time(partial(torch.add, first, second, out=out), "memory")
     launch = watch.time_host(_eager_chain(device), "launches")
@@ -282,7 +286,7 @@ def _tf32(is_allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
+def attention_rates(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
     dtype = "bf16" if device.type == "cuda" else "fp32"
     for sizes in shapes.attention:
         batch, heads, length, size = sizes

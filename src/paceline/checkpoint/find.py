@@ -45,18 +45,17 @@ class PassedOver:
         return f"passed over {self.path.name}: {self.reason}"
 
 
-def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line | None = None) -> list[Path]:
+def list_checkpoints(folder: Path, own: Line | None = None) -> list[Path]:
     """Returns the checkpoints in ``folder``, oldest first. Those that a run on line ``own`` has left come before."""
-    spots = spots_in(folder, storage)
+    spots = spots_in(folder)
     current = newest_line(spots.values(), own)
     ages = {path: (current.has(spot.line, spot.step), spot.age, path.name) for path, spot in spots.items()}
     return sorted(ages, key=lambda path: ages[path])
 
 
-def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
+def spots_in(folder: Path) -> dict[Path, Spot]:
     """Returns where checkpoints lie. One whose head is unreadable counts as of the newest line: it must be heard of."""
-    storage = storage or storage_of(folder)
-    lines: dict[Path, Line | None] = {}
+    storage, lines = storage_of(folder), dict[Path, Line | None]()
     for path in [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]:
         try:
             size = storage.size(path / MANIFEST)
@@ -77,9 +76,9 @@ def step_of(path: Path) -> int | None:
     return int(number) if is_step else None
 
 
-def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest. Raises CheckpointError when there is none."""
-    storage = storage or storage_of(path)
+    storage = storage_of(path)
     try:
         size = storage.size(file_in(path, MANIFEST))
         if size is None:
@@ -93,10 +92,9 @@ def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
         raise damaged(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
-def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | None = None) -> Manifest:
+def verify_checkpoint(path: Path, depth: Depth = "full") -> Manifest:
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
-    storage = storage or storage_of(path)
-    manifest = check_coverage(path, read_manifest(path, storage))
+    storage, manifest = storage_of(path), check_coverage(path, read_manifest(path))
     for level in {"none": (), "fast": ("fast",), "full": ("fast", "full")}[depth]:  # sizes take no time
         with ThreadPoolExecutor(_THREADS) as pool:
             for problem in pool.map(partial(file_problem, path, manifest, storage, level), manifest.files):
@@ -300,7 +298,7 @@ def apply_retention(
     """Removes the checkpoints of a folder that a policy does not keep; returns their steps. ``own``: the run's line."""
     if policy.last is None:
         return []
-    spots = spots_in(folder, storage)
+    spots = spots_in(folder)
     current = newest_line(spots.values(), own)
     found = {spot.step: path for path, spot in spots.items()}
     saved = []

@@ -169,10 +169,9 @@ class Checkpoint:
         return saved
 
 
-def open_checkpoint(path: Path, storage: FileStore | None = None) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
-    storage = storage or storage_of(path)
-    return Checkpoint(path, check_coverage(path, read_manifest(path, storage)), storage)
+    return Checkpoint(path, check_coverage(path, read_manifest(path)), storage_of(path))
 
 
 def decode_found(manifest: Manifest) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class CheckpointWriter:
         try:
             save.plain = plain_state(state)
             if self._comm.rank == 0 and state.line is None:
-                spots = list(spots_in(self.folder, self._storage).values())
+                spots = list(spots_in(self.folder).values())
                 save.plain = replace(save.plain, line=likely_line(state.step, spots))
             shares = own_shares(state.shards)
             save.shares = self._stage.copy(shares) if in_background else shares

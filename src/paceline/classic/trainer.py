@@ -236,7 +236,7 @@ class DistributedTrainer:
                 adopt_optimizer(self.engine, optimizer, optimizer.state_dict())
             restore(checkpoint, self.engine, optimizer, "build both as they were when it was saved")
             self._forget_gradients()
-            self._state.go_on_from(checkpoint, self.engine.comm)
+            self._state.go_on_from(checkpoint, self.engine)
             self._state.position = self._state.position if self.engine.comm.rank == 0 else 0
             extra = checkpoint.values.get("extra", {})
             self.fit_state = extra.get("fit") or {}

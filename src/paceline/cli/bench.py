@@ -211,8 +211,8 @@ def engines(
     """Time a step of every engine beside torch DDP and FSDP2."""
     import torch
 
-    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, arms_alone, arms_in_bf16, arms_on_ranks, check_words
-    from paceline.bench.engines import bench_bf16, bench_fp32
+    from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, arms_alone, arms_in_bf16, arms_on_ranks, check_words
+    from paceline_bench.engines import bench_bf16, bench_fp32
 
     check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
@@ -266,9 +266,9 @@ def gpu(
 ) -> None:
     """Time paceline train beside the best loops of a user on one GPU."""
 
-    from paceline.bench.arms import check_words
-    from paceline.bench.gpu.arms import arms_of, bench_gpu
-    from paceline.bench.gpu.loops import workloads_on
+    from paceline_bench.arms import check_words
+    from paceline_bench.gpu.arms import arms_of, bench_gpu
+    from paceline_bench.gpu.loops import workloads_on
 
     check_device(device, "run it where torch reaches a GPU; --device cpu tries the machinery with tiny models")
     known = workloads_on(device)

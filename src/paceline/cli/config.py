@@ -91,23 +91,26 @@ def schema() -> None:
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
     """Check a config and report every problem at once. Exits with 0 when there is none."""
     from paceline.config import check_ranks
-    from paceline.train.reach import find_unreachable
+    from paceline.train.reach import find_unreachable, packing_notes
 
     def find_more(found: Config) -> Iterator[Problem]:
         yield from check_ranks(found, ranks) if ranks is not None else ()
         yield from find_unreachable(found)
 
     try:
-        notes = load_and_tell(config, overrides, find_more).notes
+        loaded = load_and_tell(config, overrides, find_more)
     except ConfigError as error:
         if not as_json:
             raise
         problems = [asdict(each) for each in error.problems]
         print_json({"source": error.source, "ok": False, "problems": problems})
         raise typer.Exit(1) from None
+    notes = packing_notes(loaded.config)
     if as_json:
-        print_json({"source": str(config), "ok": True, "problems": [], "notes": notes})
+        print_json({"source": str(config), "ok": True, "problems": [], "notes": [*loaded.notes, *notes]})
     else:
+        for note in notes:
+            echo(note)
         echo(f"{config}: no problems")
 
 
@@ -163,7 +166,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
 
     config = loaded.config
     known = config.parallel.ranks if ranks is None else ranks
-    if config.parallel.strategy != "auto" or known == "auto":
+    if not config.is_open or known == "auto":
         return []
     decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=known)))
     assert choice is not None

@@ -15,10 +15,11 @@ from paceline.terminal import echo
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
+    from paceline.cluster.devices import Cluster
     from paceline.config import Config
     from paceline.plan.plan import BatchPlan
     from paceline.predict.replay.replayed import ReplayedStep
-    from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation
+    from paceline_bench.scored.validation import ErrorScores, FamilyScores, Validation
 
 
 def plan(
@@ -125,20 +126,25 @@ def _series(words: list[str]) -> list[int]:
 
 def predict(
     config: ConfigPath,
-    cluster: ClusterName,
     overrides: Overrides = None,
     *,
+    cluster: str = typer.Option(
+        None, "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100'; else this machine."
+    ),
     ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
     rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline."),
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated."),
     trace: Path = typer.Option(None, callback=check_file, help="Write the step's time line, for ui.perfetto.dev."),
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
+    longest: bool = typer.Option(False, "--longest", help="The longest sequences that fit, by what saves memory."),
+    host_gb: float = typer.Option(None, min=0.0, metavar="GIB", help="--longest: host memory of a node; else enough."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster."""
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
-    from paceline.config import config_batch, why_not_sharded
+    from paceline.config import config_batch, layout_of, why_not_sharded
+    from paceline.plan.workload import layout_label
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
     slow_ranks, slow_links = read_slow(slow)
@@ -146,9 +152,15 @@ def predict(
         raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
     if price is not None and not math.isfinite(price):
         raise UsageError(f"--price {price}\n  it is dollars a device and hour\n  leave it out, or name it")
-    where = load_cluster(cluster)
+    where, host_bytes = (load_cluster(cluster), math.inf) if cluster else _this_machine()
     chosen, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
-    keeps = trace is not None
+    if longest:
+        from paceline.search.longest import longest as climb
+
+        ladder = climb(chosen, where, count, host_bytes=host_bytes if host_gb is None else host_gb * 2**30)
+        print_json(ladder.to_json()) if as_json else echo(ladder.to_text())
+        return
+    keeps, is_open = trace is not None, chosen.is_open
     chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
     if trace is not None:
@@ -162,12 +174,28 @@ def predict(
     else:
         if alone := why_not_sharded(chosen, count):
             echo(f"{alone}\n")
-        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]
+        if is_open:
+            echo(f"auto takes {layout_label(layout_of(chosen, count))}\n")
+        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, where.name)]
         echo("\n".join(lines))
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
         raise typer.Exit(1)
+
+
+def _this_machine() -> tuple[Cluster, float]:
+    """Returns this machine as a cluster, and the bytes of its host."""
+    from paceline.cluster.detect import detect_cluster, detect_machine
+    from paceline.run.processes import machine_entry
+
+    machine = detect_machine()
+    found = detect_cluster(machine, machine_entry())
+    if found.cluster is None:
+        raise UsageError(
+            f"{found.assumed[0]}\n  a prediction is for devices of the catalog\n  name one: --cluster h200"
+        )
+    return found.cluster, machine.memory_bytes
 
 
 def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, bound: int | None = None) -> list[str]:
@@ -229,8 +257,8 @@ def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
     room = found.cluster.device.memory_bytes / 2**30
     lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {room:.1f}: {verdict}")
     if bound is not None:
-        why = "what paceline plan shows: all gradients beside all activations"
-        lines.append(f"  {'upper bound':<11} {bound / 2**30:>10.3f}  {why}")
+        why = "what paceline plan and auto go by, without a dry run"
+        lines.append(f"  {'by formula':<11} {bound / 2**30:>10.3f}  {why}")
     return lines
 
 
@@ -260,9 +288,9 @@ def validate(
     as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
 ) -> None:
     """Score predictions on measurements that others published."""
-    from paceline.predict.scored.measured_table import read_shipped, read_table
-    from paceline.predict.scored.validation import rows_csv, to_json
-    from paceline.predict.scored.validation import validate as score
+    from paceline_bench.scored.measured_table import read_shipped, read_table
+    from paceline_bench.scored.validation import rows_csv, to_json
+    from paceline_bench.scored.validation import validate as score
 
     chosen = split or (_HELD_OUT if file is None else _ALL)
     found = score(read_shipped() if file is None else read_table(file), None if chosen == _ALL else chosen)

@@ -16,4 +16,5 @@ exec "$python" "$self" "$@"
 '''
 from paceline.cli.main import main
 
-main(holds_interrupts=True)
+if __name__ == "__main__":  # not in processes that it starts
+    main(holds_interrupts=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -155,7 +155,7 @@ def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -
     memory = "Memory is not known: the model is of your own code. paceline predict counts it."
     if any(getattr(record, "memory_bytes", 0) for record in found.records[0]):  # of a rank: all share one process
         gpu = found.conditions.gpu or "this device"
-        memory = f"Memory is estimated for {gpu}, as the upper bound of paceline predict is."
+        memory = f"Memory is estimated for {gpu}, as paceline predict does by formula."
     lines = [
         "",
         f"the last step on the clocks of the ranks; a median step takes {format_seconds(totals.step_s)}",
@@ -170,13 +170,17 @@ def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
+_RINGS: dict[str, Literal["zigzag", "contiguous"]] = {"ring": "zigzag", "ring-contiguous": "contiguous"}
+_MOST_RING = 64
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
 
 def schedule(
-    name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or your own."),
+    name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, ring, or yours."),
     *,
-    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]"),
+    stages: int | None = typer.Option(
+        None, "--stages", "--ranks", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]"
+    ),
     microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]"),
     chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved, zb-v; else 1]"),
     costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]"),
@@ -186,7 +190,11 @@ def schedule(
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
 ) -> None:
-    """Show a pipeline schedule: its grid, its bubble, its memory."""
+    """Show a pipeline schedule, its bubble and memory; or a ring."""
+    if name in _RINGS:
+        given = (microbatches, chunks, costs, communication or None, messages or None, csv, png)
+        _show_ring(name, stages or 4, is_alone=given.count(None) == len(given), as_json=as_json)
+        return
     from paceline.schedule.check import check_schedule
     from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
@@ -218,6 +226,19 @@ def schedule(
         echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
         for rank, program in enumerate(lower(found)) if messages else ():
             echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
+
+
+def _show_ring(name: str, ranks: int, *, is_alone: bool, as_json: bool) -> None:
+    from paceline.schedule.ring import render_ring, ring_schedule
+
+    if not is_alone or ranks > _MOST_RING:
+        rule = f"it has up to {_MOST_RING} ranks, no microbatches, and neither file nor picture"
+        raise UsageError(f"the schedule of a {name} of {ranks} ranks\n  {rule}\n  give --ranks and --json alone")
+    if as_json:
+        steps = [[asdict(step) for step in row] for row in ring_schedule(ranks, _RINGS[name])]
+        print_json({"name": name, "ranks": ranks, "rows": steps})
+    else:
+        echo(render_ring(ranks, _RINGS[name]))
 
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import typer
 
 from paceline.cli.options import Overrides, print_json, with_layout_options
 from paceline.errors import UsageError, did_you_mean
+from paceline.plan.rule_case import DEGREES
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -33,7 +35,7 @@ _EXACT = {"dtype": "float64", "precision": "fp32"}
 # Fields of a layout that are no options here: they change what is computed, or no engine reads them.
 _NOT_VERIFIED = (
     *("algorithm", "compile", "compression", "offload", "tunes_buckets", "gathers_logits"),
-    *("microbatch", "node_ranks", "context", "expert"),
+    *("microbatch", "node_ranks", "expert"),
 )
 
 
@@ -57,9 +59,9 @@ def verify(
     from paceline.verify.certificate import certify
 
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
-    pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
-    name = model or config or ("gpt" if max(pipeline, tensor) > 1 else "mlp")
-    sizes = _large_enough(name, pipeline, tensor, options.get("schedule", ""), options.get("chunks"))
+    is_spread = max(options.get(degree, 1) for degree in DEGREES) > 1
+    name = model or config or ("gpt" if is_spread else "mlp")
+    sizes = _large_enough(options) if name == "gpt" else []
     loaded = _load(name, [*sizes, *(overrides or [])])
     spread = _layout(loaded, options)
     said = options.get("strategy", loaded.parallel.strategy)
@@ -81,12 +83,15 @@ def verify(
         raise typer.Exit(1)
 
 
-def _large_enough(name: str, pipeline: int, tensor: int, schedule: str, chunks: int | None) -> list[str]:
-    """Returns what makes the built-in GPT deep and wide enough for so many stages and ranks of a layer."""
-    if name != "gpt":
-        return []
-    stages = pipeline * (chunks or (2 if schedule in ("interleaved", "zb-v") else 1))
+def _large_enough(options: Mapping[str, Any]) -> list[str]:
+    """Returns what makes the built-in GPT deep, wide and long enough for so many ranks."""
+    pipeline, context, tensor = (options.get(degree, 1) for degree in DEGREES)
+    is_cut_twice = options.get("schedule", "") in ("interleaved", "zb-v")
+    stages = pipeline * (options.get("chunks") or (2 if is_cut_twice else 1))
     changes = [f"model.layers={stages}"] if stages > 4 else []
+    if context > 1:  # one token over, unless parts of rows are cut again: no two ranks have as many
+        tokens = 4 * context * max(2, tensor) + (not options.get("sequence_parallel"))
+        changes += [f"model.context={tokens}", f"data.context={tokens}"]
     if tensor > 2:
         width = tensor * 2 * -(-32 // tensor)  # at least 64; the features of a head are turned in pairs
         changes += [f"model.heads={tensor}", f"model.kv_heads={tensor}", f"model.width={width}"]
@@ -102,7 +107,8 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
 
     asked = layout_of(config)
     said = options.get("strategy", config.parallel.strategy)
-    plain = {"offload": Offload(), "compression": Compression(), "compile": "none", "algorithm": "native"}
+    kept = Offload(activations=asked.offload.activations)
+    plain = {"offload": kept, "compression": Compression(), "compile": "none", "algorithm": "native"}
     changes: dict[str, Any] = plain | SMALL_BUCKETS | {"tunes_buckets": False, "data": 0, "accumulate": 1}
     changes |= {"precision": "fp32"} if said == "hybrid" else {"precision": "fp32", "shard_ranks": 0}
     if "schedule" in options:  # another one may take other chunks
@@ -140,7 +146,7 @@ def _show(certificate: Certificate, name: str) -> None:
     console = new_console()
     verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
-    degrees = [f"{axis} {n}" for axis in ("pipeline", "tensor") if (n := getattr(certificate, axis)) > 1]
+    degrees = [f"{axis} {n}" for axis in ("pipeline", "context", "tensor") if (n := getattr(certificate, axis)) > 1]
     spread = " x ".join([*degrees, certificate.strategy])
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"

@@ -9,7 +9,9 @@ A message of b bytes takes alpha + beta b seconds. For B bytes on N ranks, chunk
                        by every rank: 2 beta' B (H-1)/H on the link that they share
 
 Where ranks are on several hosts, a round lasts as long as its slowest part: a rank's own messages at ``inside``, or all
-messages that leave a host, one behind the other, at ``across``. Ranks are numbered host by host, as launchers do.
+messages that leave a host, one behind the other, at ``across``. Of K network cards a host has, one rank uses one: its
+messages take K beta' b. So a ring, in which one rank of a host sends to the next host, reaches one K-th of ``across``.
+Ranks are numbered host by host, as launchers do.
 
 A benchmark's record of all-reduces, where ``auto`` is given one, takes the place of the formulas. Between two sizes
 that were measured, a figure lies on a straight line of the logarithms.
@@ -57,10 +59,15 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """The links between ranks of a host, and the one that a host has to others; by default as measured over Gloo."""
+    """The links between ranks of a host, and all cards of a host to others together; by default as measured on Gloo."""
 
     inside: Wire = Wire(alpha_s=2e-4, bandwidth=1.3e9)
     across: Wire = Wire(alpha_s=3e-4, bandwidth=1.2e9)
+    cards: int = 1
+
+    def across_seconds(self, host_bytes: float, rank_bytes: float, rounds: float = 1) -> float:
+        """Returns how long it takes that ``host_bytes`` leave a host, of which one rank sends ``rank_bytes``."""
+        return self.across.seconds(max(host_bytes, self.cards * rank_bytes), rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +106,8 @@ def all_reduce_seconds(algorithm: Algorithm, num_bytes: float, where: Placement,
     if hosts == 1:
         return 2 * inside
     rounds = hosts - 1 if hosts & (hosts - 1) else hosts.bit_length() - 1
-    return 2 * (inside + links.across.seconds(num_bytes * (hosts - 1) / hosts, rounds))
+    leaving = num_bytes * (hosts - 1) / hosts
+    return 2 * (inside + links.across_seconds(leaving, leaving / local, rounds))
 
 
 def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, links: Wires) -> float:
@@ -109,7 +117,8 @@ def scatter_seconds(algorithm: Algorithm, num_bytes: float, where: Placement, li
     if algorithm == "hierarchical":  # a round inside for each host, whose slices are added up there, and a ring across
         local, hosts = where.node_ranks, where.hosts
         inside = links.inside.seconds(num_bytes * (local - 1) / local, hosts) if local > 1 else 0.0
-        return inside + (links.across.seconds(num_bytes * (hosts - 1) / hosts, hosts - 1) if hosts > 1 else 0.0)
+        leaving = num_bytes * (hosts - 1) / hosts
+        return inside + (links.across_seconds(leaving, leaving / local, hosts - 1) if hosts > 1 else 0.0)
     return (_ring_seconds if algorithm == "ring" else _halving_seconds)(num_bytes, where, links)
 
 
@@ -171,7 +180,7 @@ def _ring_seconds(num_bytes: float, where: Placement, links: Wires) -> float:
     rounds, each = where.ranks - 1, num_bytes / where.ranks
     slowest = links.inside.seconds(each)
     if where.hosts > 1:
-        slowest = max(slowest if where.node_ranks > 1 else 0.0, links.across.seconds(each))
+        slowest = max(slowest if where.node_ranks > 1 else 0.0, links.across_seconds(each, each))
     return rounds * slowest
 
 
@@ -184,17 +193,18 @@ def _pipeline_seconds(parts: list[_Part], height: int, chunk: float, where: Plac
     crosses = any(where.host(sender) != where.host(receiver) for sender, receiver, _ in parts)
     slowest = links.across if crosses else links.inside
     alpha = max(slowest.alpha_s, links.inside.alpha_s if where.node_ranks > 1 else 0.0)
-    first = height * (alpha + chunk / slowest.bandwidth)
+    each = chunk / slowest.bandwidth * (links.cards if crosses else 1)
     busiest = _round_seconds(parts, where, links)
-    return first + max(0.0, busiest - alpha - chunk / slowest.bandwidth)
+    return height * (alpha + each) + max(0.0, busiest - alpha - each)
 
 
 def _round_seconds(parts: list[_Part], where: Placement, links: Wires) -> float:
     """Returns the longest time of: what a rank sends, what it receives, and what leaves or enters a host."""
     inside = [part for part in parts if where.host(part[0]) == where.host(part[1])]
-    across = _leaving(parts, where)
-    near = links.inside.seconds(max(_busiest(inside), _busiest(_back(inside)))) if inside else 0.0
-    return max(near, links.across.seconds(max(_busiest(across), _busiest(_back(across)))) if across else 0.0)
+    near = links.inside.seconds(_most_sent(inside)) if inside else 0.0
+    across = [part for part in parts if where.host(part[0]) != where.host(part[1])]
+    by_host = _most_sent(_leaving(across, where))
+    return max(near, links.across_seconds(by_host, _most_sent(across)) if across else 0.0)
 
 
 def _halving_rounds(num_bytes: float, size: int) -> list[list[_Part]]:
@@ -229,6 +239,11 @@ def _busiest(parts: list[_Part]) -> float:
     for sender, _, size in parts:
         sent[sender] = sent.get(sender, 0.0) + size
     return max(sent.values(), default=0.0)
+
+
+def _most_sent(parts: list[_Part]) -> float:
+    """Returns the most bytes that a rank sends, or receives."""
+    return max(_busiest(parts), _busiest(_back(parts)))
 
 
 def _leaving(parts: list[_Part], where: Placement) -> list[_Part]:

@@ -115,13 +115,14 @@ _COMPUTED_AS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What joins nodes: bytes per second one way per NODE, what collectives reach of them, a hop's latency."""
+    """What joins nodes: bytes/s one way per NODE, over all its cards; what collectives reach of it; a hop's latency."""
 
     name: str
     kind: str
     bandwidth: float
     efficiency: float
     latency_s: float
+    cards: int = 1
 
     @property
     def reached(self) -> float:
@@ -309,7 +310,7 @@ class Catalog:
 
 def _wire(name: str, entry: written.NetworkEntry) -> dict[str, Any]:
     rates = {"bandwidth": entry.gb_per_s * 1e9, "efficiency": entry.efficiency, "latency_s": entry.latency_us * 1e-6}
-    return {"name": name, "kind": entry.kind, **rates}
+    return {"name": name, "kind": entry.kind, "cards": entry.cards, **rates}
 
 
 def _points(tables: Mapping[Key, Mapping[int, float]], unit: float) -> dict[Key, tuple[tuple[int, float], ...]]:

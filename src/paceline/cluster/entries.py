@@ -94,6 +94,7 @@ class NetworkEntry(CatalogEntry):
     gb_per_s: Positive
     latency_us: Positive
     efficiency: Share = 0.9
+    cards: int = Field(1, gt=0)
 
 
 class LinkEntry(NetworkEntry):

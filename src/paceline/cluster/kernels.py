@@ -39,6 +39,10 @@ from paceline.cluster.costs import figure_between
 from paceline.cluster.devices import Device, ShapeRate
 
 _TILE = 128
+_FITTED_TOKENS = 8192
+# Forward and backward of causal attention on heads of 128: an H200 at 8,192 tokens (catalog/h200-measured.yaml), and an
+# A100 at 16,384 by FlashAttention-2 (arXiv 2307.08691), are within a tenth of these.
+_ALONE = (0.70, 0.65)
 _BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16
 
 
@@ -73,6 +77,17 @@ def attention_seconds(device: Device, rates: KernelRates, flops: float, seq_len:
     if device.is_cpu and device.emulates(dtype):  # which has no tiles, and computes what is masked as well
         return 2 * flops / (ceiling(device, dtype) * rates.attention)
     return flops / (ceiling(device, dtype) * rates.attention * seq_len / (seq_len + rates.attention_half))
+
+
+def long_attention_seconds(
+    device: Device, rates: KernelRates, flops: float, seq_len: float, dtype: str, *, is_back: bool
+) -> float:
+    """Returns the same for kernels of today: rates were fitted on runs of up to ``_FITTED_TOKENS``, and what a longer
+    sequence takes beyond that runs at the share of the ceiling that such kernels reach alone."""
+    is_known = device.is_cpu or dtype not in ("fp16", "bf16") or seq_len <= _FITTED_TOKENS
+    fitted = 1.0 if is_known else _FITTED_TOKENS / seq_len
+    near = attention_seconds(device, rates, fitted * flops, fitted * seq_len, dtype)
+    return near + (1 - fitted) * flops / (ceiling(device, dtype) * _ALONE[is_back])
 
 
 def memory_seconds(device: Device, rates: KernelRates, num_bytes: float) -> float:
@@ -111,14 +126,16 @@ _BACKWARD_FLOPS = 2.5  # of attention, over its forward
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One call of a kernel. ``sizes``: (rows, inner, columns) of ``batch`` products, or (batch, heads, queries, head
-    size) of attention. ``layout`` says which operands are transposed: nn, nt, tn. ``reads`` and ``writes``: (number of
-    the tensor, bytes). ``tensors``: how many a kernel over lists has, which the host goes through one by one.
+    size) of attention; ``keys``: where these are not as many as the queries. ``layout`` says which operands are
+    transposed: nn, nt, tn. ``reads`` and ``writes``: (number of the tensor, bytes). ``tensors``: how many a kernel over
+    lists has, which the host goes through one by one.
     """
 
     name: str
     family: Family
     dtype: str = "fp32"
     sizes: tuple[int, ...] = ()
+    keys: int = 0
     batch: int = 1
     layout: str = ""
     is_causal: bool = True
@@ -133,19 +150,14 @@ class Operation:
 
     @property
     def flops(self) -> float:
-        """Floating point operations of a product or of attention; 0 for what memory binds."""
+        """Floating point operations of a product, or of attention, causal in half; 0 for what memory binds."""
         if self.family == "matmul":
             return 2.0 * self.batch * math.prod(self.sizes)
         if self.family.startswith("attention"):
             batch, heads, length, size = self.sizes
-            forward = 4.0 * batch * heads * length**2 * size / (2 if self.is_causal else 1)
+            forward = 4.0 * batch * heads * length * (self.keys or length) * size / (2 if self.is_causal else 1)
             return forward * (_BACKWARD_FLOPS if self.family == "attention_backward" else 1.0)
         return 0.0
-
-    @property
-    def full_flops(self) -> float:
-        """The same with causal attention in full, as an MFU counts it."""
-        return self.flops * (2.0 if self.family.startswith("attention") and self.is_causal else 1.0)
 
     @property
     def is_convolution(self) -> bool:
@@ -214,7 +226,12 @@ def attention_rate(
     known = [each for each in device.shapes if each.kind == kind]
     known = known or [each for each in device.shapes if each.kind == "attention"]
     merged = [replace(each, sizes=(each.sizes[0] * each.sizes[1], *each.sizes[2:])) for each in known]
-    rate = _between(merged, (sizes[0] * sizes[1], *sizes[2:]))
+    rows, length = sizes[0] * sizes[1], sizes[2]
+    if known and length > (longest := max(each.sizes[2] for each in known)):
+        # Tiles of longer sequences are as full as those of the longest that were timed, and fewer rows are enough.
+        most = max(each.sizes[0] * each.sizes[1] for each in known if each.sizes[2] == longest)
+        rows, length = max(rows, min(most, rows * length // longest)), longest
+    rate = _between(merged, (rows, length, *sizes[3:]))
     if rate is None or not (device.is_cpu and device.emulates(dtype)):  # else slower by as much as products are
         return rate
     return rate * device.ceiling(dtype) / device.ceiling("fp32")

@@ -3,7 +3,7 @@
     GPUs                    NCCL's own cost model (2.30), by which it chooses an algorithm and a protocol: see below
     hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
     a measured host         the all-reduces that were timed there; a gather or a scatter takes half
-    algorithms of our own   the formula of that algorithm (cluster/costs.py), whatever the cluster
+    algorithms of our own   their formulas (cluster/costs.py): one ring, over one card; NCCL has a ring for each card
 
 Ranks fill a node before the next one. A broadcast of B bytes takes what an all-gather of B does: every rank receives
 them once. A barrier is an all-reduce of one number.
@@ -84,9 +84,10 @@ def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, 
         raise UsageError(f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these")
     links = _links(cluster)
     if not cluster.device.is_cpu:
-        # A message between GPUs takes NCCL's latency for one; those that leave a node share its network.
+        # A message between GPUs takes NCCL's latency for one.
         inside, across = (collective_seconds("send", 1.0, Group(2, nodes), cluster) for nodes in (1, 2))
-        links = Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
+        near, far = replace(links.inside, alpha_s=inside), replace(links.across, alpha_s=across)
+        links = replace(links, inside=near, across=far)
     return _formula_seconds(kind, num_bytes, _placement(ranks, cluster.node.devices), links, algorithm)
 
 
@@ -95,7 +96,8 @@ def _links(cluster: Cluster) -> Wires:
     near = Wire(alpha_s=inside.latency_s, bandwidth=inside.reached)
     if across is None:
         return Wires(inside=near)
-    return Wires(inside=near, across=Wire(alpha_s=across.latency_s, bandwidth=across.reached))
+    far = Wire(alpha_s=across.latency_s, bandwidth=across.reached)
+    return Wires(inside=near, across=far, cards=min(across.cards, cluster.node.devices))
 
 
 def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:

@@ -17,6 +17,7 @@ A communicator declares what it can do (``takes_real_time``, ``clock``, ...): no
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.clock import Clock, DeviceClock, Mark, seconds_between
 from paceline.errors import UsageError
@@ -266,6 +268,11 @@ class GradientCompression(Protocol):
 
     def keep_residuals(self, names: Sequence[str]) -> None:
         """Takes back what this pass sent of tensors that get no gradient, so that it is not lost."""
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Surrounds a collective, which differs from run to run: selective checkpointing compares the operators of two."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 class WrappedCommunicator(Communicator):

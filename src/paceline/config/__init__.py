@@ -13,6 +13,7 @@ from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
 from paceline.config.layout import config_batch as config_batch
 from paceline.config.layout import layout_of as layout_of
+from paceline.config.layout import why_by_blocks as why_by_blocks
 from paceline.config.layout import why_not_sharded as why_not_sharded
 from paceline.config.layout import with_precision as with_precision
 from paceline.config.load import LoadedConfig as LoadedConfig

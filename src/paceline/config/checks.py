@@ -17,9 +17,9 @@ from typing import TypeAlias, cast
 from paceline.config import data_sections as sections
 from paceline.config import train_checks
 from paceline.config.data_sections import known_shape, sources_of
-from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
+from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder, check_shared_sequences
 from paceline.config.layout import check_batch, layout_problems
-from paceline.config.schema import Config, ParallelConfig
+from paceline.config.schema import Config
 from paceline.config.sections import GPTModelConfig, ModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
 from paceline.config.suggest import near_files, nearest
@@ -92,11 +92,11 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
         rule = "global_batch = microbatch x accumulate x ranks: what is found decides accumulate"
         return [Problem(what=what, rule=rule, fix="remove train.accumulate, or give train.microbatch")]
     batch = (train.global_batch, None if train.microbatch == "auto" else train.microbatch, train.accumulate)
-    if not _is_split(parallel):  # with auto, how many ranks share the batch is not decided yet
+    if parallel.degree == 1:  # with auto, how many ranks share the batch is not decided yet
         return check_batch(*batch, None if parallel.strategy == "auto" else ranks)
-    if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
+    if ranks is not None and ranks % parallel.degree:
         return []  # the rules of the degrees report it
-    data = parallel.data if ranks is None else ranks // (parallel.pipeline * parallel.tensor)
+    data = parallel.data if ranks is None else ranks // parallel.degree
     return check_batch(*batch, data, ranks_key="parallel.data")
 
 
@@ -120,8 +120,8 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         yield Problem(what=what, rule="it is an older way to write parallel.strategy = auto", fix="remove one of them")
     if parallel.strategy != "auto":
         return
-    needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor"}
-    for key in ("pipeline", "tensor", *needs):
+    needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor", "context_method": "context"}
+    for key in ("pipeline", "context", "tensor", *needs):
         value, default = getattr(parallel, key), type(parallel).model_fields[key].default
         if value == default:
             continue
@@ -129,6 +129,8 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
         is_older = "sharding_strategy" in parallel.model_fields_set
         rule = "auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs"
+        if degree == "context":
+            rule = "auto chooses among layouts in which a rank has its samples whole"
         fix = f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}")
         yield Problem(what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}", rule=rule, fix=fix)
 
@@ -151,16 +153,12 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
-    if _is_split(config.parallel) and config.train.microbatch == "auto":
-        asked = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}
+    if config.parallel.degree > 1 and config.train.microbatch == "auto":
+        asked = {name: getattr(config.parallel, name) for name in ("pipeline", "context", "tensor")}
         degrees = " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
         rule = "a pass is one of several ranks together, so that one of them cannot try how much fits"
         fix = f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number"
         yield Problem(what=f"train.microbatch = auto with {degrees}", rule=rule, fix=fix)
-
-
-def _is_split(parallel: ParallelConfig) -> bool:
-    return parallel.pipeline > 1 or parallel.tensor > 1
 
 
 _WITH_CONTEXT = (
@@ -212,25 +210,52 @@ def check_mixture(config: Config) -> Iterator[Problem]:
 def check_documents(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     for place, source in sources_of(config.data).items():
-        if not isinstance(source, sections.TokensDataConfig):
+        if not isinstance(source, sections.TokensDataConfig | sections.RowsDataConfig):
             continue
-        if source.documents == "joined":
-            if source.end_token is not None:
-                where, rule = f"with {place}.documents = joined", "it says where attention begins anew"
-                yield no_effect(f"{place}.end_token", source.end_token, where, rule, f"set {place}.documents = apart")
+        yield from _packing_problems(place, source)
+        if not sections.are_apart(source):
             continue
         with_what = ""
         if config.model.kind != "gpt":
             with_what = f"model.kind = {config.model.kind}"
-        elif _is_split(parallel):
+        elif parallel.pipeline > 1 or parallel.tensor > 1:
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
         if with_what:
+            is_packed = source.documents is None
+            key, other = (
+                ("packing = best_fit", "packing = none") if is_packed else ("documents = apart", "documents = joined")
+            )
             yield Problem(
-                what=f"{place}.documents = apart with {with_what}",
+                what=f"{place}.{key} with {with_what}",
                 rule="the blocks of a gpt are handed the ends of documents; other models, stages of a pipeline and "
                 "tensor ranks are handed nothing but the stream",
-                fix=f"set {place}.documents = joined, or shard a gpt with parallel.strategy = fsdp",
+                fix=f"set {place}.{other}, or shard a gpt with parallel.strategy = fsdp",
             )
+
+
+def _packing_problems(place: str, source: sections.TokensDataConfig | sections.RowsDataConfig) -> Iterator[Problem]:
+    at, finds_ends = f"with {place}.packing = {source.packing}", sections.are_apart(source)
+    if source.packing == "best_fit" and source.documents == "joined":
+        yield Problem(
+            what=f"{place}.documents = joined {at}: documents in a batch without boundaries",
+            rule="documents that best fit puts into one row have nothing to do with one another",
+            fix=f"leave {place}.documents out, or set {place}.packing = stream",
+        )
+    if isinstance(source, sections.TokensDataConfig):
+        finds_ends |= source.packing == "none"
+        if sections.is_packed(source) and source.windows != "random":
+            rule, fix = "it says where windows of a stream begin", f"set {place}.packing = stream"
+            yield no_effect(f"{place}.windows", source.windows, at, rule, fix)
+    elif not sections.is_packed(source) and source.documents is not None:
+        rule, fix = "a row holds one document", f"set {place}.packing = best_fit"
+        yield no_effect(f"{place}.documents", source.documents, at, rule, fix)
+    elif sections.is_packed(source) and (source.classes is not None or source.text_pair is not None):
+        what = f"{place}.{'text_pair' if source.classes is None else 'classes'} {at}"
+        rule = "rows are packed for language models; a class belongs to a text of its own"
+        yield Problem(what=what, rule=rule, fix=f"remove it, or set {place}.packing = none")
+    if source.end_token is not None and not finds_ends:
+        rule, where = "it says where attention begins anew", f"with {place}.documents = joined"
+        yield no_effect(f"{place}.end_token", source.end_token, where, rule, f"set {place}.documents = apart")
 
 
 def check_model_dimensions(config: Config) -> Iterator[Problem]:
@@ -398,4 +423,5 @@ CHECKS: tuple[Check, ...] = (
     lambda c: _batch_problems(c, None if c.parallel.ranks == "auto" else c.parallel.ranks),
     check_hf_folder,
     check_folder_is_followed,
+    check_shared_sequences,
 )

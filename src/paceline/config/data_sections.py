@@ -12,6 +12,7 @@ from paceline.config.sections import Count, ImportPath, NotNegativeCount, Positi
 from paceline.errors import DataError
 
 Windows: TypeAlias = Literal["random", "fixed"]
+Packing: TypeAlias = Literal["best_fit", "stream", "none"]
 OnBad: TypeAlias = Literal["stop", "skip"]
 
 
@@ -55,7 +56,8 @@ class TokensDataConfig(_Data):
     dtype: Literal["uint16", "uint32"] | None = None
     vocab_size: Count | None = None
     windows: Windows = "random"
-    documents: Literal["joined", "apart"] = "joined"
+    packing: Packing = "stream"
+    documents: Literal["joined", "apart"] | None = None
     end_token: NotNegativeCount | None = None
     context: Count | None = None
     verify: Literal["full", "fast", "none"] = "fast"
@@ -84,6 +86,9 @@ class RowsDataConfig(_Data):
     classes: int | None = Field(default=None, ge=2)
     tokenizer: str | None = None
     vocab_size: Count | None = None
+    packing: Packing = "none"
+    documents: Literal["joined", "apart"] | None = None
+    end_token: NotNegativeCount | None = None
     context: Count | None = None
     on_bad: OnBad = "stop"
 
@@ -221,6 +226,17 @@ def is_own_code(data: DataConfig) -> bool:
     return any(isinstance(each, FactoryDataConfig | StreamDataConfig) for each in sources_of(data).values())
 
 
+def are_apart(data: TokensDataConfig | RowsDataConfig) -> bool:
+    """Says whether a model keeps the documents of a row apart: those that best fit puts together are strangers."""
+    return data.documents == "apart" or data.packing == "best_fit"
+
+
+def is_packed(data: DataConfig) -> bool:
+    """Says whether rows are made of documents by their lengths: not windows of a stream, nor rows of a file as is."""
+    asked = getattr(data, "packing", None)
+    return asked is not None and asked != type(data).model_fields["packing"].default
+
+
 def may_ignore(data: DataConfig) -> bool:
     """Says whether targets may be such as do not count, so that ranks must count those that do."""
     if isinstance(data, MixtureDataConfig):
@@ -228,7 +244,7 @@ def may_ignore(data: DataConfig) -> bool:
     if isinstance(data, ImagesDataConfig):
         return data.on_bad == "skip"
     if isinstance(data, TokensDataConfig):
-        return data.documents == "apart"
+        return are_apart(data) or is_packed(data)
     return isinstance(data, FactoryDataConfig | StreamDataConfig | RowsDataConfig)
 
 

@@ -103,15 +103,18 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         if reason := why_not_sharded(config, ranks):
             yield _row("derived.strategy", "ddp", reason)
         spread = layout.for_ranks(ranks)
-        name = "parallel.data" if spread.is_split else "parallel.ranks"
+        name = "parallel.data" if parallel.degree > 1 else "parallel.ranks"
         text = f"{name} / ranks of a shard group = {spread.data} / {spread.shards}"
+        if parallel.context > 1:
+            text = f"{name} x parallel.context / ranks of a shard group = "
+            text += f"{spread.data} x {parallel.context} / {spread.shards}"
         yield _row("derived.copies_of_the_model", spread.replicas, text)
-    if layout.is_split and parallel.data is None:
-        formula = "parallel.ranks / (parallel.pipeline x parallel.tensor)"
+    if parallel.degree > 1 and parallel.data is None:
+        formula = "parallel.ranks / (parallel.pipeline x parallel.context x parallel.tensor)"
         if ranks is None:
             yield _row("parallel.data", None, formula + "; give the ranks to see it")
         else:
-            formula += f" = {ranks} / ({parallel.pipeline} x {parallel.tensor})"
+            formula += f" = {ranks} / ({parallel.pipeline} x {parallel.context} x {parallel.tensor})"
             yield _row("parallel.data", layout.for_ranks(ranks).data, formula)
     if parallel.pipeline > 1 and parallel.schedule_file is None:
         chunks = layout.num_stages // layout.pipeline
@@ -144,7 +147,7 @@ def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
 
 
 def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
-    train, sharing = config.train, "parallel.data" if layout_of(config).is_split else "parallel.ranks"
+    train, sharing = config.train, "parallel.data" if config.parallel.degree > 1 else "parallel.ranks"
     product = f"train.microbatch x train.accumulate x {sharing}"
     micro = f"train.global_batch / (train.accumulate x {sharing})"
     steps = f"train.global_batch / (train.microbatch x {sharing})"
@@ -198,7 +201,7 @@ def _learning_rate(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
 
 def _offload_and_comm(config: Config) -> Iterator[ExplainRow]:
     if config.memory.offload and config.parallel.device == "cpu":
-        formula = "on CPU ranks the host's memory is the device's: memory.offload moves nothing"
+        formula = "on CPU ranks the host's memory is the device's: memory.offload saves nothing"
         yield _row("derived.offload", [], formula)
     if config.comm.bucket_mb == "auto" and not layout_of(config).is_fully_sharded:
         by_link = "latency is a tenth of a bucket's time on the link, which is tried when the run starts"

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.data_sections import ImagesDataConfig, RowsDataConfig, TextDataConfig, TokensDataConfig, sources_of
+from paceline.config.data_sections import (
+    ImagesDataConfig,
+    RowsDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+    known_shape,
+    sources_of,
+)
 from paceline.config.peft_folder import lora_problems
 from paceline.config.schema import Config
 from paceline.config.sections import HFModelConfig
@@ -178,6 +185,34 @@ def _is_same(own: Path, given: str) -> bool:
 def _meaning(content: bytes) -> dict[str, Any]:
     values = parse_json_object(content, _MOST_BYTES)
     return {name: value for name, value in values.items() if name not in _OF_NO_MEANING}
+
+
+def check_shared_sequences(config: Config) -> Iterator[Problem]:
+    """Yields what ranks cannot share: samples of no tokens, one class for many, and windows inside of a row."""
+    asked, model = f"parallel.context = {config.parallel.context}", config.model
+    if config.parallel.context == 1:
+        return
+    for place, source in sources_of(config.data).items():
+        told = f"{place}.kind = images" if isinstance(source, ImagesDataConfig) else ""
+        if isinstance(source, RowsDataConfig) and (source.classes is not None or source.text_pair is not None):
+            told = f"{place} of texts that are classified"
+        if told:
+            rule = "ranks share the tokens of a sample, of which each has a target"
+            yield Problem(what=f"{asked} with {told}", rule=rule, fix="set parallel.context = 1")
+    if not isinstance(model, HFModelConfig):
+        return
+    try:
+        settings = parse_json_object(read_regular(Path(model.path) / "config.json"))
+    except (OSError, ValueError):
+        return  # told by ``check_hf_folder``
+    kinds = settings.get("layer_types")
+    slides = settings.get("use_sliding_window", not isinstance(kinds, list) or "sliding_attention" in kinds)
+    window, tokens = settings.get("sliding_window") if slides else None, known_shape(config.data).context
+    if isinstance(window, int) and tokens and window < tokens:
+        rule = "ranks that share each sequence compute the attention of every token to all before it"
+        fix = f"set data.context = {window}, or parallel.context = 1"
+        what = f"{asked} with sliding_window = {window} in {model.path}/config.json, and {tokens} tokens of a sample"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def check_hf_folder(config: Config) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from paceline.mesh import divisors
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
-from paceline.plan.rule_case import RuleCase
+from paceline.plan.rule_case import DEGREES, FIELDS, RuleCase
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
 
@@ -36,13 +36,16 @@ _LINEAR_LAYERS = 3  # of an mlp
 # A key of these sections that has the name of a field of the layout is that field, and is copied.
 _FIELDS = {field.name for field in fields(Layout)}
 _SHARED = {
-    name: section
+    FIELDS.get(name, name): (section, name)
     for section in ("parallel", "comm", "memory", "train")
     for name in type(Config.model_fields[section].default).model_fields
-    if name in _FIELDS
+    if FIELDS.get(name, name) in _FIELDS
 }
 _OTHERS = {"ranks": "parallel", "compile": "model", "heads": "model", "kv_heads": "model", "context": "data"}
-CONFIG_KEYS: Mapping[str, str] = {name: f"{section}." for name, section in (_SHARED | _OTHERS).items()}
+CONFIG_KEYS: Mapping[str, str] = {
+    **{field: f"{section}.{key}" for field, (section, key) in _SHARED.items()},
+    **{name: f"{section}.{name}" for name, section in _OTHERS.items()},
+}
 
 
 def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None = None) -> Layout:
@@ -54,7 +57,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     """
     parallel, comm, train = config.parallel, config.comm, config.train
     own = None if parallel.pipeline == 1 else parallel.schedule_file
-    said = {name: getattr(getattr(config, section), name) for name, section in _SHARED.items()}
+    said = {name: getattr(getattr(config, section), key) for name, (section, key) in _SHARED.items()}
     said |= {
         "strategy": {"zero3": "fsdp", "auto": "ddp"}.get(parallel.strategy, parallel.strategy),
         "bucket_mb": None if comm.bucket_mb == "auto" else comm.bucket_mb,
@@ -64,6 +67,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
         "stages": "estimated" if parallel.stages == "auto" else parallel.stages,
         "gathers_logits": train.loss != "auto",  # a loss of one's own expects whole logits
         "offload": Offload.of(config.memory.offload),
+        "mlp_tiles": 0 if config.memory.mlp_tiles == "auto" else config.memory.mlp_tiles,
         "compile": config.model.compile,
         "precision": train.precision_on(parallel.device),
         "microbatch": None,  # these two follow from the ranks
@@ -83,6 +87,14 @@ def why_not_sharded(config: Config, ranks: int) -> str:
         return ""
     reason = "one rank has nobody to share its states with, and without shards it computes the same in less time"
     return f"parallel.strategy = {config.parallel.strategy} runs as ddp: {reason}"
+
+
+def why_by_blocks(config: Config) -> str:
+    """Says why a model that was asked to be compiled whole is not; nothing where it is, or was not asked to be."""
+    if config.model.compile != "whole" or layout_of(config).for_ranks(1).compile == "whole":
+        return ""
+    reason = "one graph would hold until its end what memory.offload or memory.mlp_tiles is to free"
+    return f"model.compile = whole compiles block by block: {reason}"
 
 
 def with_precision(config: Config, device: str, *, has_bf16: bool = True) -> Config:
@@ -112,10 +124,10 @@ def layout_problems(
     With ``sections``, by rules that read no other. ``node_ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
-    undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
+    undecided = {"strategy", *DEGREES} if parallel.strategy == "auto" else set()
 
     def is_wanted(reads: tuple[str, ...]) -> bool:
-        of = {CONFIG_KEYS[name].rstrip(".") for name in reads}
+        of = {CONFIG_KEYS[name].partition(".")[0] for name in reads}
         is_asked = not only_of or only_of in reads
         return is_asked and undecided.isdisjoint(reads) and (sections is None or of <= set(sections))
 

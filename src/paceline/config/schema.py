@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, JsonValue, Strict, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, Strict, model_validator
 
 from paceline.bounded_yaml import load_shipped
 from paceline.config.data_sections import DataConfig
@@ -35,12 +35,13 @@ from paceline.plan.layout import (
     Buffers,
     Checkpointing,
     Compression,
+    ContextMethod,
     Layout,
     OffloadPart,
     Policy,
     StrategyName,
 )
-from paceline.plan.rule_case import MEANINGS
+from paceline.plan.rule_case import FIELDS, MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
@@ -72,6 +73,8 @@ class ParallelConfig(Section):
     prefetch: Count = _LAYOUT.prefetch
     sync_batchnorm: bool = _LAYOUT.sync_batchnorm
     pipeline: Count = _LAYOUT.pipeline
+    context: Count = _LAYOUT.context_ranks
+    context_method: ContextMethod = _LAYOUT.context_method
     tensor: Count = _LAYOUT.tensor
     data: Count | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
@@ -80,6 +83,11 @@ class ParallelConfig(Section):
     stage_layers: Annotated[tuple[NotNegativeCount, ...], Strict(False)] | None = None
     sequence_parallel: bool = False
     schedule_file: str | None = None
+
+    @property
+    def degree(self) -> int:
+        """How many ranks work on the same samples: those that remain share the batch."""
+        return self.pipeline * self.context * self.tensor
 
     @property
     def decided_ranks(self) -> int:
@@ -97,10 +105,17 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What is traded for memory: time, by computing again or by moving to the host."""
+    """What is traded for memory: time, by computing again or by moving to the host. ``memory: auto`` leaves it open."""
 
+    auto: bool = False
     checkpoint_activations: Checkpointing = "none"
     offload: Annotated[tuple[OffloadPart, ...], Strict(False)] = ()
+    mlp_tiles: Literal["auto"] | Count = _LAYOUT.mlp_tiles
+
+
+def _of_word(values: Any) -> Any:
+    """Reads ``memory: auto``."""
+    return {"auto": True} if values == "auto" else values
 
 
 class CompressionConfig(Section):
@@ -267,12 +282,23 @@ class Config(Section):
     data: Annotated[DataConfig, Field(discriminator="kind")]
     parallel: ParallelConfig = ParallelConfig()
     comm: CommConfig = CommConfig()
-    memory: MemoryConfig = MemoryConfig()
+    memory: Annotated[MemoryConfig, BeforeValidator(_of_word)] = MemoryConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    @property
+    def opens_strategy(self) -> bool:
+        """Whether the strategy is to be decided: ``auto``, or not given where memory is to be."""
+        parallel = self.parallel
+        is_given = "strategy" in parallel.model_fields_set or parallel.degree > 1
+        return parallel.strategy == "auto" or (self.memory.auto and not is_given)
+
+    @property
+    def is_open(self) -> bool:
+        return self.opens_strategy or self.memory.auto
 
     def with_values(self, section: str, **values: Any) -> Config:
         """Returns the config with some values of a section changed; they are not checked."""
@@ -288,7 +314,8 @@ def descriptions() -> dict[str, dict[str, str]]:
     for each in classes:
         known = [texts.get(base.__name__, {}) for base in each.__mro__]
         found[each.__name__] = {
-            key: next((text[key] for text in known if key in text), MEANINGS.get(key, "")) for key in each.model_fields
+            key: next((text[key] for text in known if key in text), MEANINGS.get(FIELDS.get(key, key), ""))
+            for key in each.model_fields
         }
         classes += each.__subclasses__()
     return found

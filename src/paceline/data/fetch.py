@@ -25,6 +25,7 @@ import gc
 import multiprocessing
 import pickle
 import random
+import signal
 import threading
 import traceback
 from collections import deque
@@ -106,6 +107,7 @@ class LoaderSource:
         if options.workers > 0:
             self._settings |= {"persistent_workers": True, "prefetch_factor": options.prefetch}
             self._settings["multiprocessing_context"] = start_method(options.worker_start)
+            self._settings["worker_init_fn"] = _outlive_requests
         self._reader = _SampleReader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
@@ -161,6 +163,11 @@ class LoaderSource:
                 **self._settings,
             )
         return self._loader
+
+
+def _outlive_requests(_: int) -> None:
+    """Has a worker end a minute after SIGTERM: schedulers signal all processes of a job, and its rank saves first."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
 
 def start_method(worker_start: WorkerStart) -> str:

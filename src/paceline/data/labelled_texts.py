@@ -9,7 +9,6 @@ of; the longer text loses its end first.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import reason_of
 
+_CHUNK = 4096  # rows that are read together
 _PLAIN = 2  # fields of a row without a second text
 
 
@@ -118,8 +118,17 @@ def is_text(rows: Rows, name: str) -> bool:
 
 def _values(rows: Rows, name: str) -> Iterator[Any]:
     """Iterates over what rows have under a name; whoever reads a row that cannot be read tells of it."""
-    for index in range(len(rows)):
-        with contextlib.suppress(ValueError):
-            value = rows.read(np.array([index]))[0].get(name)
-            if value is not None:
-                yield value
+    start, size = 0, 1  # most callers look at the first row alone
+    while start < len(rows):
+        for row in _readable(rows, np.arange(start, min(start + size, len(rows)))):
+            if row.get(name) is not None:
+                yield row[name]
+        start, size = start + size, _CHUNK
+
+
+def _readable(rows: Rows, indices: Indices) -> list[dict[str, Any]]:
+    """Returns rows that are read together, or one by one where one of them cannot be read."""
+    try:
+        return rows.read(indices)
+    except ValueError:
+        return [row for index in indices for row in _readable(rows, np.array([index]))] if len(indices) > 1 else []

@@ -50,7 +50,8 @@ class OwnLoader:
     """
 
     def __init__(self, dataset: MapDataset, loader: TrainLoader, device: torch.device) -> None:
-        self._dataset, self._device = dataset, device
+        self.dataset = dataset.dataset if isinstance(dataset, _Collated) else dataset
+        self._read_from, self._device = dataset, device
         self._loader, self.order = loader, loader.order
         self._position = 0  # samples consumed by all ranks
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
@@ -122,7 +123,7 @@ class OwnLoader:
             if batch is None:  # as the step's, without its rows: made of one sample, when it is first needed
                 if self._empty is None:
                     assert step.indices is not None
-                    self._empty = without_rows(fetch_batch(self._dataset, step.indices[:1], step.epoch))
+                    self._empty = without_rows(fetch_batch(self._read_from, step.indices[:1], step.epoch))
                 batch = tree_map(lambda x: x.to(self._device) if isinstance(x, torch.Tensor) else x, self._empty)
             yield batch
 
@@ -272,16 +273,16 @@ def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
 
 class _Collated:
     def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Batch]) -> None:
-        self._dataset, self._collate = dataset, collate
+        self.dataset, self._collate = dataset, collate
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        read: Any = getattr(self._dataset, "__getitems__", None)
-        samples = read(indices) if read is not None else [self._dataset[index] for index in indices]
+        read: Any = getattr(self.dataset, "__getitems__", None)
+        samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
         batch = self._collate(samples)
         return tuple(batch) if isinstance(batch, list) else batch

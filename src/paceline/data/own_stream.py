@@ -36,9 +36,9 @@ class OwnStream:
             warnings.warn(
                 f"shard() of a stream reads it in this process: num_workers = {loader.num_workers} is not used, "
                 "since workers would give its samples another order",
-                stacklevel=3,
+                stacklevel=4,
             )
-        self._stream, self._collate, self._drops = loader.dataset, loader.collate_fn, loader.drop_last
+        self.dataset, self._collate, self._drops = loader.dataset, loader.collate_fn, loader.drop_last
         self.global_batch, self._seed, self._comm, self._empty = loader.batch_size, seed, comm, empty
         self.epoch = 0  # that the next iteration reads
         self.position = 0  # samples consumed by all ranks
@@ -55,9 +55,9 @@ class OwnStream:
     def __iter__(self) -> Iterator[Batch]:
         epoch, passed = self.epoch, self._loaded
         self._place, self._loaded = passed, 0
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
-        samples = _OwnDraws(self._stream, mix_seed(self._seed, epoch))
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        samples = _OwnDraws(self.dataset, mix_seed(self._seed, epoch))
         self._pass_over(samples, passed, epoch)
         self.epoch = epoch + 1  # a loop that leaves early goes on with the next one, as with any loader
         number = 0
@@ -114,7 +114,7 @@ class OwnStream:
         """Raises DataError on all ranks where they have read different samples: at batch 1, 2, 4, ... and the end."""
         if self._comm.size > 1 and not are_alike(self._comm, self._sum):
             raise DataError(
-                f"the stream ({type(self._stream).__name__}) gives ranks different samples\n"
+                f"the stream ({type(self.dataset).__name__}) gives ranks different samples\n"
                 "  every rank reads the whole stream, and takes its share of each batch\n"
                 "  give a seed to all that shuffles in it, and let nothing in it split by rank "
                 "(webdataset: seed=..., nodesplitter=iter)"

@@ -18,6 +18,8 @@ from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_cl
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.labelled_texts import LabelledTexts, is_text, labels_of, pad_token
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
+from paceline.data.order import Indices
+from paceline.data.packing import Documents, PackedRows, RowDocuments, token_documents
 from paceline.data.rows import ArrowRows, Augment, CsvRows, ImageFolder, JsonLines, RowDataset, Rows, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.token_files import open_tokens
@@ -110,22 +112,57 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     length = _context(config.context, context)
     options: dict[str, Any] = {"dtype": config.dtype, "vocab_size": config.vocab_size, "verify": config.verify}
     opened = open_tokens(config.path, **options)
-    end_token, known, source = None, opened.tokens.vocab_size, f"data.path = {config.path!r}"
-    if config.documents == "apart":
-        end_token = opened.end_token if config.end_token is None else config.end_token
-        if end_token is None or end_token >= known:
-            rule = "data.documents = apart needs a token at the end of each document"
-            fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
-            raise DataError(f"{source} has end token {end_token}, of {known} tokens\n  {rule}\n  {fix}")
+    known, source = opened.tokens.vocab_size, f"data.path = {config.path!r}"
+    end_token = _end_token(config, opened.end_token, known, source)
+    shape = DataShape(kind="tokens", vocab_size=known, context=length)
+    shape = replace(shape, end_token=end_token if sections.are_apart(config) else None)
     fraction = config.eval_fraction if config.eval_path is None else 0.0
-    train, evaluation = split_tokens(opened.tokens, length, fraction, source)
-    if config.eval_path is not None:
-        evaluation = open_tokens(config.eval_path, **options).tokens
-        check_part(len(evaluation), length, f"data.eval_path = {config.eval_path!r}", fraction)
-    kept = None if evaluation is None else TokenBlocks(evaluation, length, end_token)
-    shape = DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token)
-    windows = _windows(config.windows, train, length, seed, end_token)
-    return DataSplits(train=windows, eval=kept, shape=shape, tokenizer=opened.tokenizer)
+    other = None if config.eval_path is None else open_tokens(config.eval_path, **options).tokens
+    if sections.is_packed(config):
+        assert end_token is not None
+        train, kept = token_documents(opened.tokens, end_token, fraction)
+        kept = kept if other is None else token_documents(other, end_token)[0]
+        return replace(_packed(config, train, kept, seed, shape, end_token), tokenizer=opened.tokenizer)
+    tokens, evaluation = split_tokens(opened.tokens, length, fraction, source)
+    if other is not None:
+        check_part(len(other), length, f"data.eval_path = {config.eval_path!r}", fraction)
+        evaluation = other
+    blocks = None if evaluation is None else TokenBlocks(evaluation, length, shape.end_token)
+    windows = _windows(config.windows, tokens, length, seed, shape.end_token)
+    return DataSplits(train=windows, eval=blocks, shape=shape, tokenizer=opened.tokenizer)
+
+
+def _end_token(
+    config: sections.TokensDataConfig | sections.RowsDataConfig, known: int | None, vocabulary: int | None, source: str
+) -> int | None:
+    """Returns the token that ends documents, where the config needs one; of rows, to keep them apart."""
+    finds = isinstance(config, sections.TokensDataConfig) and sections.is_packed(config)
+    if not sections.are_apart(config) and not finds:
+        return None
+    end_token = known if config.end_token is None else config.end_token
+    if end_token is None or (vocabulary is not None and end_token >= vocabulary):
+        where = (
+            f"data.packing = {config.packing}" if config.documents is None else f"data.documents = {config.documents}"
+        )
+        fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+        what = f"{source} has end token {end_token}, of {vocabulary} tokens"
+        raise DataError(f"{what}\n  {where} needs a token at the end of each document\n  {fix}")
+    return end_token
+
+
+def _packed(
+    config: sections.TokensDataConfig | sections.RowsDataConfig,
+    train: Documents,
+    kept: Documents | None,
+    seed: int,
+    shape: DataShape,
+    end_token: int | None,
+) -> DataSplits:
+    assert shape.context is not None
+    form: dict[str, Any] = {"context": shape.context, "packing": config.packing, "seed": seed, "end_token": end_token}
+    source = f"part of data.path = {config.path!r}"
+    evaluation = None if kept is None else PackedRows(kept, source=f"the evaluation {source}", **form)
+    return DataSplits(train=PackedRows(train, source=f"the training {source}", **form), eval=evaluation, shape=shape)
 
 
 def _context(own: int | None, of_model: int | None) -> int:
@@ -259,9 +296,32 @@ def rows_tokenizer(config: sections.RowsDataConfig, needs: ModelNeeds, rows: Row
     return tokenizer
 
 
+def _packed_rows(
+    config: sections.RowsDataConfig, rows: Rows, length: int, seed: int, needs: ModelNeeds, tokenizer: Tokenizer | None
+) -> DataSplits:
+    vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    shape = DataShape(kind="tokens", vocab_size=vocabulary, context=length)
+    rules, source = needs.rules(shape), f"data.path = {config.path!r}"
+    end_token = _end_token(config, tokenizer.end_token if tokenizer else None, rules.vocab_size, source)
+
+    def documents_of(rows: Rows, numbers: Indices) -> RowDocuments:
+        inputs, targets, on_bad = config.inputs, config.targets, config.on_bad
+        samples = RowDataset(rows, inputs=inputs, targets=targets, rules=rules, tokenizer=tokenizer, on_bad=on_bad)
+        return RowDocuments(samples, numbers, end_token)
+
+    chosen, left = datasets.split_indices(len(rows), 0.0 if config.eval_path else config.eval_fraction, seed)
+    others = rows if config.eval_path is None else open_rows(config, config.eval_path)
+    left = left if config.eval_path is None else np.arange(len(others))
+    kept = documents_of(others, left) if len(left) else None
+    shape = replace(shape, end_token=end_token)
+    return replace(_packed(config, documents_of(rows, chosen), kept, seed, shape, end_token), tokenizer=tokenizer)
+
+
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     rows = open_rows(config, config.path)
     tokenizer = rows_tokenizer(config, needs, rows)
+    if sections.is_packed(config):
+        return _packed_rows(config, rows, _context(config.context, context), seed, needs, tokenizer)
     if config.targets is not None and tokenizer is not None:
         return _labelled_texts(config, rows, context, seed, needs, tokenizer)
     length = _context(config.context, context) if config.targets is None else None

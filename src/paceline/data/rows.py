@@ -27,6 +27,7 @@ from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from paceline.config.data_sections import OnBad
@@ -86,10 +87,7 @@ class RowDataset(EpochDataset):
 
     def _sample(self, index: int) -> Pair | None:
         try:
-            row = self.rows.read(np.array([index]))[0]
-            for name in (self.inputs, self.targets):
-                if name is not None and row.get(name) is None:
-                    raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
+            row = self._row(index)
             if self.targets is None:
                 return self._text(row[self.inputs])
             inputs, targets = _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
@@ -107,6 +105,13 @@ class RowDataset(EpochDataset):
         except (ValueError, DataError) as error:
             self._refuse(index, reason_of(error), error)
             return None
+
+    def _row(self, index: int) -> dict[str, Any]:
+        row = self.rows.read(np.array([index]))[0]
+        for name in (self.inputs, self.targets):
+            if name is not None and row.get(name) is None:
+                raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
+        return row
 
     def _formed(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
         assert self._first is not None
@@ -129,22 +134,61 @@ class RowDataset(EpochDataset):
             ) from cause
         warnings.warn(f"{what}; it does not count", stacklevel=3)
 
+    def document(self, index: int, end_token: int | None) -> Pair | None:
+        """Returns the tokens of a row and the target of each, for ``packing.py``; None for one that cannot be used.
+
+        Of a row with targets, those are its targets. The ``end_token`` is the last one, here and nowhere else.
+        """
+        try:
+            row = self._row(index)
+            tokens = self._tokens(row[self.inputs])
+            targets = tokens[1:] if self.targets is None else _tensor(row[self.targets], self.targets)
+            if self.targets is None:
+                targets = F.pad(targets, (0, 1), value=IGNORED)
+            if targets.shape != tokens.shape:
+                rule = f"and {self.inputs!r} has {len(tokens)} tokens, with a target each"
+                raise ValueError(f"{self.targets!r} has {targets.numel()} numbers, {rule}")
+            counts = targets != IGNORED
+            if (targets == tokens)[counts].all() and not (targets[:-1] == tokens[1:])[counts[:-1]].all():
+                rule = "and a target is the token that follows: move them by one place"
+                raise ValueError(f"{self.targets!r} has the tokens of {self.inputs!r} themselves, {rule}")
+            names = self.inputs, self.targets or self.inputs
+            for reason in find_bad((tokens[None], targets[None]), self.rules, names).values():
+                raise ValueError(reason)
+            if end_token is None:
+                return tokens, targets
+            if tokens[-1] != end_token:
+                tokens, targets = F.pad(tokens, (0, 1), value=end_token), F.pad(targets, (0, 1), value=IGNORED)
+            if inside := (tokens[:-1] == end_token).nonzero().flatten().tolist():
+                rule = (
+                    "and documents are told apart by it: set data.end_token to one that none has, such as for padding"
+                )
+                raise ValueError(f"{self.inputs!r}[{inside[0]}] is the end token {end_token}, {rule}")
+        except (ValueError, DataError) as error:
+            self._refuse(index, reason_of(error), error)
+            return None
+        return tokens, targets
+
     def _text(self, value: Any) -> Pair:
         assert self.context is not None
+        tokens = self._tokens(value)[: self.context + 1]
+        inputs = torch.zeros(self.context, dtype=torch.int64)
+        targets = torch.full((self.context,), IGNORED)
+        inputs[: len(tokens) - 1], targets[: len(tokens) - 1] = tokens[:-1], tokens[1:]
+        return inputs, targets
+
+    def _tokens(self, value: Any) -> torch.Tensor:
         if isinstance(value, str):
             if self.tokenizer is None:
                 raise ValueError("it is text, and data.tokenizer is not set")
             value = self.tokenizer.encode(value)
             value += [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
-        tokens = _tensor(value, self.inputs)[: self.context + 1]
+        tokens = _tensor(value, self.inputs)
         if tokens.is_floating_point():
             raise ValueError(f"{self.inputs!r} has {tokens.tolist()[:4]}, and tokens are whole numbers")
         if tokens.ndim != 1 or len(tokens) < 2:
             raise ValueError(f"{self.inputs!r} has {tokens.numel()} tokens, and a sample at least two")
-        inputs = torch.zeros(self.context, dtype=torch.int64)
-        targets = torch.full((self.context,), IGNORED)
-        inputs[: len(tokens) - 1], targets[: len(tokens) - 1] = tokens[:-1], tokens[1:]
-        return inputs, targets
+        return tokens
 
 
 def _content(path: Path) -> bytes:

@@ -28,6 +28,7 @@ from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import file_inside, is_count, open_regular, parse_json_object, plain_name, read_regular
 
 _LOOKED_AT = 2**14  # bytes at each of three places of a raw file
+_AT_ONCE = 2**24  # tokens
 _FEWEST = 8  # tokens of four bytes, to judge by
 
 
@@ -73,6 +74,16 @@ class MappedTokens:
         if is_beyond or (self._may_be_negative and found.size and int(found.min()) < 0):
             self._refuse(found, starts)
         return found
+
+    def places_of(self, token: int) -> Indices:
+        """Returns where a token is. Reads all files once, at the speed of the disk."""
+        found = [np.empty(0, dtype=np.int64)]
+        for number, file in enumerate(self.files):
+            first = int(self._ends[number]) - file.tokens
+            for start in range(0, file.tokens, _AT_ONCE):
+                block = self._map(number)[start : start + _AT_ONCE]
+                found.append(np.flatnonzero(block == token) + (first + start))
+        return np.concatenate(found)
 
     def _map(self, number: int) -> NDArray[Any]:
         known = self._maps.get(number)

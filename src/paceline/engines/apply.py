@@ -1,8 +1,9 @@
 """``parallelize``: from a plain module to an engine. The only place where wrap order is decided.
 
-Order: synchronise batch norm, swap linear layers for those of 8 bits, checkpoint blocks, compile, agree on the values,
-replicate or shard. Where there are several ranks, blocks are compiled one by one, not the model as a whole: gradients
-then arrive block by block, and communication overlaps with backward.
+Order: synchronise batch norm, swap linear layers for those of 8 bits, run MLPs in tiles, checkpoint blocks, compile,
+bring blocks' inputs to the host, agree on the values, replicate or shard. Where there are several ranks, blocks are
+compiled one by one, not the model as a whole: gradients then arrive block by block, and communication overlaps with
+backward.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.engines.activations import HostActivations
 from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.blocks import checkpoint_blocks, compile_model, swap_pools
 from paceline.engines.buckets.buckets import choose_for_link, probe_link
@@ -34,6 +36,8 @@ from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, broadcast_tensors, check_same_model, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
+from paceline.engines.sequence.cutting import share_sequences
+from paceline.engines.tiles import tile_mlps
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError, did_you_mean
@@ -110,12 +114,13 @@ def parallelize(
     before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine[Any]
+    groups = _groups_of(model, comm, layout)
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
-        engine = combine(model, comm, layout, lambda part, groups: _share(part, groups, layout, policy, None))
+        engine = combine(model, groups, layout, lambda part: _share(part, groups, layout, policy, None))
         object.__setattr__(model, _MARK, True)
     else:
-        engine = _share(model, make_groups(comm, layout), layout, policy, compressor)
+        engine = _share(model, groups, layout, policy, compressor)
     if (fill := vars(model).pop(FILL, None)) is not None:
         fill(engine)
     if comm.trained is not None:
@@ -228,7 +233,9 @@ def _choose(model: nn.Module, comm: Communicator, layout: Layout) -> Layout:
         )
     _check_model(model, may_be_meta=False)
     chosen = choose_for_module(model, comm, model_blocks(model), layout.precision).chosen.layout
-    offload = chosen.offload if chosen.offload.is_any else layout.offload
+    offload = (
+        replace(chosen.offload, activations=layout.offload.activations) if chosen.offload.is_any else layout.offload
+    )
     return replace(layout, strategy=chosen.strategy, offload=offload)
 
 
@@ -264,6 +271,14 @@ def choose_for_module(
     return decided
 
 
+def _groups_of(model: nn.Module, comm: Communicator, layout: Layout) -> Groups:
+    """Returns who a rank talks to; where ranks share each sequence, the model will ask them, too."""
+    groups = make_groups(comm, layout)
+    if layout.context_ranks == 1:
+        return groups
+    return replace(groups, sequences=share_sequences(model, groups.context, layout))
+
+
 def _share(
     model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> ModuleEngine:
@@ -279,8 +294,9 @@ def _share(
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
     float8 = swap_linears(model, blocks, by_row=precision.float8 == "row") if precision.float8 else None
-    if layout.checkpoint_activations != "none":
-        checkpoint_blocks(blocks, layout.checkpoint_activations)
+    if layout.mlp_tiles != 1:
+        tile_mlps(model, layout.mlp_tiles, with_norms=not layout.is_compiled)
+    repeated = checkpoint_blocks(blocks, layout.checkpoint_activations)
     units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
     if layout.is_fully_sharded:
         unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
@@ -290,6 +306,8 @@ def _share(
         swap_pools(model, comm.device)
         hooked = [module for _, module in units] if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
+    if layout.offload.activations:
+        HostActivations(comm.device).take_inputs(repeated)
     engine: ModuleEngine
     if layout.is_fully_sharded:
         built = build_units(model, units, groups, precision, layout.offload)
@@ -341,7 +359,7 @@ def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> No
 
 
 def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> None:
-    if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
+    if not offload.moves_states or device.type in ("cpu", "meta"):  # what has no values takes no memory
         return
     needed = num_parameters * offload.host_bytes
     available = psutil.virtual_memory().available

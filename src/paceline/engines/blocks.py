@@ -50,7 +50,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from paceline.engines.tiles import Tiled
 from paceline.errors import UsageError
+from paceline.models.attention import SequencePart, current_part, use_part
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import CHECKPOINTS
 
@@ -63,12 +65,15 @@ _ASKED = "respect_saved_tensors_hooks"
 _PRODUCTS_STAY = {_ASKED: False} if _ASKED in inspect.signature(checkpoint).parameters else {}
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
-    """Makes ``blocks`` keep for backward what ``policy`` says, in place. Raises UsageError for what cannot be."""
+def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> list[nn.Module]:
+    """Makes ``blocks`` keep for backward what ``policy`` says, in place, and returns those that run again.
+
+    Raises UsageError for what cannot be.
+    """
     if policy not in CHECKPOINTS:
         raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(CHECKPOINTS)}")
     if policy == "none":
-        return
+        return []
     step = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     chosen = list(dict.fromkeys(blocks))[::step]
     if not chosen:
@@ -89,6 +94,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
         layers = tuple(module for module in block.modules() if isinstance(module, _BatchNorm))
         # A partial, not a closure: a deep copy of the model must run its own blocks.
         block.forward = functools.partial(_run, block.forward, layers, policy == "matmuls")
+    return chosen
 
 
 def parts_by_size(model: nn.Module) -> list[nn.Module]:
@@ -165,11 +171,19 @@ def _run(
     if keeps_products:
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _is_kept)
         kwargs |= _PRODUCTS_STAY
-    return checkpoint(replayed if layers else forward, *args, use_reentrant=False, **kwargs)
+    run = replayed if layers else forward
+    if not torch.compiler.is_compiling() and (part := current_part()) is not None:
+        run = functools.partial(_run_in, part, run)  # in backward, another one may be in use
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _run_in(part: SequencePart, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with use_part(part):
+        return forward(*args, **kwargs)
 
 
 def _is_kept(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    name = str(operator).removeprefix("aten.")
+    name = str(operator).partition(".")[2]  # behind the library's
     return CheckpointPolicy.MUST_SAVE if name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -203,7 +217,7 @@ def load_compiler() -> None:
 class Compiled:
     """A function whose first call compiles it; later calls of other sizes take the same graph."""
 
-    def __init__(self, function: Callable[..., Any], what: str) -> None:
+    def __init__(self, function: Callable[..., Any], what: str, fixed: Collection[bool] = ()) -> None:
         for thread in _loading:
             thread.join()
         self.notes: list[CompileNote] = []
@@ -211,7 +225,7 @@ class Compiled:
         self._graph = torch.compile(function)
         self._what = what
         self._modes: set[bool] = set()  # with and without gradients: each has a graph
-        self.fixed: Collection[bool] = ()  # modes whose batches are all of one size
+        self.fixed = fixed  # modes whose batches are all of one size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = torch.is_grad_enabled()
@@ -221,7 +235,7 @@ class Compiled:
         if mode in self._modes:
             return self._graph(*args, **kwargs)
         self._modes.add(mode)
-        start, what, problem = time.monotonic(), self._what if mode else f"{self._what}, for evaluation", ""
+        start, what, problem = time.monotonic(), self._what if mode else f"{self._what}, without gradients", ""
         try:
             result = self._graph(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -247,7 +261,15 @@ def compile_model(model: nn.Module, *, whole: bool, units: Sequence[nn.Module] =
     config.cache_size_limit = max(config.cache_size_limit, 4 * len(found))
     for number, block in enumerate(found or [model], start=1):
         what = f"block {number} of {len(found)}" if found else "the whole model"
-        block.forward = Compiled(block.forward, what)
+        run: Any = block.forward
+        if getattr(run, "func", None) is _run and any(isinstance(each.forward, Tiled) for each in block.modules()):
+            # A graph that holds both runs of a block cannot be left in its middle, for the tiles.
+            block.forward = functools.partial(_run, Compiled(run.args[0], what), *run.args[1:])
+        else:
+            block.forward = Compiled(run, what)
+    tiled = [module.forward for module in model.modules() if isinstance(module.forward, Tiled)]
+    for number, each in enumerate(tiled, start=1):
+        each.compile(Compiled(each.function, f"MLP {number} of {len(tiled)}", fixed=(True, False)))
     return found or [model]
 
 
@@ -259,7 +281,7 @@ def _has_inside(module: nn.Module, others: Sequence[nn.Module]) -> bool:
 def fix_sizes(*places: Any, training: bool, evaluation: bool) -> None:
     """Says that all batches have one size, in training, in evaluation or in both."""
     for each in _compiled(places):
-        each.fixed = {mode for mode, is_fixed in ((True, training), (False, evaluation)) if is_fixed}
+        each.fixed = {*each.fixed, *(mode for mode, is_fixed in ((True, training), (False, evaluation)) if is_fixed)}
 
 
 def take_notes(*places: Any) -> list[CompileNote]:
@@ -272,7 +294,14 @@ def take_notes(*places: Any) -> list[CompileNote]:
 
 def _compiled(places: Sequence[Any]) -> list[Compiled]:
     functions = [each.forward for place in places if isinstance(place, nn.Module) for each in place.modules()]
-    return [each for each in (*functions, *places) if isinstance(each, Compiled)]
+    return [each for each in map(compiled_inside, (*functions, *places)) if each is not None]
+
+
+def compiled_inside(function: Any) -> Compiled | None:
+    """Returns what is compiled of a function: itself, or what is inside of a checkpoint, of tiles, of an offload."""
+    while isinstance(function, Tiled) or (isinstance(function, functools.partial) and function.args):
+        function = function.function if isinstance(function, Tiled) else function.args[0]
+    return function if isinstance(function, Compiled) else None
 
 
 _SIZE, _STRIDE, _PADDING = 3, 2, 1

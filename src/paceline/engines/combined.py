@@ -1,6 +1,6 @@
 """Model parallelism and data parallelism together: one engine over this rank's stages, each with an engine of its own.
 
-    world = pipeline x data x tensor        data: the ranks that hold the same part of the model and share the batch
+    world = pipeline x data x context x tensor    data: ranks that hold the same part of the model and share the batch
 
 What is left to do here is what concerns the whole model: the global norm, tied weights, losses that one rank knows, and
 states under the whole model's names. Per step that is one all-reduce of one number over the world for the norm, one
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
-from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, Scale, ignore_phase
+from paceline.engines.engine import Engine, LossFunction, OnPhase, Scale, ignore_phase
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.flat.optimizer_state import (
     check_updates,
@@ -40,7 +40,8 @@ from paceline.engines.flat.optimizer_state import (
     numbered_states,
 )
 from paceline.engines.flat.shard import add_powers, reduce_norm, scale_to
-from paceline.engines.groups import Groups, check_same_model, expert_dim, make_groups
+from paceline.engines.groups import Groups, check_same_model, expert_dim
+from paceline.engines.loss_sums import LossSum
 from paceline.engines.module_engine import ModuleEngine, check_fits
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.costs import estimate_layers, measure_layers
@@ -113,7 +114,9 @@ class CombinedParallel(Engine):
 
     @property
     def _spread(self) -> str:
-        axes = f"pipeline {self.groups.pipeline.size} x tensor {self.groups.tensor.size} x data {self.batch_comm.size}"
+        pipeline, context, tensor = (getattr(self.groups, name).size for name in ("pipeline", "context", "tensor"))
+        shared = f"context {context} x " if context > 1 else ""
+        axes = f"pipeline {pipeline} x {shared}tensor {tensor} x data {self.batch_comm.size}"
         return f"{axes}, {next(iter(self.stages.values()))._spread}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +129,8 @@ class CombinedParallel(Engine):
                 "  its forward and backward passes are interleaved by a schedule, over all microbatches of a step\n"
                 "  call engine.run_microbatches(microbatches, loss, scale), or train through the trainer"
             )
-        output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
+        with self.inside((args, kwargs)) as given:
+            output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), given)
         return merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
@@ -135,7 +139,8 @@ class CombinedParallel(Engine):
         """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
             return super().run_microbatches(microbatches, loss, scale, on_phase)
-        values = self.pipeline.run(microbatches, loss, scale, on_phase)
+        with self.inside(None):  # each action sets the part of its microbatch
+            values = self.pipeline.run([self.cut(each) for each in microbatches], loss, scale, on_phase)
         self._sum_tied()
         return [self.pipeline.share_values(values)]
 
@@ -155,7 +160,8 @@ class CombinedParallel(Engine):
             yield
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
-        return compute(self, batch) if self.pipeline is None else self.pipeline.evaluate(compute, batch)
+        with self.inside(batch) as own:
+            return compute(self, own) if self.pipeline is None else self.pipeline.evaluate(compute, own)
 
     def add_up(self, sums: Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
@@ -275,10 +281,10 @@ class CombinedParallel(Engine):
 
 
 def combine(
-    model: nn.Module, comm: Communicator, asked: Layout, share: Callable[[nn.Module, Groups], ModuleEngine]
+    model: nn.Module, groups: Groups, asked: Layout, share: Callable[[nn.Module], ModuleEngine]
 ) -> CombinedParallel:
-    """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage."""
-    groups = make_groups(comm, asked)
+    """Spreads a model over the ranks of ``groups.world``; ``share`` makes the engine of a stage."""
+    comm = groups.world
     schedule = _schedule(asked, 1)
     check_same_model(model, comm)
     with torch.no_grad():
@@ -305,7 +311,7 @@ def combine(
     mark_alone(dict(model.named_parameters())[name] for name in tied)
     parts = split_model(model, bounds, mine, layers=layers) if layers else {0: model}
     allocate_unfilled(parts.values(), comm.device)
-    engines = {stage: share(part, groups) for stage, part in parts.items()}
+    engines = {stage: share(part) for stage, part in parts.items()}
     pipeline = Pipeline(engines, groups.pipeline, partial(_schedule, asked))
     return CombinedParallel(groups, pipeline, names, tied, splits, sizes)
 

@@ -23,6 +23,7 @@ from typing_extensions import TypeVar  # with defaults, which Python 3.13 has: a
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.groups import Groups
+from paceline.engines.loss_sums import LossSum, differentiable_sum
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.shards import Shard
@@ -45,45 +46,6 @@ _MOVES = ("cuda", "cpu", "xpu")
 _TIED = "it is tied to its module, its optimizer and the other ranks"
 _ELSEWHERE = "choose it when the ranks meet: paceline.connect(device=...)"
 _OTHER_DTYPE = 'cast the model before parallelize(), or give precision="bf16" or another one'
-
-
-class LossSum(Protocol):
-    """What a loss returns: a sum over elements, and how many there are."""
-
-    @property
-    def total(self) -> Tensor: ...
-
-    @property
-    def count(self) -> Tensor | float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DetachedLoss:
-    """A summed loss and its count, without the graph that computed them."""
-
-    total: Tensor
-    count: Tensor | float
-
-
-def differentiable_sum(value: Any) -> LossSum:
-    """Returns a loss, or a plain pair, as sum and count. Raises UsageError for others, and where there is no graph."""
-    if not hasattr(value, "total"):
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise UsageError(
-                f"a loss returned a {type(value).__name__}\n"
-                "  loss(model, microbatch) gives a sum over elements, and how many there are\n"
-                "  return (loss_sum, count)"
-            )
-        value = DetachedLoss(value[0], value[1])
-    total = value.total
-    if not isinstance(total, Tensor) or not total.requires_grad:
-        what = "a tensor that requires no gradient" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-        raise UsageError(
-            f"the loss is {what}\n"
-            "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
-            "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
-        )
-    return cast("LossSum", value)
 
 
 class HasForward(Protocol[P, T_co]):
@@ -160,12 +122,12 @@ class Engine(ABC, Generic[M]):
     @property
     def random_stream(self) -> int:
         """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
-        return self.groups.pipeline.rank * self.gradient_comm.size + self.gradient_comm.rank
+        return self.groups.pipeline.rank * self.batch_comm.size + self.batch_comm.rank
 
     @property
     def reports_samples(self) -> bool:
-        """Whether this rank's samples count, or are those of another rank that has another part of the model."""
-        return self.groups.pipeline.rank == 0 and self.groups.tensor.rank == 0
+        """Whether this rank's samples count, or are those of another one, for other tokens or parts of the model."""
+        return self.groups.pipeline.rank == self.groups.context.rank == self.groups.tensor.rank == 0
 
     @property
     @abstractmethod
@@ -223,17 +185,33 @@ class Engine(ABC, Generic[M]):
                 if microbatch is None:
                     self.join_pass()
                 else:
-                    with context:
-                        value = differentiable_sum(loss(self, microbatch))
-                    on_phase("forward")
-                    (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
+                    with self.inside(microbatch) as own:
+                        with context:
+                            value = differentiable_sum(loss(self, own))
+                        on_phase("forward")
+                        total = value.total if scale is None else value.total * scale
+                        total.backward()  # type: ignore[no-untyped-call]
                     values.append(value)
                 on_phase("backward")
         return values
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
-        return compute(self, batch)
+        with self.inside(batch) as own:
+            return compute(self, own)
+
+    def cut(self, *values: Any) -> Any:
+        """Returns this rank's part of whole rows (samples, tokens, ...), where several ranks share each sequence.
+
+        Elsewhere the values as they are. Every rank of ``groups.context`` gives the same rows; one value comes alone.
+        """
+        found = values if self.groups.sequences is None else self.groups.sequences.cut(values)
+        return found[0] if len(found) == 1 else found
+
+    def inside(self, batch: Any) -> AbstractContextManager[Any]:
+        """Cuts a batch as ``cut`` does, and has attention know its rows, backward included; None: rows are whole."""
+        sequences = self.groups.sequences
+        return contextlib.nullcontext(batch) if sequences is None else sequences.inside(batch)
 
     def add_up(self, sums: Tensor) -> None:
         """Adds what ``apply_loss`` gave over all ranks that have a part; every rank of the world gets the result."""

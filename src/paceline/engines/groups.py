@@ -67,6 +67,7 @@ class Groups:
     expert_gradients: Communicator
     expert_shard: Communicator
     expert_replicate: Communicator
+    sequences: Any = None  # the ``Sequences`` that cuts batches, where those of ``context`` share each sequence
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
 
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
@@ -96,7 +97,7 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
         ranks = getattr(wanted, name)
         if ranks not in made:
             made[ranks] = comm.split(ranks)
-    found = {name: made[getattr(wanted, name)] for name in GROUP_NAMES}
+    found: dict[str, Any] = {name: made[getattr(wanted, name)] for name in GROUP_NAMES}
     regather, shard, reshard = None, found["shard"], layout.reshard_after_forward
     if not isinstance(reshard, bool):  # a number of ranks
         first = shard.rank - shard.rank % reshard

@@ -97,17 +97,18 @@ class ModuleEngine(Engine):
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger notes the phase before and after it."""
-        if self.replica_watch is not None and torch.is_grad_enabled():
-            self.replica_watch.see((args, kwargs))
-        ledger = self.gradient_comm.ledger
-        if ledger is None or not ledger.is_own_loop:
-            return self.module(*args, **kwargs)
-        is_training = torch.is_grad_enabled()
-        ledger.enter(FORWARD if is_training else EVALUATION)
-        output = self.module(*args, **kwargs)
-        if is_training:
-            ledger.enter(BACKWARD)
-        return output
+        with contextlib.nullcontext() if self.groups.sequences is None else self.groups.sequences.call(args, kwargs):
+            if self.replica_watch is not None and torch.is_grad_enabled():
+                self.replica_watch.see((args, kwargs))
+            ledger = self.gradient_comm.ledger
+            if ledger is None or not ledger.is_own_loop:
+                return self.module(*args, **kwargs)
+            is_training = torch.is_grad_enabled()
+            ledger.enter(FORWARD if is_training else EVALUATION)
+            output = self.module(*args, **kwargs)
+            if is_training:
+                ledger.enter(BACKWARD)
+            return output
 
     @property
     def _totals(self) -> tuple[int, int]:

@@ -19,7 +19,6 @@ microbatch's gradients together, as they would without the split.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -29,9 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work, unwatched
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -349,11 +347,6 @@ def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
     part = torch.empty_like(parts[0])
     with unwatched():
         return part, comm.reduce_scatter(part, parts)
-
-
-def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Surrounds a collective, which differs from run to run: selective checkpointing compares the operators of two."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def _check_length(x: Tensor, comm: Communicator) -> int:

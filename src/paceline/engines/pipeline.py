@@ -29,13 +29,16 @@ from torch import Tensor, nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, Scale, differentiable_sum
+from paceline.engines.engine import LossFunction, OnPhase, Scale
 from paceline.engines.groups import tensors_in
+from paceline.engines.loss_sums import DetachedLoss, LossSum, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
+from paceline.engines.sequence.cutting import part_of
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
+from paceline.models.attention import use_part
 from paceline.schedule.grid import Action, RankProgram, Schedule, lower
 
 
@@ -165,6 +168,9 @@ class _Step:
         self._owner, self._links, self._program = owner, owner._links, program
         self._loss, self._scale = loss, scale
         self._microbatches = microbatches
+        # Of each, its part of the rows, where ranks share them.
+        shares_rows = next(iter(owner.stages.values())).groups.sequences is not None
+        self._parts = [part_of(each) for each in microbatches] if shares_rows else []
         self._keys: list[Hashable] = [shape_key(batch, "training") for batch in microbatches]
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._outputs: dict[tuple[int, int], Any] = {}  # until they are sent
@@ -183,6 +189,8 @@ class _Step:
         kind, stage, number = action.kind, action.stage, action.microbatch
         if kind == "R":
             return  # the engine reduced with the backward before it
+        if self._parts and self._microbatches[number] is not None:
+            use_part(self._parts[number])  # until the next action: a backward pass may run a part of forward again
         if self._microbatches[number] is None:
             self._join(action)
         elif kind == "F":

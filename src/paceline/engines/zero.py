@@ -51,7 +51,7 @@ class ZeroParallel(ModuleEngine):
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
         super().__init__(module, groups, layout, precision or Precision())
         comm, offload = groups.gradients, layout.offload
-        is_offloaded = offload.is_any and comm.device.type != "cpu"
+        is_offloaded = offload.moves_states and comm.device.type != "cpu"
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
         if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:

@@ -14,6 +14,7 @@ a victim, and the blame follows the waits to those that wait for nobody. ``judge
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +44,10 @@ class HangLimits:
 
     def of(self, view: LedgerView) -> float:
         return max(self.step_s, self.setup_s) if view.step == 0 or view.phase in _SLOW_PHASES else self.step_s
+
+
+AT_ONCE = HangLimits(step_s=0.0, setup_s=0.0)  # of ranks that are known to stand still
+MISMATCHES = HangLimits(step_s=math.inf, setup_s=math.inf)  # which are told however long ranks have stood still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

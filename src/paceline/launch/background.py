@@ -31,6 +31,7 @@ _NOT_HERE = {
     "--max-requeues": "nothing queues the run again: it leaves with code 75",
     "--setup": "the run has the environment of this shell",
 }
+_TURN_S = 1.0
 
 
 def machines(job: LaunchJob) -> TargetMachines:
@@ -110,8 +111,18 @@ def run_command(command: Sequence[str], stdin: int | None = None) -> tuple[int, 
     process = subprocess.Popen(command, stdin=stdin)
     if asked:
         process.send_signal(asked[0])  # it came while the process was starting
-    code = process.wait()
-    return (code if code >= 0 else 128 - code), asked
+    return exit_code_of(process), asked
+
+
+def exit_code_of(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process, and returns its exit code as a shell does; handlers of signals run meanwhile.
+
+    A signal that comes just before a wait begins is handled after it: a wait without end would lose the signal.
+    """
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TURN_S)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def main(arguments: list[str]) -> int:

@@ -31,6 +31,7 @@ from typing import IO, Any
 from paceline import __version__
 from paceline.cluster.detect import detect_machine
 from paceline.comm.control.wire import SECRET
+from paceline.launch.background import exit_code_of
 from paceline.launch.job import LAUNCHED, LaunchJob
 from paceline.run.whereami import HOST
 from paceline.untrusted import parse_json_object, read_regular
@@ -167,8 +168,7 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
         threading.Thread(target=end_if_cut_off, name="lease", daemon=True).start()
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
-    code = process.wait()
-    return 128 - code if code < 0 else code
+    return exit_code_of(process)
 
 
 if __name__ == "__main__":

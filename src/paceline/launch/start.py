@@ -161,7 +161,7 @@ def plan_job(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[
 
 def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[Config, str]:
     """Returns the config with a strategy that fits, and what is known of memory. Raises where nothing fits."""
-    device, host, is_open = config.parallel.device, machines.host_bytes, config.parallel.strategy == "auto"
+    device, host, is_open = config.parallel.device, machines.host_bytes, config.is_open
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:
         there = RunMachine(

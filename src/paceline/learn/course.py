@@ -20,11 +20,22 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, RankFailedError, UsageError, did_you_mean
-from paceline.learn.exercise import Exercise, Said, Verdict, lessons
+from paceline.learn.exercise import (
+    Exercise,
+    MistakeError,
+    Said,
+    Verdict,
+    judge_first,
+    judge_formula,
+    judge_number,
+    judge_word,
+    lessons,
+)
 from paceline.terminal import echo
 from paceline.untrusted import is_count, parse_json_object, read_regular
 
@@ -43,24 +54,30 @@ def find(number: str) -> Exercise:
     raise UsageError(f"there is no exercise {number!r}\n  a number is LESSON.EXERCISE, such as 3.2\n  {fix}")
 
 
-def find_check(number: str) -> Callable[[Any], Said]:
-    """Returns the check of an exercise. Only its file is imported: most checks need torch."""
-    first = (int(number.partition(".")[0]) - 1) // 3 * 3 + 1
-    checks: dict[str, Callable[[Any], Said]]
-    checks = importlib.import_module(f"paceline.learn.lessons_{first}_to_{first + 2}").CHECKS
-    return checks[number]
+def find_check(exercise: Exercise) -> Callable[[Any], Said]:
+    """Returns what judges an answer. Only the file that has it is imported: some need torch."""
+    if exercise.check:
+        checks: dict[str, Callable[[Any], Said]]
+        checks = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
+        return checks[exercise.number]
+    judges: dict[str, Callable[[Exercise, Any], Said]]
+    judges = {"number": judge_number, "word": judge_word, "function": judge_formula}
+    return partial(judge_first if exercise.needs else judges[exercise.answer], exercise)
 
 
 def judge(exercise: Exercise, answer: Any) -> Verdict:
     """Checks an answer; a function that raises is wrong. Raises UsageError for an answer of another kind."""
     taken = _CONVERTERS[exercise.answer](exercise, answer)
-    find_mistake = find_check(exercise.number)
+    find_mistake = find_check(exercise)
     if exercise.answer != "function":
         return exercise.verdict(find_mistake(taken))
     try:
         return exercise.verdict(find_mistake(taken))
+    except MistakeError as error:
+        words = str(error)
     except RankFailedError as error:
-        words = f"On rank {error.rank}, {_failure(exercise, error.error, taken)}"
+        failure = f"On rank {error.rank}, {_failure(exercise, error.error, taken)}"
+        words = str(error.error) if isinstance(error.error, MistakeError) else failure
     except PacelineError as error:  # ranks that wait for each other, or call different operations: it names the lines
         words = f"The ranks that ran your function {exercise.function} stopped:\n{error}"
     except (Exception, SystemExit) as error:

@@ -72,8 +72,8 @@ MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "activations": ("activations",),
-    "other": ("temporary", "buffers", "framework", "compression"),
+    "activations": ("activations", "temporary", "at_other_times"),
+    "other": ("buffers", "framework", "compression"),
 }
 
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
+from paceline.models.attention import attention, current_part, positions
+from paceline.models.dropout import Dropout
 from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
@@ -69,7 +71,7 @@ class GPT(nn.Module):
         self.config, self.end_token = config, end_token
         self.token_embedding = Embedding(config.vocab_size, config.width)
         self.position_embedding = Embedding(config.context, config.width) if config.positions == "learned" else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _make_norm(config)
         self.head = None if config.tied else Head(config.width, config.vocab_size)
@@ -84,38 +86,42 @@ class GPT(nn.Module):
         """
         if cache is not None:
             return self._read_on(tokens, cache)
-        x = self.embed(tokens)
-        # One mask for all blocks. Without documents there is none: the kernels know what causal is.
-        masks = () if self.end_token is None else (document_mask(tokens, self.end_token),)
+        x, documents = self.embed(tokens), self.documents(tokens)
+        known = () if documents is None else (documents,)
         for block in self.layers:
-            x = block(x, *masks)
+            x = block(x, *known)
         return self.unembed(x, targets, counts=counts)
 
     def _read_on(self, tokens: Tensor, cache: KeyValues) -> Any:
-        first, length = cache.length, tokens.shape[1]
-        x = self.embed(tokens, first)
-        is_known = first == 0 or length == 1  # the kernels know these masks
-        ones = None if is_known else torch.ones(length, first + length, dtype=torch.bool, device=tokens.device)
+        x = self.embed(tokens, cache.length)
+        cache.begin(tokens)
         for block in self.layers:
-            x = block(x, None if ones is None else ones.tril(first), cache)
-        cache.length += length
+            x = block(x, None, cache)
+        cache.length += tokens.shape[1]
         return self.unembed(x)
+
+    def documents(self, tokens: Tensor) -> Tensor | None:
+        """Returns for each token (batch, length) where in its row its document begins; None: a row is one."""
+        if self.end_token is None:
+            return None
+        part = current_part()  # which knows whole rows
+        return document_starts(tokens, self.end_token) if part is None else part.documents()
 
     def loss_vocabulary(self) -> int:
         return self.config.vocab_size
 
     def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
         """Returns the stream (batch, length, width) before the first block; ``first`` is the first token's place."""
-        length = first + tokens.shape[1]
+        part = current_part()
+        length = first + tokens.shape[1] if part is None else part.length(tokens.shape[1])
         if length > self.config.context:
             fix = f"cut them, or set model.context to {length} or more"
             raise UsageError(f"the tokens are {length} long, but the model's context is {self.config.context}; {fix}")
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            positions = torch.arange(first, length, device=tokens.device)
-            if self.end_token is not None:
-                positions = positions - document_starts(tokens, self.end_token)
-            x = x + self.position_embedding(positions)
+            places = positions(tokens.shape[1], tokens.device, first)
+            documents = self.documents(tokens)
+            x = x + self.position_embedding(places if documents is None else places - documents)
         return cast("Tensor", self.dropout(x))
 
     def unembed(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
@@ -162,15 +168,15 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = _make_norm(config)
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
-        """Returns the stream (batch, length, width) after this block; ``mask`` is that of ``document_mask``."""
+    def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
+        """Returns the stream (batch, length, width) after this block; ``documents`` are those of the model."""
         inner = self.attention_norm(x)
         if cache is not None:
-            x = x + self.attention(inner, mask, cache)
+            x = x + self.attention(inner, None, cache)
         else:
-            x = x + self.dropout(self.attention(inner) if mask is None else self.attention(inner, mask))
+            x = x + self.dropout(self.attention(inner) if documents is None else self.attention(inner, documents))
         return cast("Tensor", x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
@@ -180,7 +186,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.head_dim = config.head_width
-        self.queries_per_kv = config.heads // config.kv_heads
         self.dropout = config.dropout
         self.query = Linear(config.width, config.heads * config.head_width)
         self.key = Linear(config.width, config.kv_heads * config.head_width)
@@ -188,10 +193,10 @@ class Attention(nn.Module):
         self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
         self.rotary = Rotary(config.context, config.head_width) if config.positions == "rotary" else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
 
-        With a ``mask``, of those that it is true for; with a ``cache``, the positions follow those that are in it.
+        With ``documents``, of those in the same one; with a ``cache``, the positions follow those that are in it.
         """
         first = 0 if cache is None else cache.length
         # From (batch, length, heads * head_dim) to (batch, heads, length, head_dim).
@@ -199,20 +204,16 @@ class Attention(nn.Module):
         query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         if self.rotary is not None:
             query, key = self.rotary(query, first), self.rotary(key, first)
+        mask = None
         if cache is not None:
-            key, value = cache.add(self, key, value)
-        # On a GPU the kernels share the heads; so they do on the meta device, where a dry run stands for a GPU in these
-        # dtypes. Elsewhere heads are repeated by hand: SDPA's enable_gqa leaves out some kernels there, and which ones
-        # differs by version.
-        is_gpu = query.device.type in ("cuda", "meta") and query.dtype in (torch.bfloat16, torch.float16)
-        shares = (
-            self.queries_per_kv > 1 and is_gpu and mask is None
-        )  # with a mask, only the slowest kernel shares heads
-        if self.queries_per_kv > 1 and not shares:
-            key = key.repeat_interleave(self.queries_per_kv, dim=1)
-            value = value.repeat_interleave(self.queries_per_kv, dim=1)
-        dropout, is_causal = self.dropout if self.training else 0.0, mask is None and first == 0
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, enable_gqa=shares)
+            mask, (key, value) = cache.mask, cache.add(self, key, value)
+        mixed = attention(
+            *(query, key, value),
+            is_causal=first == 0,
+            documents=documents,
+            mask=mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -246,7 +247,10 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """Returns x (batch, heads, length, head_dim) rotated by position from ``start`` on, in the dtype of x."""
-        cos, sin = self.cos[start : start + x.shape[2]], self.sin[start : start + x.shape[2]]
+        rows: slice | Tensor = slice(start, start + x.shape[2])
+        if current_part() is not None:
+            rows = positions(x.shape[2], x.device).unsqueeze(-2)  # (1, length), or (batch, 1, length)
+        cos, sin = self.cos[rows], self.sin[rows]
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -256,7 +260,15 @@ class KeyValues:
 
     def __init__(self) -> None:
         self.length = 0  # the tokens that it has read
+        self.mask: Tensor | None = None  # of those that are being read; None where the kernels know it
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, tokens: Tensor) -> None:
+        """Begins to read tokens (batch, length), which see those before and themselves up to theirs."""
+        first, length = self.length, tokens.shape[1]
+        is_known = first == 0 or length == 1
+        ones = None if is_known else torch.ones(length, first + length, dtype=torch.bool, device=tokens.device)
+        self.mask = None if ones is None else ones.tril(first)
 
     def add(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds those of new tokens, (batch, heads, length, head_dim), to a layer's; returns all of them."""
@@ -318,17 +330,13 @@ class Embedding(nn.Embedding):
 
 
 def document_starts(tokens: Tensor, end_token: int) -> Tensor:
-    """Returns for each token (batch, length) the place where its document begins; a row begins one in any case."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    is_first = F.pad(tokens[:, :-1] == end_token, (1, 0), value=True)
+    """Returns for each token (batch, length) the place where its document begins; a row begins one in any case.
+
+    More end tokens behind an end are one document: the padding of a row (``data/packing.py``).
+    """
+    places, is_end = torch.arange(tokens.shape[1], device=tokens.device), tokens == end_token
+    is_first = F.pad(is_end[:, :-1], (1, 0), value=True) & ~(is_end & F.pad(is_end[:, :-2], (2, 0)))
     return torch.where(is_first, places, 0).cummax(dim=1).values
-
-
-def document_mask(tokens: Tensor, end_token: int) -> Tensor:
-    """Returns where attention looks, (batch, 1, length, length): at earlier tokens of the same document."""
-    starts, length = document_starts(tokens, end_token), tokens.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    return ((starts[:, :, None] == starts[:, None, :]) & causal).unsqueeze(1)
 
 
 def _make_norm(config: ModelShape) -> nn.Module:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.attention import current_part, positions
 from paceline.models.lora import output_layer
 
 
@@ -187,8 +187,10 @@ class _Block:
     window: int | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.window is not None and x.shape[1] > self.window:
-            what = f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline"
+        part = current_part()
+        length = x.shape[1] if part is None else part.length(x.shape[1])
+        if self.window is not None and length > self.window:
+            what = f"{length} tokens for a sliding window of {self.window}, in a pipeline"
             rule = "its blocks attend to all tokens before"
             raise UsageError(f"{what}\n  {rule}\n  set data.context to at most the window")
         places = _positions(x)
@@ -229,4 +231,5 @@ def _causal_layers(model: Any) -> list[PipelineLayer] | None:
 
 
 def _positions(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+    places = positions(x.shape[1], x.device)
+    return places if places.ndim > 1 else places.unsqueeze(0)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.dropout import dropout
 
 A, B = "lora_a", "lora_b"
 
@@ -38,7 +39,7 @@ class Adapted(nn.Module):
         return found + self.added(x, self.lora_a, self.lora_b)
 
     def added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.lora_scale * F.linear(F.linear(F.dropout(x, self.lora_dropout, self.training), a), b)
+        return self.lora_scale * F.linear(F.linear(dropout(x, self.lora_dropout, self.training), a), b)
 
 
 def add_lora(

@@ -167,6 +167,11 @@ class ForwardCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.count(func, args, kwargs or {}, result)
+        return result
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Counts an operation that has run."""
         if not func.is_view:
             self._kernels += 1
             self._written_bytes += _num_bytes(tree_leaves(result))
@@ -176,10 +181,9 @@ class ForwardCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._written += outputs[0].numel()
             if func.overloadpacket in flop_registry:
                 kind = "convolution" if name.startswith("convolution") else "other"
-                self._flops[kind] += operator_flops(func, args, kwargs or {}, result)
+                self._flops[kind] += operator_flops(func, args, kwargs, result)
             if self._depth:
                 self._calls[-1].products += _num_bytes(outputs[:1])
-        return result
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._depth:

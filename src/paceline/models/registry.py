@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from paceline.data.datasets import DataShape
 
 
+_MLP_NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "DenseReluDense")
+
+
 def build_model(config: sections.ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
@@ -60,6 +63,20 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
         rows = [row for row in map(list, lists) if len(set(map(type, row))) == 1 and all(map(num_parameters, row))]
         found = max(rows, key=lambda row: sum(map(num_parameters, row)), default=[])
     return [part for block in found for _, part in called_parts("", block)]
+
+
+def model_mlps(model: nn.Module) -> list[nn.Module]:
+    """Returns the MLPs of a model, as its method ``mlps()`` says; else those that its blocks call by such a name."""
+    found = _ask(model, "mlps") or [mlp for block in model_blocks(model) for mlp in _mlps_in(block)]
+    return list(dict.fromkeys(found))
+
+
+def _mlps_in(module: nn.Module) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        if name in _MLP_NAMES and can_be_called(child):
+            yield child
+        else:
+            yield from _mlps_in(child)
 
 
 def can_be_called(module: nn.Module) -> bool:

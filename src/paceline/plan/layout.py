@@ -1,8 +1,8 @@
 """How a run is spread over ranks: the one type that says so, from the config to the engines; and who a rank talks to.
 
-    ranks = pipeline x data x tensor         data ranks share the batch; ``strategy`` is about them
-    data = replicas x shard_ranks            shard_ranks hold one copy of the states together
-    stages = pipeline x chunks               chunks: stages of each rank
+    ranks = pipeline x data x context x tensor   data ranks share the batch, context ranks each of its sequences
+    data x context = replicas x shard_ranks      shard_ranks hold one copy of the states together; see ``strategy``
+    stages = pipeline x chunks                   chunks: stages of each rank
     samples of a step = microbatch x accumulate x data
 
 A layout is frozen data that serialises to JSON. Its fields have the names of the config's keys, and the defaults stand
@@ -50,13 +50,15 @@ Algorithm: TypeAlias = Literal["native", "ring", "tree", "halving_doubling", "hi
 Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
 
 Checkpointing: TypeAlias = Literal["none", "full", "matmuls", "every_2", "every_3", "every_4"]
-OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
+OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters", "activations"]
 Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"]
 Buffers: TypeAlias = Literal["broadcast", "local"]
+ContextMethod: TypeAlias = Literal["auto", "ring", "ulysses", "both", "gather"]
 Compile: TypeAlias = Literal["none", "blocks", "whole", "auto"]  # auto: decided with the ranks
 FusedLoss: TypeAlias = Literal["auto"] | bool
 LARGE_VOCABULARY = 8192  # from here on, logits take more memory and time than a loss in chunks does
 LOSS_CHUNK_BYTES = 2**30  # of the logits that a fused loss has at once
+TILE_BYTES = 2**28  # of the hidden features of an MLP in tiles, in each of the few tensors that a tile has of them
 _LEAST_ROWS = 128
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -114,21 +116,23 @@ SHARING: Mapping[str, Sharing] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What lives in the host's memory instead of the device's. The sharded engines carry it out.
+    """What lives in the host's memory instead of the device's. The first three are states, which shards alone have.
 
     optimizer     fp32 shards and optimizer state are on the host, and the update runs there
     gradients     reduced gradients are accumulated on the host (implied by ``optimizer``)
     parameters    the device keeps no shard: a unit is copied from the host before it is gathered
+    activations   inputs of checkpointed blocks wait on the host for backward
     """
 
     optimizer: bool = False
     gradients: bool = False
     parameters: bool = False
+    activations: bool = False
 
     @property
     def host_bytes(self) -> int:
         """Bytes on the host for each parameter that a rank updates: masters, gradients, moments, a staged copy."""
-        return (18 if self.optimizer else 8) if self.is_any else 0
+        return (18 if self.optimizer else 8) if self.moves_states else 0
 
     @classmethod
     def of(cls, parts: Collection[str]) -> Offload:
@@ -140,6 +144,10 @@ class Offload:
 
     @property
     def is_any(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def moves_states(self) -> bool:
         return self.optimizer or self.gradients or self.parameters
 
     @property
@@ -201,7 +209,7 @@ class Layout:
     """How a run is spread. ``meanings.json`` has a sentence on each field that a config may set.
 
     A 0 of the mesh's fields stands for what follows from the rest. ``units`` = () makes one unit of the whole model.
-    ``context`` is an axis that predictions know and the engines do not have yet.
+    ``context_ranks`` share each sequence, while the context of a model or of data is a number of tokens.
     """
 
     strategy: Strategy = "ddp"
@@ -211,7 +219,7 @@ class Layout:
     tensor: int = 1
     shard_ranks: int = 0
     node_ranks: int = 0  # ranks of a host
-    context: int = 1
+    context_ranks: int = 1
     expert: int = 1
     # What is gathered together, how far ahead, and when it is freed again.
     units: tuple[str, ...] | None = None  # names of modules; None: the model's repeated blocks
@@ -225,7 +233,8 @@ class Layout:
     overlap: bool = True
     algorithm: Algorithm = "native"
     compression: Compression = Compression()
-    # A pipeline, and layers that several ranks share.
+    # A pipeline, and sequences and layers that several ranks share.
+    context_method: ContextMethod = "auto"  # how attention reaches the tokens of other ranks
     schedule: str | Schedule = "1f1b"
     chunks: int = 0
     stages: Stages = "estimated"  # how the cuts are found, or the names of the layers that begin a stage
@@ -236,6 +245,7 @@ class Layout:
     precision: str = "fp32"
     checkpoint_activations: str = "none"
     offload: Offload = Offload()
+    mlp_tiles: int = 1  # 0: by their sizes, see tile_rows
     compile: Compile | bool = "none"  # True is auto, False is none
     fused_loss: FusedLoss = "auto"
     buffers: Buffers = "broadcast"
@@ -254,11 +264,16 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.pipeline * self.data * self.tensor * self.context
+        return self.data * self.degree
+
+    @property
+    def degree(self) -> int:
+        """How many ranks work on the same samples, each on a part of the model or of their tokens."""
+        return self.pipeline * self.context_ranks * self.tensor
 
     @property
     def replicas(self) -> int:
-        return self.data * self.context // self.shards
+        return self.data * self.context_ranks // self.shards
 
     @property
     def shards(self) -> int:
@@ -268,14 +283,18 @@ class Layout:
     @property
     def shards_over_context(self) -> bool:
         """Whether ranks that share a sequence hold different slices of the states, as ranks with other samples do."""
-        return self.shards > 1 and self.shards % self.context == 0
+        return self.shards > 1 and self.shards % self.context_ranks == 0
 
     @property
     def mesh(self) -> Mesh:
         """All ranks on their axes, those that talk the most as neighbours. ``groups_of`` says who talks to whom."""
-        shard = self.shards // self.context if self.shards_over_context else self.shards
+        shard = self.shards // self.context_ranks if self.shards_over_context else self.shards
         return Mesh.of(
-            pipeline=self.pipeline, replicate=self.data // shard, shard=shard, context=self.context, tensor=self.tensor
+            pipeline=self.pipeline,
+            replicate=self.data // shard,
+            shard=shard,
+            context=self.context_ranks,
+            tensor=self.tensor,
         )
 
     @property
@@ -285,7 +304,7 @@ class Layout:
 
     @property
     def is_split(self) -> bool:
-        """Whether the model itself is spread over ranks, by layers or inside them."""
+        """Whether the model itself is spread over ranks, by layers or inside them; its sequences are another matter."""
         return self.pipeline > 1 or self.tensor > 1
 
     @property
@@ -332,7 +351,7 @@ class Layout:
 
     def shards_nothing(self, ranks: int) -> bool:
         """Whether a strategy that shards cuts nothing among so many ranks: there is one, and its host holds no part."""
-        return self.strategy != "ddp" and ranks == 1 and not self.is_split and not self.offload.is_any
+        return self.strategy != "ddp" and ranks == 1 and not self.is_split and not self.offload.moves_states
 
     def without_sharding(self) -> Layout:
         """Returns the layout under ddp, with fields that only full sharding reads as they are by default."""
@@ -344,17 +363,19 @@ class Layout:
 
         Where the degrees do not divide the ranks, which ``rules`` refuses, data is what fits.
         """
-        data = max(1, ranks // (self.pipeline * self.tensor * self.context))
+        data = max(1, ranks // self.degree)
         local = self.node_ranks or node_ranks or ranks
-        shards = {"ddp": 1, "hybrid": self.shard_ranks}.get(self.strategy, data * self.context)
+        shards = {"ddp": 1, "hybrid": self.shard_ranks}.get(self.strategy, data * self.context_ranks)
         if not shards:  # Tensor ranks are neighbours, and data ranks come next: those of one host.
-            shards = min(data, max(1, local // self.tensor)) if self.is_split else local
+            shards = min(data * self.context_ranks, max(1, local // self.tensor)) if self.is_split else local
         chunks = self.num_stages // self.pipeline
         compiles = self.compile
         if compiles == "auto":  # one rank has nothing to overlap, and one graph is faster than many
             is_alone = ranks == 1 and self.strategy == "ddp" and self.checkpoint_activations == "none"
             # A graph of fp8 layers has so many kernels that a whole model takes minutes to compile.
             compiles = "whole" if is_alone and not self.precision.startswith("fp8") else "blocks"
+        if compiles == "whole" and (self.offload.activations or self.mlp_tiles != 1):
+            compiles = "blocks"  # one graph would have all inputs at its end, and all tiles in itself
         return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks, compile=compiles)
 
     def to_json(self) -> dict[str, Any]:
@@ -367,6 +388,7 @@ class Layout:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:
         known = _with_tuples(values)
+        known |= {"context_ranks": known.pop("context")} if "context" in known else {}  # of earlier plans
         if "\n" in known["schedule"]:
             known["schedule"] = parse_csv(known["schedule"])
         known["compression"] = Compression(**_with_tuples(known["compression"]))
@@ -376,7 +398,19 @@ class Layout:
 
 def loss_rows(vocabulary: int, element_bytes: int) -> int:
     """Returns of how many tokens a fused loss has the logits at once: a power of two, which suits products."""
-    return 1 << (max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS).bit_length() - 1)
+    return _rows(LOSS_CHUNK_BYTES, vocabulary * element_bytes)
+
+
+def tile_rows(tokens: int, hidden_bytes: int, tiles: int) -> int:
+    """Returns how many tokens of a microbatch a tile of an MLP has; ``hidden_bytes``: of a token, in one tensor.
+
+    That is ``Layout.mlp_tiles``: so many tiles, or by their sizes, a power of two.
+    """
+    return -(-tokens // tiles) if tiles else min(tokens, _rows(TILE_BYTES, hidden_bytes))
+
+
+def _rows(most_bytes: int, row_bytes: int) -> int:
+    return 1 << (max(most_bytes // row_bytes, _LEAST_ROWS).bit_length() - 1)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,10 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank, on its device by category, and on its host where something is offloaded."""
+    """Bytes of one rank, on its device by category, and on its host where something is offloaded.
+
+    Each category is what it holds at most. ``at_other_times`` is 0 or less: what they do not all hold at one moment.
+    """
 
     parameters: float
     gradients: float
@@ -64,6 +67,7 @@ class MemoryEstimate:
     framework: float
     host: float = 0
     compression: float = 0  # what ranks owe one another
+    at_other_times: float = 0
 
     @property
     def states(self) -> float:
@@ -71,7 +75,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> float:
-        return self.states + self.activations + self.temporary + self.framework
+        return self.states + self.activations + self.temporary + self.framework + self.at_other_times
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}

@@ -10,12 +10,23 @@ from typing import Any, get_args
 
 from paceline.errors import Problem, did_you_mean
 from paceline.mesh import divisors
-from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compile, Compression, Layout, Offload
+from paceline.plan.layout import (
+    CHECKPOINTS,
+    STRATEGIES,
+    Algorithm,
+    Buffers,
+    Compile,
+    Compression,
+    ContextMethod,
+    Layout,
+    Offload,
+)
 from paceline.plan.model_shape import ModelShape
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
 
 DEFAULT, ANY_MODEL = Layout(), ModelShape(kind="factory")
+DEGREES = ("pipeline", "context_ranks", "tensor")  # with the ranks that share the batch, they make up all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class RuleCase:
     strategy: str = ""  # as it was written: zero3 is another name of fsdp
 
     def key(self, name: str) -> str:
-        return self.keys.get(name, "") + name
+        return self.keys.get(name, name)
 
     def said(self, *names: str) -> str:
         """Writes fields with their values: ``parallel.pipeline = 2 x parallel.tensor = 4``."""
@@ -46,18 +57,16 @@ class RuleCase:
 
     @property
     def degrees(self) -> str:
-        split = [name for name in ("pipeline", "tensor") if getattr(self.layout, name) > 1]
-        return self.said(*(split or ["pipeline"]))
+        return self.said(*(self.split_by or ["pipeline"]))
 
     @property
-    def parts(self) -> int:
-        """Into how many parts a copy of the model is split."""
-        return self.layout.pipeline * self.layout.tensor
+    def split_by(self) -> list[str]:
+        return [name for name in DEGREES if getattr(self.layout, name) > 1]
 
     @property
     def divides(self) -> bool:
         """Whether the number of ranks is known, and is one that the degrees divide."""
-        return self.ranks is not None and self.ranks % self.parts == 0
+        return self.ranks is not None and self.ranks % self.layout.degree == 0
 
 
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
@@ -89,6 +98,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "checkpoint_activations": CHECKPOINTS,
     "buffers": get_args(Buffers),
     "compile": get_args(Compile),
+    "context_method": get_args(ContextMethod),
     "schedule": tuple(CHUNKS),
 }
 """What fields may be that are one of some words; a schedule may also be one's own."""
@@ -96,9 +106,12 @@ WORDS: dict[str, tuple[str, ...]] = {
 MEANINGS: dict[str, str] = json.loads(Path(__file__).with_name("meanings.json").read_text(encoding="utf-8"))
 """What fields mean that a config and the command line may set, in a sentence each."""
 
+FIELDS = {"context": "context_ranks"}
+"""Keys of ``parallel`` in a config, and options, that have another name than their field of the layout."""
+
 _AT_LEAST = {  # whole numbers
-    **dict.fromkeys(("pipeline", "tensor", "context", "expert", "microbatch", "accumulate"), 1),
-    **dict.fromkeys(("data", "shard_ranks", "node_ranks", "chunks", "prefetch"), 0),
+    **dict.fromkeys(("pipeline", "tensor", "context_ranks", "expert", "microbatch", "accumulate"), 1),
+    **dict.fromkeys(("data", "shard_ranks", "node_ranks", "chunks", "prefetch", "mlp_tiles"), 0),
 }
 _OBJECTS = {
     "offload": (Offload, "paceline.Offload(optimizer=True)"),

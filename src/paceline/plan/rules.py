@@ -1,4 +1,4 @@
-"""What goes together in a layout, and what does not: the only place that knows.
+"""What goes together in a layout, and what does not: this file and ``compute_rules.py`` alone know.
 
     problems = rules(RuleCase(layout, ranks=8, node_ranks=4, model=outline))
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
 from paceline.errors import Problem, UsageError
+from paceline.plan.compute_rules import COMPUTE_RULES
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.rule_case import (
@@ -49,6 +50,8 @@ def _split_is_read(case: RuleCase) -> Iterator[Problem]:
     owners = dict.fromkeys(_OF_A_PIPELINE, "pipeline") if layout.pipeline == 1 else {}
     if layout.tensor == 1:
         owners["sequence_parallel"] = "tensor"
+    if layout.context_ranks == 1:
+        owners["context_method"] = "context_ranks"
     if layout.data:  # filled in
         owners.pop("chunks", None)
     counts = layout.stage_layers or ()
@@ -56,7 +59,8 @@ def _split_is_read(case: RuleCase) -> Iterator[Problem]:
         degree = max(2, len(counts)) if name == "stage_layers" else 2
         more = " with a count for each stage" if name == "stage_layers" and len(counts) != degree else ""
         instead = f"{case.key(owner)} = {degree}{more}"
-        yield from case.unread(name, f"{owner} parallelism", f"{case.key(owner)} = 1", instead)
+        what = "ranks that share a sequence" if owner == "context_ranks" else f"{owner} parallelism"
+        yield from case.unread(name, what, f"{case.key(owner)} = 1", instead)
 
 
 def _schedule_fits(case: RuleCase) -> Iterator[Problem]:
@@ -171,11 +175,14 @@ def _tensor_fits(case: RuleCase) -> Iterator[Problem]:
                 fix=f"try {case.key('tensor')} = {nearest_divisor(heads, degree)}, or a multiple of {degree} as "
                 f"{case.key(name)}",
             )
-    if case.layout.sequence_parallel and model.context and model.context % degree:
+    parts = degree * (1 if case.layout.context_ranks == 1 else 2 * case.layout.context_ranks)
+    if case.layout.sequence_parallel and model.context and model.context % parts:
+        is_one = case.layout.context_ranks == 1
+        asked = case.said("tensor") if is_one else f"{case.said('context_ranks', 'tensor')}, with two parts for each,"
         yield Problem(
-            what=f"{case.said('tensor')} does not divide the {model.context} tokens of a sample",
+            what=f"{asked} does not divide the {model.context} tokens of a sample",
             rule="sequence parallelism gives every rank the same number of tokens",
-            fix=f"try {case.key('context')} = {max(1, model.context // degree) * degree}, or "
+            fix=f"try {case.key('context')} = {max(1, model.context // parts) * parts}, or "
             f"{case.key('sequence_parallel')} = false",
         )
 
@@ -196,7 +203,7 @@ def _split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
             "would leave out other parts of it",
             fix=f"set {key('compression')}.policy = none",
         )
-    if layout.offload.is_any:
+    if layout.offload.moves_states:
         what = f"{case.said('offload')} with {case.degrees}"
         rule = "gradients that stages or tensor ranks share are exchanged on the device"
         fix = f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room"
@@ -204,21 +211,21 @@ def _split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
-    layout, ranks, parts = case.layout, case.ranks, case.parts
+    layout, ranks, parts = case.layout, case.ranks, case.layout.degree
     if ranks is None:
         return
     if ranks % parts:
         fix = f"try {case.key('ranks')} = {-(-ranks // parts) * parts}"
-        split = [name for name in ("pipeline", "tensor") if getattr(layout, name) > 1]
+        split = case.split_by
         if len(split) == 1:
             fix += f", or {case.key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
-        what = f"{case.degrees} {'do' if len(split) == 2 else 'does'} not divide {case.key('ranks')} = {ranks}"
-        rule = "ranks = pipeline x data x tensor, and data is a whole number"
+        what = f"{case.degrees} {'do' if len(split) > 1 else 'does'} not divide {case.key('ranks')} = {ranks}"
+        rule = "ranks = pipeline x data x context x tensor, and data is a whole number"
         yield Problem(what=what, rule=rule, fix=fix)
     elif layout.data and layout.data * parts != ranks:
         yield Problem(
             what=f"{case.said('data')} with {case.degrees} on {case.key('ranks')} = {ranks}",
-            rule=f"ranks = pipeline x data x tensor, and here that is {layout.data * parts}",
+            rule=f"ranks = pipeline x data x context x tensor, and here that is {layout.data * parts}",
             fix=f"try {case.key('data')} = {ranks // parts}, or {case.key('ranks')} = {layout.data * parts}; "
             "or leave data out",
         )
@@ -228,7 +235,7 @@ def _groups_divide(case: RuleCase) -> Iterator[Problem]:
     ranks, layout = case.ranks, case.layout
     if ranks is None or not case.divides:
         return
-    data = ranks // case.parts
+    data = ranks // case.layout.degree * layout.context_ranks  # that average gradients
     for name, size, whole in (("shard_ranks", layout.shard_ranks, data), ("node_ranks", layout.node_ranks, ranks)):
         if not size or whole % size == 0:
             continue
@@ -313,22 +320,6 @@ def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
         yield Problem(what=what, rule=rule, fix=fix)
 
 
-def _offload_has_shards(case: RuleCase) -> Iterator[Problem]:
-    """What is offloaded are shards: ddp has none, and ZeRO 1 and 2 keep whole parameters where they compute."""
-    strategy, offload, key = case.layout.strategy, case.layout.offload, case.key
-    if not offload.is_any or case.layout.is_fully_sharded:
-        return
-    if strategy == "ddp":
-        rule = "what is offloaded are the shards of a rank, and ddp has none"
-        fix = f"set {key('strategy')} = zero1 or fsdp (on one rank too), or remove {key('offload')}"
-    elif offload.parameters or not offload.optimizer:
-        rule = f"{strategy} keeps whole parameters on the device, and gradients where the optimizer updates"
-        fix = f"set {key('offload')} = [optimizer], or {key('strategy')} = fsdp"
-    else:
-        return
-    yield Problem(what=f"{case.said('offload')} with {case.said('strategy')}", rule=rule, fix=fix)
-
-
 def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
     strategy, policy = case.layout.strategy, case.layout.compression.policy
     if policy == "none" or strategy in ("ddp", "hybrid"):
@@ -372,40 +363,41 @@ def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
         yield Problem(what=what, rule=rule, fix=fix)
 
 
-def _has_blocks(case: RuleCase) -> Iterator[Problem]:
-    if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
-        what, fix = f"{case.said('checkpoint_activations')} with model.kind = mlp", case.key("checkpoint_activations")
-        rule = "it works on the repeated blocks of a model, and an mlp has none"
-        yield Problem(what=what, rule=rule, fix=f"remove {fix}")
-
-
-def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
-    if case.layout.fused_loss is not True:
+def _sequences_can_be_cut(case: RuleCase) -> Iterator[Problem]:
+    """A rank has two parts of a sequence, one from its beginning and one from its end, so that all work alike."""
+    layout, model, key = case.layout, case.model, case.key
+    ranks = layout.context_ranks
+    if ranks == 1:
         return
-    what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
-    if case.layout.tensor > 1:
-        rule = "ranks that share the output layer have a cross entropy of their own, which gathers no logits either"
-        yield Problem(what=f"{what} with {case.said('tensor')}", rule=rule, fix=fix)
-    if case.layout.pipeline > 1:
-        rule = "the last stage of a pipeline returns logits, and the loss is computed of them"
-        yield Problem(what=f"{what} with {case.said('pipeline')}", rule=rule, fix=fix)
-    if case.model.kind in ("mlp", "resnet"):
-        rule = "it is for output layers over a large vocabulary, and that of a classifier is small"
-        yield Problem(what=f"{what} with model.kind = {case.model.kind}", rule=rule, fix=fix)
-
-
-def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
-    if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in ("mlp", "resnet"):
-        what = f"{case.said('precision')} with model.kind = {case.model.kind}"
-        rule = "it is for the linear layers inside the repeated blocks of a model, and this one has none there"
-        fix = f"set {case.key('precision')} = bf16_master"
+    asked, alone = case.said("context_ranks"), f"set {key('context_ranks')} = 1"
+    if model.kind in ("mlp", "resnet"):
+        rule = "ranks share the tokens of a sequence, and these samples have none"
+        yield Problem(what=f"{asked} with model.kind = {model.kind}", rule=rule, fix=alone)
+    elif model.context and model.context < 2 * ranks:
+        fix = f"try {key('context_ranks')} = {max(1, model.context // 2)}, or {key('context')} = {2 * ranks} or more"
+        rule = "every rank has two parts of each sequence, of at least one token"
+        yield Problem(what=f"{asked} for sequences of {model.context} tokens", rule=rule, fix=fix)
+    heads = model.heads // layout.tensor
+    if layout.context_method == "ulysses" and heads and heads % ranks:
+        split = "" if layout.tensor == 1 else f", of which each of {layout.tensor} tensor ranks has {heads}"
+        what = f"{asked} with {case.said('context_method')} and {key('heads')} = {model.heads}{split}"
+        rule = "ulysses gives every rank whole heads, as many to each"
+        near = nearest_divisor(heads, ranks)
+        fix = f"try {key('context_ranks')} = {near}, or {key('context_method')} = ring, which heads do not limit"
         yield Problem(what=what, rule=rule, fix=fix)
 
 
-def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
-    if case.layout.context > 1:
-        rule = "predictions know this axis of the mesh, and no engine runs it"
-        yield Problem(what=f"context = {case.layout.context}", rule=rule, fix="set context = 1")
+def _shards_follow_the_sequences(case: RuleCase) -> Iterator[Problem]:
+    """Ranks of one shard group are neighbours: they share sequences as groups of context ranks do, or not at all."""
+    if case.ranks is None or not case.divides or case.layout.context_ranks == 1 or case.node_ranks == 0:
+        return
+    held = case.layout.for_ranks(case.ranks, case.node_ranks)
+    if held.data * held.context_ranks % held.shards or held.shards_over_context or held.data % held.shards == 0:
+        return
+    size = held.context_ranks
+    what = f"{case.key('shard_ranks')} = {held.shards} with {case.said('context_ranks')} and {held.data} data ranks"
+    rule = "a shard group is made of whole groups that share a sequence, or of ranks with other samples alone"
+    yield Problem(what=what, rule=rule, fix=f"try {case.key('shard_ranks')} = {size}, or a multiple of it")
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
@@ -415,11 +407,13 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     if layout.compression.is_any:
         fix = f"leave {case.key('compression')} out"
         yield Problem(what=f"expert = {expert} with compression", rule="one group averages what is compressed", fix=fix)
-    if case.ranks is None or case.ranks % case.parts:
+    if case.ranks is None or case.ranks % case.layout.degree:
         return
     held = layout.for_ranks(case.ranks, case.node_ranks)
-    for name, size in (("data", held.data), ("shard_ranks", held.shards)):
+    shared = held.data * held.context_ranks
+    for name, size in (("data", shared), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
+            name = f"data x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else name
             what = f"expert = {expert} does not divide {name} = {size}"
             rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
             yield Problem(what=what, rule=rule, fix=f"try expert = {nearest_divisor(size, expert)}")
@@ -436,18 +430,16 @@ RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # 
     _smaller_group_divides: ("ranks", "strategy"),
     _sharding_is_read: ("strategy",),
     _units_are_asked_once: ("units",),
-    _offload_has_shards: ("strategy", "offload"),
+    **COMPUTE_RULES,
     _degrees_divide: ("ranks",),
-    _split_is_read: ("pipeline", "tensor"),
+    _split_is_read: ("pipeline", "tensor", "context_ranks"),
     _schedule_fits: ("schedule",),
     _weights_stay: ("schedule", "strategy"),
     _stages_are_asked_once: ("stages",),
     _stages_fit: ("stages", "heads"),
-    _tensor_fits: ("tensor", "heads", "context"),
+    _tensor_fits: ("tensor", "context_ranks", "heads", "context"),
     _split_suits_the_rest: ("pipeline", "compression", "offload"),
-    _has_blocks: ("heads", "checkpoint_activations"),
-    _fused_loss_has_the_output_layer: ("fused_loss", "pipeline", "tensor", "heads"),
-    _has_linear_blocks: ("precision",),
-    _engines_have_the_axes: (),
+    _sequences_can_be_cut: ("context_ranks", "context_method", "tensor", "heads", "context"),
+    _shards_follow_the_sequences: ("ranks", "strategy"),
     _experts_fit: ("ranks", "strategy", "compression"),
 }

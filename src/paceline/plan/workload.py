@@ -16,8 +16,15 @@ Scaling: TypeAlias = Literal["", "row", "block"]
 Shown: TypeAlias = Literal["all", "activations", "states"]
 Value: TypeAlias = int | float | str | bool | list[str]  # of a config's key
 
-# What each ``checkpoint_activations`` of a layout computes again; the others have no formula.
-RECOMPUTES: Mapping[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
+# What each ``checkpoint_activations`` of a layout computes again, in the blocks that it is for.
+RECOMPUTES: Mapping[str, Recompute] = {
+    "none": "none",
+    "matmuls": "selective",
+    "full": "full",
+    "every_2": "full",
+    "every_3": "full",
+    "every_4": "full",
+}
 _USUAL = Layout()
 
 
@@ -68,7 +75,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        return self.micro_batch * self.run.seq_len / self.layout.context
+        return self.micro_batch * self.run.seq_len / self.layout.context_ranks
 
     @property
     def micro_batch(self) -> float:
@@ -89,6 +96,12 @@ class Workload:
         found = RECOMPUTES[self.layout.checkpoint_activations]
         return "attention" if found == "selective" and self.run.recomputes_attention else found
 
+    @property
+    def recomputed_blocks(self) -> float:
+        """The share of the blocks that are computed again, as far as ``recompute`` says."""
+        policy = self.layout.checkpoint_activations
+        return 1 / int(policy[-1]) if policy.startswith("every_") else 1.0
+
 
 def stage_layers(layers: int, stages: int) -> list[int]:
     """Returns layers by stage, as even as can be, the larger ones first."""
@@ -97,17 +110,20 @@ def stage_layers(layers: int, stages: int) -> list[int]:
 
 def layout_text(layout: Layout, *, names_precision: bool = False) -> str:
     """Says how a run is laid out, with its microbatches: ``fsdp over 8, tensor 2, microbatch 4 x 2``."""
-    parts = [f"{layout.strategy} over {layout.data}"]
+    parts = [f"{layout.strategy} over {layout.data * layout.context_ranks}"]
     if layout.strategy == "hybrid":
         parts = [f"hybrid, {layout.shards} ranks a copy, over {layout.data}"]
+    parts += [f"context {layout.context_ranks}"] if layout.context_ranks > 1 else []
     parts += [f"tensor {layout.tensor}"] if layout.tensor > 1 else []
     parts += [f"expert {layout.expert}"] if layout.expert > 1 else []
     if layout.pipeline > 1:
         parts.append(f"pipeline {layout.pipeline}" + (f" x {layout.chunks} chunks" if layout.chunks > 1 else ""))
     parts += [layout.schedule_name] if layout.splits_backward else []
     parts.append(f"microbatch {layout.microbatch} x {layout.accumulate}")
-    recompute = RECOMPUTES.get(layout.checkpoint_activations, layout.checkpoint_activations)
+    policy = layout.checkpoint_activations
+    recompute = policy if policy.startswith("every_") else RECOMPUTES[policy]
     parts += [f"recompute {recompute}"] if recompute != "none" else []
+    parts += [tiles_text(layout)] if layout.mlp_tiles != 1 else []
     parts += [f"offload {' and '.join(layout.offload.parts)}"] if layout.offload.is_any else []
     parts += [f"buckets of {layout.bucket_mb:g} MiB"] if layout.bucket_mb != _USUAL.bucket_mb else []
     parts += [] if layout.reshard_after_forward else ["gathered once a microbatch"]
@@ -121,14 +137,20 @@ def layout_label(layout: Layout) -> str:
     parts = [mesh_text(layout), *([name] if layout.data > 1 else [])] if layout.is_split else [name]
     if layout.checkpoint_activations != "none":
         parts.append(f"checkpoint {layout.checkpoint_activations}")
+    if layout.mlp_tiles != 1:
+        parts.append(tiles_text(layout))
     if layout.offload.is_any:
         parts.append("offload " + " and ".join(layout.offload.parts))
     return ", ".join(parts)
 
 
+def tiles_text(layout: Layout) -> str:
+    return f"MLPs in {layout.mlp_tiles or ''} tiles".replace("  ", " ")
+
+
 def mesh_text(layout: Layout) -> str:
     """Names the axes: ``pipeline 2 x tensor 4 x data 8``, ``data 64``."""
-    degrees = {"pipeline": layout.pipeline, "tensor": layout.tensor}
+    degrees = {"pipeline": layout.pipeline, "context": layout.context_ranks, "tensor": layout.tensor}
     return " x ".join([*(f"{name} {size}" for name, size in degrees.items() if size > 1), f"data {layout.data}"])
 
 
@@ -142,12 +164,17 @@ def config_values(layout: Layout, *, names_precision: bool = False) -> dict[str,
         found["parallel.schedule"] = layout.schedule_name
     if layout.chunks > 1:
         found["parallel.chunks"] = layout.chunks
+    if layout.context_ranks > 1:
+        found["parallel.context"] = layout.context_ranks
+        found["parallel.context_method"] = layout.context_method
     found["parallel.tensor"] = layout.tensor
     if layout.tensor > 1:
         found["parallel.sequence_parallel"] = layout.sequence_parallel
     if not layout.reshard_after_forward:
         found["parallel.reshard_after_forward"] = False
     found["memory.checkpoint_activations"] = layout.checkpoint_activations
+    if layout.mlp_tiles != 1:
+        found["memory.mlp_tiles"] = layout.mlp_tiles or "auto"
     if layout.offload.is_any:
         found["memory.offload"] = list(layout.offload.parts)
     if layout.bucket_mb != _USUAL.bucket_mb:
@@ -160,7 +187,16 @@ def config_values(layout: Layout, *, names_precision: bool = False) -> dict[str,
 
 def count_differences(one: Layout, other: Layout) -> int:
     """Counts the decisions in which two layouts differ; those that follow from others are not counted."""
-    decided = ("pipeline", "tensor", "microbatch", "precision", "checkpoint_activations", "offload", "bucket_mb")
+    decided = (
+        "pipeline",
+        "context_ranks",
+        "tensor",
+        "microbatch",
+        "precision",
+        "checkpoint_activations",
+        "offload",
+        "bucket_mb",
+    )
 
     def decisions(layout: Layout) -> list[object]:
         strategy = (layout.strategy, layout.shards if layout.strategy == "hybrid" else 0)

@@ -161,7 +161,8 @@ def _memory(folder: Path, records: RunRecords) -> MemoryUse:
     except (OSError, ValueError):  # there is no plan that can be read
         planned = None
     known = planned.items() if isinstance(planned, dict) else ()
-    sizes = {str(name): size for name, size in known if name != "device_bytes" and isinstance(size, int) and size > 0}
+    whole = {str(name): size for name, size in known if name != "device_bytes" and isinstance(size, int)}
+    sizes = {name: size for name, size in whole.items() if size > 0 or (name == "at_other_times" and size)}
     peak = max((each.memory_bytes for row in records.steps.rows for each in row.values()), default=0)
     return MemoryUse(peak_bytes=peak, capacity_bytes=capacity, cuts=cuts, by_category=sizes)
 

@@ -107,7 +107,7 @@ class StepMeter:
         self._laps: list[_Lap] = []
         self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
-        self._memory = _Memory()
+        self._memory, self._finished = _Memory(), 0
         self._groups = groups or {}
         self._drain_every = 1  # steps; a power of two
         self._drained_at = self._issued_at = self._comm_at = time.time()
@@ -143,7 +143,9 @@ class StepMeter:
 
         Ranks drain after the same steps, by their numbers: each at its own time, they would wait for one another.
         """
-        if facts.step % _MEMORY_EVERY == 1 or not self._memory.peak:
+        # Not in the first step alone, at whose worst moment the optimizer has no states yet.
+        self._finished += 1
+        if self._finished <= 2 or facts.step % _MEMORY_EVERY == 1:
             self._memory = _memory(self._device, self._process)
         on_host = None
         if self._is_device:  # the copy waits for nothing, and is before the mark: once that is past, it can be read

@@ -9,7 +9,7 @@ Here besides, for step s and ranks r that took part:
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
     model FLOP/s     samples/s x FLOPs of a sample, forward and backward
-    MFU              model FLOP/s / (ranks x peak of a device)
+    MFU              model FLOP/s / (ranks x peak of a device), causal attention as computed: half of the square
 
 Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
 steps alone.
@@ -258,7 +258,11 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
             note = f"median step after warm-up, {summary.samples_per_s:,.1f} samples/s"
         yield f"{summary.unit}/s", f"{rate:,.0f}", note
         if summary.flops_per_s is not None:
-            yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward of the model alone"
+            yield (
+                "model FLOP/s",
+                format_flops(summary.flops_per_s),
+                "forward and backward of the model alone, causal attention in half",
+            )
         if summary.mfu is not None and summary.peak_flops is not None:
             told = f"of {format_flops(summary.peak_flops)} ({summary.compute}, data sheet)"
             if summary.mfu_measured is not None and summary.measured_peak_flops is not None:

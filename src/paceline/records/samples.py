@@ -32,10 +32,10 @@ def samples_of(texts: Sequence[str] = (), images: Any = ()) -> dict[str, Any]:
 
 def _encode(image: Any) -> str:
     """Returns an image as a PNG in base64; nothing of none."""
-    from PIL import Image  # comes with matplotlib
-
     if image is None:
         return ""
+    from PIL import Image  # comes with matplotlib
+
     if hasattr(image, "detach"):  # a tensor, of which numpy has not all types
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image

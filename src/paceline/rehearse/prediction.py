@@ -16,6 +16,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.wires import over_backend, wire_cost
 from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import check_slow, replay
@@ -23,6 +24,8 @@ from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.parts import with_stand_in
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
 from paceline.search.expect import check_measured
+from paceline.search.request import with_context_method
+from paceline.train.resolve import resolve_strategy
 
 
 def predict(
@@ -63,7 +66,7 @@ def config_on(
 
 
 def memory_bound(config: Config, cluster: Cluster, ranks: int) -> int | None:
-    """Returns the bytes of a rank that ``paceline plan`` shows, an upper bound; None where only code could tell."""
+    """Returns the bytes of a rank that ``paceline plan`` shows, by formula; None where only code could tell."""
     device = "cpu" if cluster.device.is_cpu else "cuda"
     need = EngineMemory.of(config, device)
     if need is None:
@@ -82,7 +85,7 @@ def predict_decided(
     slow: Mapping[int, float] | None = None,
     keeps_spans: bool = False,
 ) -> tuple[Config, ReplayedStep]:
-    """Returns the config with the microbatch that was found for it, and the step; ``keeps_spans`` for a time line."""
+    """Returns the config with what was decided for it, and the step; ``keeps_spans`` for a time line."""
     slow_ranks = dict(slow or {})
     cluster = over_backend(cluster, config.comm.backend) if ranks > 1 else cluster
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for
@@ -99,6 +102,12 @@ def predict_decided(
         asked = with_fitting_microbatch(asked, cluster, ranks=ranks, rank=rank or 0)
         return asked, record_stages(asked, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
 
+    if config.is_open:
+        device, size = "cpu" if cluster.device.is_cpu else "cuda", min(ranks, cluster.node.devices)
+        has = int(cluster.device.memory_bytes)
+        there = RunMachine(device=device, ranks=ranks, node_ranks=size, device_bytes=has, host_bytes=2**60)
+        config, _ = resolve_strategy(config.with_values("parallel", device=device, ranks=ranks), there, cluster)
+    config = with_context_method(config, cluster, ranks)
     (recorded, programs), rough = with_stand_in(config, record)
     found = replay(programs, cluster, slow=slow_ranks, keeps_spans=keeps_spans, with_loop=True)
     config = config.with_values("train", microbatch=recorded.train.microbatch)

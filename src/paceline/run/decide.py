@@ -28,7 +28,7 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.devices import load_cluster
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_hosts, check_ranks, dump_yaml, why_not_sharded, with_precision
+from paceline.config import Config, check_hosts, check_ranks, dump_yaml, why_by_blocks, why_not_sharded, with_precision
 from paceline.config.settings import check_exported, check_interfaces, config_settings, exported_settings, variables_of
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
@@ -45,11 +45,12 @@ from paceline.search.expect import (
     expected_memory,
     host_problems,
     needed,
+    present_cluster,
     unpriced,
     ways_out,
 )
 from paceline.search.expectation import FILE, Expectation
-from paceline.search.request import make_plan
+from paceline.search.request import make_plan, with_context_method
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 
@@ -104,17 +105,22 @@ def decide_run(
         config, here, is_alone = resolve_config(asked), None, True
     config = decide_precision(config)
     choice: Choice | None = None
-    if config.parallel.strategy == "auto":
+    if config.is_open:
         if comm is None:
             config, choice = decide_strategy(config)
         else:
             config, choice = resolve_together(config, comm, here, machine)
+    if comm is None and hosts is None:
+        config = decide_sharing(config)
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=comm is None or comm.rank == 0)
     ranks = config.parallel.decided_ranks
     plan = make_plan(config, RunMachine(device=config.parallel.device, ranks=ranks, node_ranks=here))
-    notes = filter(None, [*precision_notes(asked, config), why_not_sharded(config, ranks)])
+    reasons = why_not_sharded(config, ranks), why_by_blocks(config)
+    method = config.parallel.context_method
+    took = None if method == asked.parallel.context_method else f"parallel.context_method = auto takes {method}"
+    notes = filter(None, [*precision_notes(asked, config), *reasons, took])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 
 
@@ -170,12 +176,22 @@ def _has_bf16(device: str) -> bool:
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``strategy: auto`` by the memory there is. Raises ConfigError where nothing fits into it."""
-    if config.parallel.strategy != "auto":
+    """Decides ``strategy: auto`` and ``memory: auto`` by the memory there is. Raises ConfigError where nothing fits."""
+    if not config.is_open:
         return config, None
     ranks = config.parallel.decided_ranks
     where = free_memory.measure_machine(config.parallel.device, ranks, config.parallel.node_ranks or ranks)
     return resolve_strategy(config, where)
+
+
+def decide_sharing(config: Config) -> Config:
+    """Decides ``parallel.context_method: auto`` for ranks of this machine; where it is not known, it stays a ring."""
+    if config.parallel.context == 1 or config.parallel.context_method != "auto":
+        return config
+    machine, ranks = detect.detect_machine(with_gpus=config.parallel.device == "cuda"), config.parallel.decided_ranks
+    with contextlib.suppress(UsageError):
+        return with_context_method(config, present_cluster(config, machine, ranks, None, machine_entry())[0], ranks)
+    return config
 
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
@@ -212,7 +228,7 @@ def check_virtual(config: Config) -> None:
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
     notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
-        notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+        notes.append("memory.offload saves nothing here: on CPU ranks the host's memory is the device's")
     if config.train.precision in ("fp8", "fp8_row") and config.parallel.device == "cpu":
         notes.append(
             f"train.precision = {config.train.precision} is emulated on CPU ranks: the same numbers of 8 bits are "

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import mmap
 import os
 import shutil
@@ -33,7 +32,7 @@ from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.health.diagnosis import Diagnosis, Stop, TrainedSteps, diagnose
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, failure_of_verdict, locate_death
-from paceline.health.verdict import HangLimits, HangVerdict, judge
+from paceline.health.verdict import MISMATCHES, HangVerdict, judge
 from paceline.run.logs import append_line
 from paceline.untrusted import parse_json_object, read_regular
 
@@ -188,7 +187,7 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> None:
     readers = [LedgerReader.open(ledger_path(folder, rank)) for rank in ranks]
     now = time.monotonic()
     views = [reader.view(changed_s=now) for reader in readers if reader is not None]
-    verdict = judge(views, now, HangLimits(step_s=math.inf, setup_s=math.inf))  # however long they stood
+    verdict = judge(views, now, MISMATCHES)
     if verdict is not None:
         found = [view.rank for view in views]
         tell_verdict(folder, verdict, found)

@@ -30,11 +30,10 @@ from paceline.errors import CommunicationError
 from paceline.health import pairing
 from paceline.health.ledger_view import GroupName, LedgerView, views_from_text, views_to_text
 from paceline.health.straggler import Lateness, RankLook, Straggler, looks_from_text, looks_to_text
-from paceline.health.verdict import HangLimits, HangVerdict, judge
+from paceline.health.verdict import AT_ONCE, HangVerdict, judge
 
 _ROUNDS = 5
 _LAST = 16  # operations of a rank that are compared
-_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 _ASK_S = 0.02
 _STAYS_S = 1.5  # the watch of a host looks several times in it
 _READS_S = 2.0
@@ -180,7 +179,7 @@ class LeftRanks:
     def _judge(self, views: Sequence[LedgerView], now: float) -> HangVerdict | None:
         if not self._known or any(view.state == "failed" for view in self._known.values()):
             return None  # whoever failed says why
-        found = judge([*views, *self._known.values()], now, _NO_LIMIT)
+        found = judge([*views, *self._known.values()], now, AT_ONCE)
         return found if found is not None and found.kind == "left" else None
 
 

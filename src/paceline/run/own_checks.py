@@ -37,7 +37,8 @@ class OwnChecks:
         for rank, other in enumerate(everyone := gather_objects(self._comm, own)):
             if other != everyone[0] and self._comm.rank == 0:
                 name = next(each for each in {**own, **other} if own.get(each) != other.get(each))
-                what = f"{name} is {own.get(name):.60} on rank 0 and {other.get(name):.60} on rank {rank}"
+                here, there = own.get(name, "missing"), other.get(name, "missing")
+                what = f"{name} is {here:.60} on rank 0 and {there:.60} on rank {rank}"
                 rule = "ranks decide alike, and a checkpoint has the values of rank 0"
                 self._tell(what, rule, "take paceline.mean(total, count, comm), which is the same on all ranks")
 

@@ -43,21 +43,19 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.traced import LedgerCommunicator
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
-from paceline.health.verdict import HangLimits, HangVerdict, judge
+from paceline.health.verdict import AT_ONCE, MISMATCHES, HangLimits, HangVerdict, judge
 from paceline.run.notes import VERDICTS, forget
 from paceline.run.other_hosts import LeftRanks, PairedHosts
 from paceline.run.processes import run_processes
-from paceline.run.seen_ranks import dump_stacks_into, look_at_process, stack_path
+from paceline.run.seen_ranks import look_at_process, stack_path
 from paceline.run.warm import CPU_RANKS
-from paceline.run.watch import Watch, WatchPolicy, start_watch
+from paceline.run.watch import Watch, WatchPolicy, make_ledger, start_watch
 from paceline.run.whereami import recognise
 from paceline.terminal import echo
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
 _SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
-_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
-_MISMATCHES = HangLimits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
 _DIES_S, _ASK_S = 0.5, 0.01
 
 
@@ -89,7 +87,7 @@ def connect(
     problem = ""
     try:
         _make_private(folder)
-        kept = _keep_ledger(comm, folder)
+        kept = WatchedCommunicator(comm, make_ledger(comm, folder, is_own_loop=True))
     except OSError as error:
         problem = str(error)
     problems = [each for each in gather_objects(comm, problem) if each]
@@ -192,20 +190,14 @@ def watch_ranks(
     ledger_path(where, comm.ranks[comm.rank]).unlink(missing_ok=True)
     (where / "logs").mkdir(parents=True, exist_ok=True)
     limits = HangLimits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
-    return _follow(_keep_ledger(comm, where), where, where, WatchPolicy(limits=limits))
+    kept = WatchedCommunicator(comm, make_ledger(comm, where, is_own_loop=True))
+    return _follow(kept, where, where, WatchPolicy(limits=limits))
 
 
 class WatchedCommunicator(LedgerCommunicator):
     """A communicator of a loop of the user's own, with what follows that loop."""
 
     loop: OwnLoop
-
-
-def _keep_ledger(comm: Communicator, folder: Path) -> WatchedCommunicator:
-    rank = comm.ranks[comm.rank]
-    dump_stacks_into(stack_path(folder, os.getpid()))
-    ledger = Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), is_own_loop=True)
-    return WatchedCommunicator(comm, ledger)
 
 
 def _follow(
@@ -279,13 +271,14 @@ class OwnLoop:
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._ledger.is_own_loop:
             return
-        if self._first is None:
+        trained = self._ledger.trained  # by all ranks together, as far as that is known
+        is_shared = not trained.has_any() or trained.are_updated_by(optimizer)
+        if self._first is None and is_shared:  # not one of those that engines try out on small tensors
             self._first = id(optimizer)
         if self._first == id(optimizer):
             self._ledger.count_step()
         self._ledger.enter(DATA)
-        trained = self._ledger.trained  # by all ranks together, as far as that is known
-        if not trained.has_any() or trained.are_updated_by(optimizer):
+        if is_shared:
             self._raise(self._pairing.note(sys._getframe(1)))
 
     def _raise(self, verdict: HangVerdict | None) -> None:
@@ -315,7 +308,7 @@ class OwnLoop:
             now = time.monotonic()
             self._watch.observe(now)
             views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
-            verdict = judge(views, now, _MISMATCHES)
+            verdict = judge(views, now, MISMATCHES)
             if verdict is not None:
                 return verdict
             is_dead = any(each.state == "running" and look_at_process(each.pid) is None for each in views)
@@ -329,7 +322,7 @@ class OwnLoop:
         if self._watch.left is not None:
             return self._watch.left.explain(views, now)
         others = {view.rank: view for view in self._watch.with_lines([each for each in views if each.rank != own])}
-        return judge([others.get(view.rank, view) for view in views], now, _NO_LIMIT)
+        return judge([others.get(view.rank, view) for view in views], now, AT_ONCE)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""

@@ -38,6 +38,25 @@ class SharedCores:
     cores: int = 1
 
 
+class _LoopCounter(ForwardCounter):  # type: ignore[no-untyped-call]
+    """Counts operations of a loop, which go on where one cannot be counted: ``problem`` is the first reason."""
+
+    problem = ""
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        try:
+            super().count(func, args, kwargs, result)
+        except Exception as error:
+            self.problem = self.problem or f"{func} cannot be counted: {error!r}"
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().pack(tensor)
+        except Exception as error:
+            self.problem = self.problem or f"a tensor for backward cannot be counted: {error!r}"
+            return tensor
+
+
 class FirstPass:
     """Counts the passes of a step, and what the first of them computes and keeps; ``reason``: why it cannot."""
 
@@ -63,7 +82,7 @@ class FirstPass:
             return
         self.num_passes += 1
         if self.num_passes == 1:
-            self._counter = ForwardCounter(self.engine.num_parameters, _held(self.engine))
+            self._counter = _LoopCounter(self.engine.num_parameters, _held(self.engine))
             self._running = contextlib.ExitStack()
             self._running.enter_context(self._counter.counting())
 
@@ -71,13 +90,14 @@ class FirstPass:
         if self._running is not None:
             self._running.close()
             self.counted, self._running = self._counter.result(), None
+            self.reason = self._counter.problem
             del self._counter  # and the tensors that it held on to
 
 
 def _uncounted(engine: Engine) -> str:
     layout = getattr(engine, "layout", None)
-    if layout is None or layout.is_split:
-        return "a model in parts is priced from a config alone"
+    if layout is None or layout.degree > 1:
+        return "a model or sequences in parts are priced from a config alone"
     compiled = [getattr(each, "_compiled_call_impl", None) for each in engine.module.modules()]
     compiled += [getattr(engine.module, "_orig_mod", None)]
     if layout.is_compiled or any(compiled):

@@ -54,6 +54,7 @@ from paceline.records.thin import lines_kept
 from paceline.run import records
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
+from paceline.run.logs import say
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.own_checks import OwnChecks
 from paceline.run.own_prediction import FirstPass, LoopPrediction, SharedCores
@@ -207,6 +208,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._loader is not None and "loader" in extra:
             self._loader.load_state_dict(extra["loader"])
         self._open(found.parent.parent)
+        if self._comm.rank == 0:
+            say(f"{self.name} goes on after step {self.num_steps}, from {found}")
         detail = {"checkpoint": str(found)}
         if loaded.own is None:
             size = open_checkpoint(found).manifest.world
@@ -243,11 +246,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _finish(self, samples: int) -> None:
         self._phases.enter(DATA)
         self.num_steps += 1
-        self._position = self._position + samples * self._comm.size if self._loader is None else self._loader.position
+        reads = self._comm if self._engine is None else self._engine.batch_comm  # others read the same samples
+        self._position = self._position + samples * reads.size if self._loader is None else self._loader.position
         values, device = self._values, self._comm.device
         total = values.pop("loss_sum", None)
         mean = values.pop("loss", None)
-        if total is None and mean is not None:
+        if total is not None and self._engine is not None:  # of a part of its samples' tokens
+            total = total * self._engine.groups.context.size
+        elif mean is not None:
             total = mean * max(samples, 1)
         norm = values.pop(_NORM, None)
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values.values()]
@@ -257,7 +263,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             position=self._position,
             lr=float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0,
             epoch=0.0 if self._loader is None else self._loader.num_epochs,
-            samples=samples,
+            samples=samples if self._engine is None or self._engine.reports_samples else 0,
             outcome=StepNumbers(
                 loss_sum=torch.as_tensor(0.0 if total is None else total, device=device).float().reshape(()),
                 count=0.0 if total is None else float(max(samples, 1)),

@@ -142,7 +142,7 @@ def name_strategy(config: Config, ranks: int) -> str:
     parallel = config.parallel
     if why_not_sharded(config, ranks):
         return "ddp"
-    degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(parallel, name)) > 1]
+    degrees = [f"{name} {size}" for name in ("pipeline", "context", "tensor") if (size := getattr(parallel, name)) > 1]
     has_data = ranks > parallel.pipeline * parallel.tensor
     return " x ".join([*degrees, parallel.strategy]) if has_data or not degrees else " x ".join(degrees)
 
@@ -154,7 +154,7 @@ def write_start(config: Config, comm: Communicator, trainer: Trainer) -> None:
     """
     parts, first = trainer.parts, run_record(config, comm, trainer)
     layout, flops = parts.plan.layout, first.flops_per_sample
-    parts.meter.rate_against(None if flops is None else flops / (layout.pipeline * layout.tensor), first.peak_flops)
+    parts.meter.rate_against(None if flops is None else flops / layout.degree, first.peak_flops)
     if trainer.sink is not None:
         trainer.sink.write(first)
     uses_nccl = parts.engine.device.type == "cuda" and config.comm.backend in ("auto", "nccl")

@@ -167,7 +167,7 @@ class Rendezvous(elastic.RendezvousHandler):
         if self.addresses and self.size > 1:
             self._check_links(rank)
         self.on_join(rank, self.size)
-        self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
+        self._stores.append(store := ControlStore(self._client, f"agents/{self._round}/", self._look_around))
         place = elastic.RendezvousStoreInfo(str(self._client.address), self._round)
         return elastic.RendezvousInfo(store, rank, self.size, place)
 
@@ -323,6 +323,12 @@ class Rendezvous(elastic.RendezvousHandler):
         if news.newcomers or news.gone:  # told first: ranks of other hosts must not take it for a wish of theirs
             _explained(self._store.compare_set, f"ended/{self._round}", "", self._change())
         return len(news.newcomers) or bool(news.gone or news.is_told)
+
+    def _look_around(self) -> None:
+        """Raises HostsChangedError where a round is over before all of its agents have said what they bring."""
+        news = self._news()
+        if self._problem is not None or news.gone or news.is_told:
+            raise HostsChangedError(self._change() if news.gone else "")
 
     @property
     def is_cut_off(self) -> bool:

@@ -38,7 +38,7 @@ from paceline.cluster import detect
 from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
-from paceline.run.signals import scratch_folder
+from paceline.run.signals import PREEMPTING, scratch_folder
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
 
@@ -278,8 +278,8 @@ def _is_ending(pid: int) -> bool:
 
 def main() -> None:
     address, descriptor, *modules = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
+    for number in (signal.SIGINT, *PREEMPTING):  # for launcher and ranks, also where all processes are signalled
+        signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.set_inheritable(False)
@@ -307,7 +307,7 @@ def _run(request: dict[str, Any], server: int) -> NoReturn:
     os.environ.update(request["environment"], **{PARENT: str(server)})
     os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each in (signal.SIGUSR1, signal.SIGUSR2):
+    for each in PREEMPTING:
         signal.signal(each, signal.SIG_DFL)
     torch, number = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and number.isdecimal():  # libraries have read it when they were loaded in the server

@@ -36,7 +36,7 @@ from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
 from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
-from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
+from paceline.health.verdict import AT_ONCE, HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.notes import end_ranks, tell_verdict
 from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
 from paceline.run.processes import end_children, tell_agent
@@ -56,7 +56,6 @@ _TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
 _UNHEARD = "its host is gone, stopped or cannot be reached"
 _STOPS_S = 10.0  # a look takes less, even where ranks are asked for their stacks
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
-_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +76,14 @@ def watch_policy(config: Config) -> WatchPolicy | None:
 
 def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
     """Lets a rank keep a ledger, and write its stacks when asked. A communicator that has one is returned as it is."""
-    if isinstance(comm, LedgerCommunicator):
-        return comm
-    rank = comm.ranks[comm.rank]
+    return comm if isinstance(comm, LedgerCommunicator) else LedgerCommunicator(comm, make_ledger(comm, folder))
+
+
+def make_ledger(comm: Communicator, folder: Path, *, is_own_loop: bool = False) -> Ledger:
+    """Makes the ledger of a rank, who writes its stacks beside it when asked."""
+    rank, now = comm.ranks[comm.rank], ledger_clock(comm)
     dump_stacks_into(stack_path(folder, os.getpid()))
-    ledger = Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), now=ledger_clock(comm))
-    return LedgerCommunicator(comm, ledger)
+    return Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), now=now, is_own_loop=is_own_loop)
 
 
 def watch_itself(
@@ -343,7 +344,7 @@ class Watch(SeenRanks):
         silent = [host for host, found_there in views.items() if not found_there]
         verdict = None
         if not silent:
-            verdict = judge([view for each in views.values() for view in each], now, _NO_LIMIT)
+            verdict = judge([view for each in views.values() for view in each], now, AT_ONCE)
         else:
             limit_s = self._policy.limits.step_s
             patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))

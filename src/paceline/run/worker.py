@@ -282,7 +282,7 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
     about = {  # what a checkpoint tells of the run that it belongs to
         "name": config.name,
         "strategy": records.name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0),
-        "mesh": {name: getattr(parallel, name) for name in ("pipeline", "tensor")},
+        "mesh": {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor")},
         "config": config.model_dump(mode="json"),
     }
     where, on_full = _checkpoint_folder(config, folder), config.recovery.on_full_disk

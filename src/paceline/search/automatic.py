@@ -37,16 +37,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_batch, layout_of, run_checks, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.mesh import divisors
-from paceline.plan.layout import Layout, Offload
+from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.plan import MARGIN, RunMachine
-from paceline.plan.workload import RECOMPUTES
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.facts import ModelFacts, stage_bounds
@@ -59,7 +58,25 @@ from paceline.units import format_bytes, format_count, format_seconds
 KEY = "parallel.strategy"  # what is auto
 ENOUGH = 0.98  # of the time of a simpler candidate
 _OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))
-_CHECKPOINTS = ("none", "matmuls", "full")
+
+
+class Rung(NamedTuple):
+    """What a rank does for memory beside its strategy: computes again, runs MLPs in tiles (0), inputs on the host."""
+
+    checkpoint: str
+    tiles: int = 1
+    offloads: bool = False
+
+    def on(self, layout: Layout) -> Layout:
+        offload = replace(layout.offload, activations=self.offloads)
+        return replace(layout, checkpoint_activations=self.checkpoint, mlp_tiles=self.tiles, offload=offload)
+
+
+# In the order of what they cost; tiles go with no matmuls (plan/rules.py).
+RUNGS = (
+    *(Rung("none"), Rung("matmuls"), Rung("none", 0), Rung("every_4", 0), Rung("every_2", 0)),
+    *(Rung("full"), Rung("full", 0), Rung("full", 1, offloads=True), Rung("full", 0, offloads=True)),
+)
 # What all split candidates are judged with, whatever the config says of it.
 _PLAIN: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "sequence_parallel": False}
 _PLAIN |= {"stages": "estimated", "stage_layers": None}
@@ -79,12 +96,13 @@ class Choice:
     left_out: tuple[str, ...] = ()  # what cannot be done here, and why
     machine: str = ""  # that seconds were predicted for
     untimed: str = ""  # why none were
+    key: str = KEY
 
     def reason(self) -> str:
         chosen, where = self.chosen, self.where
         ranks = "1 rank" if where.ranks == 1 else f"{where.ranks} ranks"
         told = (
-            f"{KEY} = auto: {chosen.label}, about {format_bytes(chosen.memory.device_bytes)} of "
+            f"{self.key} = auto: {chosen.label}, about {format_bytes(chosen.memory.device_bytes)} of "
             f"{format_bytes(where.budget_bytes)} a rank (all but {MARGIN:.0%} of {format_bytes(where.device_bytes)}) "
             f"for {format_count(self.parameters)} parameters on {ranks}, microbatch {chosen.layout.microbatch}"
         )
@@ -109,7 +127,7 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "key": KEY,
+            "key": self.key,
             "budget_bytes": self.where.budget_bytes,
             **{name: getattr(self, name) for name in ("parameters", "machine", "untimed")},
             "chosen": self.chosen.label,
@@ -119,23 +137,33 @@ class Choice:
         }
 
 
-def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``strategy: auto``, by time where ``machine`` can be priced. Raises ConfigError where nothing fits."""
+def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | Cluster | None = None) -> Choice:
+    """Decides ``strategy: auto`` and ``memory: auto``, by time where ``machine`` or cluster can be priced.
+
+    Raises ConfigError where nothing fits.
+    """
     config = with_precision(config, where.device)
+    key = KEY if config.parallel.strategy == "auto" else "memory"
     left_out: list[str] = []
     ladder = _ladder_for(config, model, where, left_out)
     if not ladder:
         config_batch(with_degrees(config, where.ranks), where.ranks)  # says what is wrong with the batch
-    choice = replace(take_first(ladder, model, where), left_out=tuple(left_out))
+    choice = replace(take_first(ladder, model, where, key), left_out=tuple(left_out))
     return choice if machine is None else _by_time(choice, config, model, machine)
 
 
-def take_first(ladder: Sequence[Candidate], model: ModelFacts, where: RunMachine) -> Choice:
-    """Takes the first candidate that fits, of at least one. Raises ConfigError where none does."""
-    chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
-    if chosen is not None:
-        return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters)
+def take_first(ladder: Sequence[Candidate], model: ModelFacts, where: RunMachine, key: str = KEY) -> Choice:
+    """Takes the first candidate that fits, of at least one. Raises ConfigError where none does.
+
+    Where none leaves a margin, the one that needs least is taken if it fits without.
+    """
     least = min(ladder, key=attrgetter("memory_bytes"))
+    chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
+    if chosen is None and least.memory_bytes <= where.device_bytes and "host" not in least.rejected:
+        chosen = replace(least, rejected="")
+        ladder = [chosen if each is least else each for each in ladder]
+    if chosen is not None:
+        return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters, key=key)
     need, layout = least.memory, least.layout
     parts = ", ".join(
         f"{name} {format_bytes(value)}"
@@ -149,7 +177,7 @@ def take_first(ladder: Sequence[Candidate], model: ModelFacts, where: RunMachine
     set_keys = {"strategy": layout.strategy, "pipeline": layout.pipeline, "tensor": layout.tensor}
     keys = ", ".join(f"parallel.{name} = {value}" for name, value in set_keys.items() if value != 1)
     problem = Problem(
-        what=f"{KEY} = auto: nothing fits into {format_bytes(where.budget_bytes)} of memory a rank; {least.label} "
+        what=f"{key} = auto: nothing fits into {format_bytes(where.budget_bytes)} of memory a rank; {least.label} "
         f"comes nearest with {format_bytes(need.device_bytes)} ({parts}){host}",
         rule=f"{format_count(model.parameters)} parameters, {where.ranks} ranks, and {MARGIN:.0%} of memory kept free",
         fix=f"try more ranks, or {smaller}; to try anyway, set {keys}",
@@ -161,8 +189,14 @@ def apply_choice(config: Config, choice: Choice) -> Config:
     """Returns the config with what was chosen in the place of ``auto``, and the precision of the device."""
     layout = choice.chosen.layout
     changed = with_precision(config, choice.where.device).with_values(
-        "memory", checkpoint_activations=layout.checkpoint_activations, offload=layout.offload.parts
+        "memory",
+        auto=False,
+        checkpoint_activations=layout.checkpoint_activations,
+        offload=layout.offload.parts,
+        mlp_tiles=layout.mlp_tiles or "auto",
     )
+    if not config.opens_strategy:
+        return changed
     return changed.with_values(
         "parallel",
         strategy=layout.strategy,
@@ -172,7 +206,7 @@ def apply_choice(config: Config, choice: Choice) -> Config:
     )
 
 
-def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine) -> Choice:
+def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine | Cluster) -> Choice:
     """Returns the choice with predicted seconds, and with the fastest candidate in the place of the first that fits."""
     where = choice.where
     config = config.with_values("parallel", device=where.device)
@@ -182,7 +216,7 @@ def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine
         def predicted(layout: Layout) -> Prediction | None:
             """Predicts a step of a candidate; None where that cannot be priced, as a sampled model's in parts."""
             size = layout.microbatch
-            if layout.checkpoint_activations not in RECOMPUTES or (layout.is_split and task.model.is_sampled):
+            if layout.is_split and task.model.is_sampled:
                 return None
             if layout.is_split:
                 layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
@@ -212,7 +246,7 @@ def first_microbatch(
 ) -> int | None:
     """Returns where trials begin: the largest of ``sizes`` predicted within 2 % of the fastest; None: unpriced."""
     layout = layout_of(config, ranks, node_ranks)
-    if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
+    if layout.is_split:
         return None
     where = RunMachine(device=config.parallel.device, ranks=ranks, node_ranks=node_ranks)
     try:
@@ -224,13 +258,16 @@ def first_microbatch(
     return max((size for size, each in seconds.items() if each * ENOUGH <= least), default=None)
 
 
-def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachine) -> tuple[Cluster, TrainingTask]:
+def _priced(
+    config: Config, model: ModelFacts, machine: Machine | Cluster, where: RunMachine
+) -> tuple[Cluster, TrainingTask]:
     """Returns this machine as a cluster, and what is trained on it. Raises UsageError for what no prediction knows."""
     policy, decided = config.comm.compression.policy, config.with_values("train", microbatch=1)
-    reason = unpriced(decided, hosts=-(-where.ranks // where.local_ranks))
+    is_cluster = isinstance(machine, Cluster)
+    reason = unpriced(decided, hosts=1 if is_cluster else -(-where.ranks // where.local_ranks))
     if reason or policy != "none":
         raise UsageError(reason or f"comm.compression.policy = {policy} is not priced")
-    cluster = present_cluster(config, machine, where.ranks, None)[0]
+    cluster = machine if isinstance(machine, Cluster) else present_cluster(config, machine, where.ranks, None)[0]
     return cluster, task_of(with_degrees(config, where.ranks), where.ranks, facts=model)
 
 
@@ -249,10 +286,14 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
 def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Candidate]:
     """Returns all candidates in order; ``left_out`` learns what cannot be done here. What ``memory`` says is kept."""
     keep = frozenset(config.memory.model_fields_set)
+    states = StateFacts.of(config, machine.device)
+    if not config.opens_strategy:
+        asked = _smallest(layout_of(config, machine.ranks, machine.local_ranks), config)
+        return list(climb(model, asked, machine, states, keep, [(asked.strategy, asked.shards)]))
     try:
         asked = layout_of(with_degrees(config, machine.ranks), machine.ranks, machine.local_ranks)
         asked = replace(_smallest(asked, config), shard_ranks=config.parallel.shard_ranks or 0)
-        whole = whole_ladder(model, asked, machine, StateFacts.of(config, machine.device), keep)
+        whole = whole_ladder(model, asked, machine, states, keep)
     except ConfigError as error:
         left_out.append(f"data {machine.ranks}: {error.headline}")
         whole = []
@@ -260,13 +301,13 @@ def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out
     def place(candidate: Candidate) -> tuple[int, float]:
         layout = candidate.layout
         is_full = layout.checkpoint_activations == "full"
-        return 4 if layout.offload.is_any else 2 * is_full + layout.is_split, candidate.overhead
+        return 4 if layout.offload.moves_states else 2 * is_full + layout.is_split, candidate.overhead
 
     split = _split_ladder(config, model, machine, keep, left_out)
     return sorted([*whole, *split], key=place)  # stable: the simpler strategy first, where all is equal
 
 
-def _judge(
+def judge(
     model: ModelFacts, layout: Layout, machine: RunMachine, states: StateFacts, overhead: float = 0.0
 ) -> Candidate:
     """Estimates what a layout needs; it is rejected, with the reason, if that is more than there is."""
@@ -285,25 +326,46 @@ def whole_ladder(
     """Returns the candidates of a whole model: ``asked`` in other strategies; ``keep`` names what stays as asked."""
     ranks = machine.ranks
     group = asked.shard_ranks if asked.shard_ranks > 1 else machine.local_ranks
-    strategies = tuple(strategies_for(ranks, group, is_split=False))
+    asked = replace(asked, data=ranks, node_ranks=machine.local_ranks, chunks=1)
+    return list(climb(model, asked, machine, states, keep, tuple(strategies_for(ranks, group, is_split=False))))
+
+
+def climb(
+    model: ModelFacts,
+    asked: Layout,
+    machine: RunMachine,
+    states: StateFacts,
+    keep: frozenset[str],
+    strategies: Sequence[tuple[Strategy, int]],
+) -> Iterator[Candidate]:
+    """Iterates over the rungs of a layout, in each of the strategies, the cheapest first."""
     offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if machine.device == "cuda" else _OFFLOADS[:1]
+    rungs = rungs_for(model, asked, machine.device, keep)
+    for offload, rung, (strategy, shards) in itertools.product(offloads, rungs, strategies):
+        can_offload = strategy in ("fsdp", "hybrid") or (offload.optimizer and not offload.parameters)
+        if offload.moves_states and (asked.is_split or strategy == "ddp" or not can_offload):
+            continue
+        is_alone = len(strategies) > 1 and machine.ranks == 1  # with nobody to share, nothing is saved
+        if is_alone and strategy != "ddp" and not offload.moves_states:
+            continue
+        layout = rung.on(replace(asked, strategy=strategy, shard_ranks=shards, offload=offload))
+        yield judge(model, layout, machine, states)
+
+
+def rungs_for(model: ModelFacts, asked: Layout, device: str, keep: frozenset[str]) -> tuple[Rung, ...]:
+    """Returns the rungs for a model on a device, the cheapest first; ``keep`` names what stays as asked."""
+    own = Rung(asked.checkpoint_activations, asked.mlp_tiles, asked.offload.activations)
+    fixed = {"checkpoint_activations": "checkpoint", "mlp_tiles": "tiles", "offload": "offloads"}
+    held = {name: getattr(own, name) for key, name in fixed.items() if key in keep}
+    has_tiles = any(block.mlp for block in model.blocks) and not asked.sequence_parallel
     found = []
-    for offload, checkpoint in itertools.product(offloads, _checkpoints_for(model, asked, keep)):
-        for strategy, shards in strategies:
-            can_offload = strategy in ("fsdp", "hybrid") or (offload.optimizer and not offload.parameters)
-            if offload.is_any and (strategy == "ddp" or not can_offload):
-                continue
-            if ranks == 1 and strategy != "ddp" and not offload.is_any:  # with nobody to share, nothing is saved
-                continue
-            layout = replace(asked, strategy=strategy, shard_ranks=shards, data=ranks, node_ranks=machine.local_ranks)
-            layout = replace(layout, checkpoint_activations=checkpoint, offload=offload, chunks=1)
-            found.append(_judge(model, layout, machine, states))
-    return found
-
-
-def _checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> tuple[str, ...]:
-    checkpoints = (asked.checkpoint_activations,) if "checkpoint_activations" in keep else _CHECKPOINTS
-    return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
+    for each in RUNGS if model.blocks else RUNGS[:1]:  # else there is nothing to do block by block
+        rung = each._replace(**held)
+        can_tile = rung.tiles == 1 or "tiles" in held or (has_tiles and rung.checkpoint != "matmuls")
+        can_offload = not rung.offloads or "offloads" in held or (device == "cuda" and rung.checkpoint != "none")
+        if can_tile and can_offload and rung not in found:
+            found.append(rung)
+    return tuple(found)
 
 
 def _smallest(layout: Layout, config: Config) -> Layout:
@@ -341,9 +403,11 @@ def _split_ladder(
             continue
         base = replace(_smallest(layout, config), **_PLAIN)
         strategies = strategies_for(layout.data, 1, is_split=True)
-        for checkpoint, (strategy, shards) in itertools.product(_checkpoints_for(model, base, keep), strategies):
-            each = replace(base, strategy=strategy, shard_ranks=shards, checkpoint_activations=checkpoint)
-            yield _judge(model, each, machine, states, overhead_of(model, each, machine, states.itemsize))
+        as_whole = (base.mlp_tiles, base.offload.activations)
+        rungs = [each for each in rungs_for(model, base, machine.device, keep) if each[1:] == as_whole]
+        for rung, (strategy, shards) in itertools.product(rungs, strategies):
+            each = rung.on(replace(base, strategy=strategy, shard_ranks=shards))
+            yield judge(model, each, machine, states, overhead_of(model, each, machine, states.itemsize))
 
 
 def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize: int = 4) -> float:

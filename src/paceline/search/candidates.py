@@ -1,9 +1,10 @@
 """The ways to train a model on a number of devices: meshes, strategies, microbatches, schedules, recomputation.
 
-    devices = pipeline x data x tensor        data = replicate x shard
+    devices = pipeline x data x context x tensor        data x context = replicate x shard
     tensor      inside a node, a divisor of the heads and of the heads of keys and values
     pipeline    at most as many stages as blocks, and as many microbatches as stages at least
     strategy    ddp, zero1, zero2, fsdp; hybrid: fsdp among the data ranks of one node, replicas of it on the others
+    context     of long sequences: a power of two, at most 64, as long as a rank has 8,192 tokens of each
     microbatch  powers of two that divide a data rank's samples
     schedule    1f1b; interleaved with 2 to 4 chunks a rank, where they divide the blocks and stages the microbatches;
                 zb-h1, and zb-v with twice as many microbatches as stages, where nothing is fully sharded or compiled
@@ -24,12 +25,13 @@ from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import MemoryEstimate
-from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload, layout_label
+from paceline.plan.workload import Compute, Framework, Running, Workload, layout_label
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
 
-CHECKPOINTS = tuple(RECOMPUTES)
+CHECKPOINTS: tuple[str, ...] = ("none", "matmuls", "full")
 _MOST_CHUNKS = 4
+_MOST_CONTEXT, _CONTEXT_TOKENS = 64, 8192
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -108,7 +110,7 @@ def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str])
         if task.global_batch % cluster.devices:
             left_out["data ranks do not divide the batch"] += 1
         else:
-            yield from _of_mesh(task, cluster, (1, cluster.devices, 1), left_out)
+            yield from _of_mesh(task, cluster, (1, cluster.devices, 1, 1), left_out)
         return
     for tensor in divisors(cluster.node.devices):
         if model.heads % tensor or model.kv_heads % tensor:
@@ -118,17 +120,24 @@ def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str])
             if pipeline > model.layers:
                 left_out["more stages than blocks"] += 1
                 continue
-            data = cluster.devices // (tensor * pipeline)
-            if task.global_batch % data:
-                left_out["data ranks do not divide the batch"] += 1
-                continue
-            yield from _of_mesh(task, cluster, (pipeline, data, tensor), left_out)
+            for context in context_degrees(task, cluster.devices // (tensor * pipeline)):
+                data = cluster.devices // (tensor * pipeline * context)
+                if task.global_batch % data:
+                    left_out["data ranks do not divide the batch"] += 1
+                    continue
+                yield from _of_mesh(task, cluster, (pipeline, data, context, tensor), left_out)
+
+
+def context_degrees(task: TrainingTask, ranks: int) -> list[int]:
+    """Returns among how many of so many ranks a sequence may be shared."""
+    most = 1 if task.model.experts or task.model.is_sampled else min(_MOST_CONTEXT, task.seq_len // _CONTEXT_TOKENS)
+    return [degree for degree in divisors(ranks) if degree == 1 or (degree <= most and not degree & (degree - 1))]
 
 
 def _of_mesh(
-    task: TrainingTask, cluster: Cluster, mesh: tuple[int, int, int], left_out: Counter[str]
+    task: TrainingTask, cluster: Cluster, mesh: tuple[int, int, int, int], left_out: Counter[str]
 ) -> Iterator[Layout]:
-    pipeline, data, tensor = mesh
+    pipeline, data, context, tensor = mesh
     local = task.global_batch // data
     layers = 1 if task.model.is_sampled else task.model.layers
     of_node = max(1, cluster.node.devices // tensor)
@@ -137,14 +146,17 @@ def _of_mesh(
         some = divisors(task.model.experts)[1:]
         experts += [each for each in some if each <= min(of_node, data) and data % each == 0]
     base = replace(task.base, data=data, pipeline=pipeline, tensor=tensor, node_ranks=cluster.node.devices)
-    base = replace(base, sequence_parallel=tensor > 1 and task.seq_len % tensor == 0)
+    is_cut = tensor > 1 and task.seq_len % (tensor * (2 * context if context > 1 else 1)) == 0
+    base = replace(base, context_ranks=context, sequence_parallel=is_cut)
     for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
         if count < pipeline:
             left_out["fewer microbatches than stages"] += 1
             continue
         for schedule, chunks in _schedules(task, layers, pipeline, count, left_out):
-            for strategy, shards in strategies_for(data, of_node, is_split=pipeline * tensor > 1):
+            for strategy, shards in strategies_for(data * context, of_node, is_split=pipeline * tensor > 1):
+                if strategy == "hybrid" and shards % context:
+                    continue  # ranks that share a sequence would hold different slices in part
                 layout = replace(base, strategy=strategy, shard_ranks=shards, schedule=schedule, chunks=chunks)
                 layout = replace(layout, microbatch=microbatch, accumulate=count)
                 if layout.splits_backward and layout.is_fully_sharded:

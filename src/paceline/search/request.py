@@ -11,6 +11,7 @@ s, and L - L' layers with a dense MLP of width d:  attention and ends  +  L' (3 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,8 @@ from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import Plan, RunMachine
-from paceline.plan.workload import RECOMPUTES, Compute, Workload, config_values
+from paceline.plan.workload import Compute, Workload, config_values
+from paceline.predict.formulas.engine_costs import context_method
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts
@@ -42,7 +44,7 @@ _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),
     *("stages", "stage_layers", "schedule_file", "sequence_parallel", "device", "threads", "node_ranks"),
-    "reshard_after_forward",
+    *("reshard_after_forward", "context", "context_method"),
 )
 _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 
@@ -168,7 +170,7 @@ def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) ->
     if config.parallel.device == "cpu":
         offload = Offload()
     elif offload.updates_on_host:  # parameters bring the optimizer with them, and that the gradients, not named then
-        offload = Offload(optimizer=True, parameters=offload.parameters)
+        offload = replace(offload, optimizer=True, gradients=False)
     layout = replace(
         layout,
         precision=task.base.precision,
@@ -180,6 +182,19 @@ def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) ->
     return task.workload(layout)
 
 
+def with_context_method(config: Config, cluster: Cluster, ranks: int) -> Config:
+    """Decides ``parallel.context_method: auto``: the one with which ranks of a cluster wait least for one another."""
+    parallel = config.parallel
+    is_open = parallel.context > 1 and parallel.context_method == "auto"
+    if not is_open or not isinstance(config.model, GPTModelConfig):
+        return config
+    with contextlib.suppress(UsageError, ConfigError):  # then the ring, which goes with any heads
+        layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
+        workload = task_of(config, ranks).workload(layout)
+        return config.with_values("parallel", context_method=context_method(workload, cluster))
+    return config
+
+
 def why_not_written(config: Config, cluster: Cluster) -> str:
     """Returns why formulas do not price a config as it is written on this cluster; nothing where they do."""
     parallel = config.parallel
@@ -189,9 +204,6 @@ def why_not_written(config: Config, cluster: Cluster) -> str:
         return f"{' and '.join(is_open)} = auto: the first plan decides that"
     if parallel.schedule_file or (parallel.schedule == "gpipe" and parallel.pipeline > 1):
         return "its schedule has no formula: paceline predict prices it"
-    kept = config.memory.checkpoint_activations
-    if kept not in RECOMPUTES:
-        return f"memory.checkpoint_activations = {kept} has no formula: paceline predict prices it"
     try:
         config_batch(config, cluster.devices)
         problems = check_ranks(config, cluster.devices, cluster.node.devices)

@@ -269,7 +269,9 @@ def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
 def _ranked(result: PlanResult, ranked: Prediction) -> dict[str, Any]:
     step, (low, high) = ranked.step, ranked.band
     formula = asdict(ranked.memory)
-    formula = {name: formula[name] for name in formula if name not in ("buffers", "host", "compression")}
+    formula = {
+        name: formula[name] for name in formula if name not in ("buffers", "host", "compression", "at_other_times")
+    }
     need = result.task_for(ranked).need
     found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
     estimate = found and {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
@@ -358,7 +360,7 @@ def _plans(result: PlanResult, winner: Prediction, top: int) -> Iterator[str]:
     if result.task_for(winner).need is None:
         yield "memory is by formula: this package does not build the model"
     else:
-        yield "memory is an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
+        yield "memory is by formula; paceline predict shows the same, and what a dry run of the engine holds"
     if on_host := host_bytes(winner.workload):
         yield f"the first has {_gib(on_host)} of each rank in its host's memory, which is not in the catalog"
 

@@ -181,7 +181,7 @@ def judge_forms(
             yield Candidate(layout=form, memory=memory, rejected=rejected)
             if rejected or every:
                 continue
-            if checkpoint == "none" and not (offload.is_any and layout.shards == 1):
+            if checkpoint == "none" and not (offload.moves_states and layout.shards == 1):
                 return
             break
 
@@ -205,7 +205,7 @@ def _tuned(candidate: Candidate, task: TrainingTask, cluster: Cluster) -> Predic
     usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=candidate.memory_bytes)
     tunings: list[Layout] = []
     if layout.is_fully_sharded:
-        if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
+        if layout.pipeline == 1 and not layout.offload.moves_states and layout.shards > 1:
             tunings = [replace(layout, reshard_after_forward=False)]
     elif layout.data > 1:
         tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]

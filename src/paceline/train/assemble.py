@@ -26,6 +26,7 @@ from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
 from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_workers
 from paceline.data.order import DataOrder
+from paceline.data.packing import packing_details
 from paceline.data.registry import DataSplits, data_of
 from paceline.engines.apply import parallelize
 from paceline.engines.blocks import fix_sizes, load_compiler
@@ -163,13 +164,14 @@ def build_trainer(
         early_stop=config.train.early_stop,
     )
     on_part("model")
+    notes += [NoteHook("packing", detail) for detail in packing_details(data.train)]
     return Trainer(parts, [*notes, *_notes(layout, engine, choice), *hooks], sink)
 
 
 def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
     """Returns the plan for the ranks that are there, and the config with what was decided on the way."""
     config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
-    if config.parallel.strategy == "auto":
+    if config.is_open:
         config, _ = resolve_together(config, comm, node_ranks)
     return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
 
@@ -186,6 +188,8 @@ def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[
     notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice._asdict())]
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
+    if (sequences := engine.groups.sequences) is not None:
+        notes.append(NoteHook("context", sequences.detail()))
     if layout.is_compiled:
         notes.append(note_compiled)
     return [*notes, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else notes

@@ -152,12 +152,13 @@ def evaluate(
     batches = zip(loader, loader.local_samples(), strict=True) if isinstance(loader, EvalLoader) else loader
     # Summed loss, elements, right answers, samples, batches without a count of right answers; of metrics sum and count.
     sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64, device=device)
+    counts_samples = engine.groups.context.rank == 0  # all ranks that share a sequence score it, each a part
     for scored, samples in apply_to_each(engine, batches, score_all(loss, metrics or {}), dtype):
         if scored is None:  # another stage of the pipeline has it
             continue
         value, rest = scored
         correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
-        row = [value.total, value.count, correct, float(samples), unscored, *rest]
+        row = [value.total, value.count, correct, float(samples) * counts_samples, unscored, *rest]
         sums += torch.stack([on_device(number, device) for number in row])
     engine.add_up(sums)
     total, count, correct_sum, num_samples, num_unscored, *rest = sums.tolist()  # sync point

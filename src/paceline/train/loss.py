@@ -26,6 +26,7 @@ from paceline.engines.blocks import Compiled
 from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
+from paceline.models.attention import current_part
 from paceline.models.hugging_face import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
@@ -298,7 +299,7 @@ class OutputLoss:
         outputs = model(inputs)
         value = self._function(tree_map(_full, outputs) if self._in_full else outputs, targets)
         is_pair = self._may_count and isinstance(value, tuple) and len(value) == 2
-        loss, count = value if is_pair else (value, float(count_samples(batch)))
+        loss, count = value if is_pair else (value, self._weight(batch))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             fix = "return loss.mean()" + (", or (sum, count)" if self._may_count else "")
@@ -309,6 +310,13 @@ class OutputLoss:
         return LossValue(loss if is_total else loss * count, count)
 
     score = __call__
+
+    def _weight(self, batch: Any) -> float:
+        """Returns what a mean over a batch counts: its samples; its tokens, where a rank has a part of each sample."""
+        if current_part() is None:
+            return float(count_samples(batch))
+        first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        return float(first.shape[:2].numel())
 
 
 def _reduction_of(criterion: Any) -> str:

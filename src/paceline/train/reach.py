@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.config.checks import no_file
-from paceline.config.data_sections import DataShape, RowsDataConfig, known_shape, sources_of
+from paceline.config.data_sections import DataShape, RowsDataConfig, is_packed, known_shape, sources_of
 from paceline.config.sections import HFModelConfig
 from paceline.errors import ConfigError, PacelineError, Problem, UsageError
 from paceline.imports import import_from_path
@@ -65,6 +65,16 @@ def _tokenizers(config: Config) -> Iterator[Problem]:
                 rows_tokenizer(source, needs_of(config), open_rows(source, source.path))
             except PacelineError as error:
                 yield _problem(error)
+
+
+def packing_notes(config: Config) -> list[str]:
+    """Returns how full the rows of packed documents are. Reads their files, once. Raises DataError as a start does."""
+    if not any(map(is_packed, sources_of(config.data).values())):
+        return []
+    from paceline.data.packing import packing_details
+    from paceline.data.registry import data_of
+
+    return [detail["note"] for detail in packing_details(data_of(config).train)]
 
 
 def _model(config: Config) -> Iterator[Problem]:

@@ -5,11 +5,12 @@ Of what a model of the user's own code raises there, its own error and the line 
 FLOPs of one sample, forward and backward. GPTs, by the formula of predictions, for N weights that a token is multiplied
 with, L layers of width W, T tokens:
 
-    T (6 N + 12 L W T)        attention in full, although half of it is masked: as papers count model FLOPs
+    T (6 N + 6 L W T)         of causal attention what is computed: the half of the square that no mask hides
 
-Residual networks and MLPs of ours: three times the forward pass. Any other model is counted once: a copy of it on the
-meta device runs forward and backward on two samples, in milliseconds and without memory. Activations that are computed
-again in backward do not count: they are work of the run, and not of the model.
+Papers that count all of it have 12 in the place of the second 6: at 65,536 tokens of GPT-1.1B an MFU of 86 % for one
+of 50 %. Residual networks and MLPs of ours: three times the forward pass. Any other model is counted once: a copy of it
+on the meta device runs forward and backward on two samples, in milliseconds and without memory. Activations that are
+computed again in backward do not count: they are work of the run, and not of the model.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.cluster.detect import Machine, detect_machine
+from paceline.cluster.devices import Cluster
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.call_sites import LIBRARY, USER, kind_of_file
 from paceline.comm.objects import ask_first_rank
@@ -146,8 +150,10 @@ def _inputs(data: DataSplits) -> str:
     return f"of type {type(inputs).__name__}" if shape is None else f"{list(shape)} a sample"
 
 
-def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto``: the fastest by prediction that fits, or the first where nobody knows prices.
+def resolve_strategy(
+    config: Config, where: RunMachine, machine: Machine | Cluster | None = None
+) -> tuple[Config, Choice]:
+    """Decides ``parallel.strategy: auto`` and ``memory: auto``: the fastest by prediction that fits, or the first.
 
     Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
@@ -285,11 +291,29 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
             values.tell(placed, lambda: value)
         return placed
 
-    with FlopCounterMode(display=False) as counter, answering(values):
+    with FlopCounterMode(display=False) as counter, answering(values), _MaskedHalves() as masked:
         total = loss(shadow, tree_map(place, batch)).total
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-    return float(counter.get_total_flops())
+    return float(counter.get_total_flops() - masked.flops)
+
+
+class _MaskedHalves(TorchFunctionMode):
+    """Adds up what causal attention does not compute of the square that torch counts, forward and backward."""
+
+    flops = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            query, key, value = (given[name] for name in names[:3])
+            if given.get("is_causal"):
+                both: int = query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+                self.flops += both * (3 if found.requires_grad else 1)
+        return found
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -27,7 +27,6 @@ from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import held_by, restore
 from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards
-from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
@@ -90,23 +89,33 @@ class StepState:
     def collect(self, engine: Engine, optimizer: torch.optim.Optimizer) -> State:
         """Returns this rank's part of the state, without a copy of any tensor. Nothing is sent."""
         shards, found = held_by(engine, optimizer)
-        values: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict()}
+        values: dict[str, Any] = {"bad_steps": self.bad_steps.state_dict(), "streams": _num_streams(engine)}
         if self.scaler is not None:
             values["scaler"] = self.scaler.state_dict()
         own = {"random": capture_random_states(engine.world.device)}
         return State(step=self.step, position=self.position, shards=shards, values=values, own=own, found=found)
 
-    def go_on_from(self, checkpoint: Checkpoint, comm: Communicator) -> bool:
-        """Takes over what ``collect`` gave, beside tensors. Says whether random states go on: at as many ranks."""
+    def go_on_from(self, checkpoint: Checkpoint, engine: Engine) -> bool:
+        """Takes over what ``collect`` gave, beside tensors. Says whether random states go on: of as many streams."""
         self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if self.scaler is not None and "scaler" in checkpoint.values:
             self.scaler.load_state_dict(checkpoint.values["scaler"])
         if "bad_steps" in checkpoint.values:
             self.bad_steps.load_state_dict(checkpoint.values["bad_steps"])
-        own = checkpoint.own(comm.rank) if checkpoint.manifest.world == comm.size else {}
+        world, streams = checkpoint.manifest.world, _num_streams(engine)
+        own: dict[str, Any] = {}
+        if "streams" not in checkpoint.values and world == engine.world.size:  # of an earlier release
+            own = checkpoint.own(engine.world.rank)
+        elif checkpoint.values.get("streams") == streams:  # ranks with one stream are neighbours, and as many each
+            own = checkpoint.own(engine.random_stream * (world // streams))
         if "random" in own:
-            restore_random_states(own["random"], comm.device)
+            restore_random_states(own["random"], engine.device)
         return "random" in own
+
+
+def _num_streams(engine: Engine) -> int:
+    """Returns how many streams of random numbers the ranks draw from (``Engine.random_stream``)."""
+    return engine.groups.pipeline.size * engine.batch_comm.size
 
 
 class RunState(StepState):
@@ -153,7 +162,7 @@ class RunState(StepState):
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
 
-        With the same number of ranks the random states continue too; with another one each rank gets a fresh stream.
+        Where as many ranks read samples the random states continue too; else each rank gets a fresh stream.
         """
         parts, comm, values = self.parts, self.parts.engine.world, checkpoint.values
         optimizer = None if checkpoint.manifest.about.get("weights_only") else parts.optimizer  # else it begins anew
@@ -180,7 +189,7 @@ class RunState(StepState):
         if "consumed" in values:
             self.consumed.load_state_dict(values["consumed"])
         self.metrics, self.best = values.get("metrics") or {}, values.get("best")
-        if not self.go_on_from(checkpoint, comm):
+        if not self.go_on_from(checkpoint, parts.engine):
             seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
 
 

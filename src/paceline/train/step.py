@@ -39,7 +39,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
-from paceline.engines.engine import Engine, LossSum, OnPhase, ignore_phase
+from paceline.engines.engine import Engine, OnPhase, ignore_phase
+from paceline.engines.loss_sums import LossSum
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.train.loss import Loss

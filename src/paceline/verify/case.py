@@ -139,7 +139,7 @@ class Settings:
 
     ``record_step`` asks for the activations of one step. ``caches_casts``: whether autocast casts a weight once in a
     pass; threads share that cache, so that one virtual rank would clear another's, and round other numbers than one
-    process.
+    process. ``keeps_dropout``: whether dropout modules draw, from the same seed in each step: see ``draws_alike``.
     """
 
     layout: Layout = field(default_factory=lambda: Layout(**SMALL_BUCKETS))
@@ -150,6 +150,7 @@ class Settings:
     backend: Backend = "virtual"
     tolerance: float | None = None  # None: what rounding explains
     caches_casts: bool = True
+    keeps_dropout: bool = False
     record_step: int | None = None
 
     @classmethod
@@ -171,7 +172,13 @@ class Settings:
     @property
     def data_ranks(self) -> int:
         """How many ranks share the batch: those that are left when the model is spread."""
-        return max(1, self.ranks // max(1, self.layout.pipeline * self.layout.tensor))
+        return max(1, self.ranks // max(1, self.layout.degree))
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether ranks draw the random numbers of one process: those that share sequences, on whole batches."""
+        alone = self.data_ranks == self.layout.pipeline == self.accumulate == 1
+        return alone and self.layout.context_ranks > 1 and self.is_exact
 
     @property
     def policy(self) -> Precision:
@@ -190,9 +197,10 @@ class Settings:
 
 def complete(settings: Settings) -> Settings:
     """Fills in what follows from the rest: without a size, hybrid shards over half of the ranks."""
-    if settings.layout.strategy != "hybrid" or settings.layout.shard_ranks or settings.data_ranks % 2:
+    averaging = settings.data_ranks * settings.layout.context_ranks
+    if settings.layout.strategy != "hybrid" or settings.layout.shard_ranks or averaging % 2:
         return settings
-    return settings.with_layout(shard_ranks=settings.data_ranks // 2)
+    return settings.with_layout(shard_ranks=averaging // 2)
 
 
 def check_settings(settings: Settings, *, batch: int | None = None) -> None:

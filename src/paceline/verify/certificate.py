@@ -174,6 +174,7 @@ class Certificate(Shown):
     shard_ranks: int | None
     ranks: int
     pipeline: int
+    context: int
     tensor: int
     schedule: str | None
     backend: str
@@ -215,18 +216,22 @@ def verify(
 
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over
     samples, or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend
-    on the rank. ``options`` are fields of a ``Layout``, as for ``parallelize`` (``precision="bf16"``, ``accumulate=3``,
-    ``pipeline=2, schedule="zb-h1"``), and besides ``steps`` (3), ``clip`` (1.0), ``backend`` ("virtual"; "gloo" and
-    "shared_memory" are real processes, whose functions can be pickled) and ``tolerance`` (None: what rounding
-    explains). ``precision="fp32"`` is verified in float64, any other against one process of the same policy. Raises
-    UsageError, before anything starts, with all that is wrong with the arguments.
+    on the rank; but not where all ranks share each sequence, and draw alike. ``options`` are fields of a ``Layout``, as
+    for ``parallelize`` (``precision="bf16"``, ``accumulate=3``, ``pipeline=2, schedule="zb-h1"``), and besides
+    ``steps`` (3), ``clip`` (1.0), ``backend`` ("virtual"; "gloo" and "shared_memory" are real processes, whose
+    functions can be pickled) and ``tolerance`` (None: what rounding explains). ``precision="fp32"`` is verified in
+    float64, any other against one process of the same policy. Raises UsageError, before anything starts, with all that
+    is wrong with the arguments.
     """
     case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
     return certify(case, Settings.of(strategy=strategy, ranks=ranks, **options))
 
 
 def certify(case: Case, settings: Settings) -> Certificate:
-    settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
+    settings = complete(settings)
+    settings = dataclasses.replace(
+        settings, caches_casts=settings.backend != "virtual", keeps_dropout=settings.draws_alike
+    )
     check_settings(settings)
     if settings.backend != "virtual":
         try:
@@ -281,6 +286,7 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         reference=what,
         strategy=settings.strategy or layout.strategy,
         shard_ranks=layout.shard_ranks or None,
+        context=layout.context_ranks,
         schedule=None if layout.pipeline == 1 else str(layout.schedule),
         **{name: getattr(settings, name) for name in ("ranks", "backend", "steps", "clip", "accumulate")},
         **{name: getattr(layout, name) for name in ("pipeline", "tensor", "checkpoint_activations", "precision")},

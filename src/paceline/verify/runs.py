@@ -66,7 +66,8 @@ class StepValues:
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
     with casts_cached(settings.caches_casts):
-        model, names = prepare(case, settings.dtype)
+        model, names, dropping = prepare(case, settings.dtype)
+        restore_dropout(dropping, settings)
         engine = parallelize(model, comm, layout=settings.layout)
         loss = case.make_loss()
         optimizer = case.make_optimizer(engine.named_parameters(), engine)
@@ -78,6 +79,7 @@ def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[
         history = []
         for step in range(settings.steps):
             gradients.clear()  # a step that is left out shows none
+            seed_step(settings, step)
             batch = share_of(case.make_batch(step), engine.batch_comm, settings.accumulate)
             recorder = ActivationRecorder(engine.module) if settings.record_step == step else None
             outcome = train_step(engine, optimizer, batch, loss, policy, scaler=scaler)
@@ -110,13 +112,28 @@ def casts_cached(is_cached: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def prepare(case: Case, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str]]:
+Dropping = dict[nn.modules.dropout._DropoutNd, float]
+"""Modules that drop elements, and with which probability they do outside of a verification."""
+
+
+def prepare(case: Case, dtype: torch.dtype) -> tuple[nn.Module, frozenset[str], Dropping]:
     """Builds the model in ``dtype``, in training mode, without dropout; returns also the names of its parameters."""
     model = case.make_model().to(dtype).train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    return model, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    dropping = {each: each.p for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)}
+    for module in dropping:
+        module.p = 0.0
+    return model, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)), dropping
+
+
+def restore_dropout(dropping: Dropping, settings: Settings) -> None:
+    for module, probability in dropping.items():
+        module.p = probability if settings.keeps_dropout else 0.0
+
+
+def seed_step(settings: Settings, step: int) -> None:
+    """Has a step draw the same numbers on the ranks and in one process, where dropout is kept."""
+    if settings.keeps_dropout:
+        torch.manual_seed(step)
 
 
 def share_of(batch: Any, comm: Communicator, accumulate: int) -> StepBatch:
@@ -241,6 +258,7 @@ def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | 
             start = run.state()[0]
             recorder = ActivationRecorder(run.model) if settings.record_step == step else None
             present = [number for number in range(pieces) if cut(batch, number, pieces) is not None]
+            seed_step(settings, step)
             mean = run.accumulate(batch, pieces, step, 1.0 if ranks is None else ranks[step].factor)
             norm = nn.utils.clip_grad_norm_(run.updated.values(), settings.clip or float("inf"))
             _check_finite(step, loss=mean, norm=norm)
@@ -270,7 +288,7 @@ class _OneProcess:
     """A model in one process: bf16 parameters that it computes with, say, and the fp32 masters that are updated."""
 
     def __init__(self, case: Case, settings: Settings) -> None:
-        self.model, self._names = prepare(case, settings.dtype)
+        self.model, self._names, self._dropping = prepare(case, settings.dtype)
         self._policy = settings.policy
         if self._policy.float8 is not None:
             swap_linears(self.model, model_blocks(self.model), by_row=self._policy.float8 == "row")
@@ -306,6 +324,7 @@ class _OneProcess:
                 "random numbers\n  what is random cannot be compared\n  switch dropout and noise off for the "
                 "verification"
             )
+        restore_dropout(self._dropping, settings)
         if has_moved or any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in self.model.modules()):
             return settings.accumulate, coarse
         return settings.accumulate * settings.data_ranks if follows else 1, coarse

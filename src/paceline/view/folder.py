@@ -104,8 +104,11 @@ def parse_note(content: bytes) -> dict[str, str]:
 def keep_note(folder: Path, note: dict[str, str]) -> None:
     """Keeps tags and note in the folder. Raises OSError if it cannot."""
     partial = folder / f".{_NOTE}.{secrets.token_hex(4)}"
-    partial.write_bytes(to_json(note))
-    partial.replace(folder / _NOTE)  # a link of that name is replaced, and not followed
+    try:
+        partial.write_bytes(to_json(note))
+        partial.replace(folder / _NOTE)  # a link of that name is replaced, and not followed
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def row_of(folder: Path) -> dict[str, Any]:

@@ -72,8 +72,7 @@ class Audit:
 
 def audit(path: Path, depth: Depth = "full", progress: Progress = ignore_progress) -> Audit:
     """Checks a checkpoint, all of it, and reports everything that is wrong. Raises CheckpointError if it is none."""
-    storage = storage_of(path)
-    manifest = read_manifest(path, storage)
+    storage, manifest = storage_of(path), read_manifest(path)
     files = check_files(path, manifest, storage, depth, progress)
     damaged = {problem.split(" ", 1)[0] for problem in files.problems}
     checks = [files, check_tensors(path, manifest, storage, skip=damaged), check_samples(manifest)]

@@ -55,8 +55,7 @@ def folder_of(where: Path) -> Path:
     if storage_of(where).size(where / MANIFEST) is not None:
         return where.parent
     for folder in places_of(where):
-        storage = storage_of(folder)
-        if list_checkpoints(folder, storage) or any(_is_rest(name) for name in storage.names(folder)):
+        if list_checkpoints(folder) or any(map(_is_rest, storage_of(folder).names(folder))):
             return folder
     raise nothing_there(where, "name a run's folder, or one with checkpoints")
 
@@ -93,7 +92,7 @@ def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Lis
     if _is_rest(path.name):
         return _broken(path, "left by a save that was cut short; the next start removes it"), None
     try:
-        manifest = read_manifest(path, storage)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return _broken(path, str(error).splitlines()[0].replace(f"{path} ", "")), None
     checks = [check_files(path, manifest, storage, depth, progress)]

@@ -14,11 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.control.wire import Address, RefusedError, Secret, SilentServerError, WireLink, encode
+from paceline.comm.control.wire import (
+    Address,
+    NothingYetError,
+    RefusedError,
+    Secret,
+    SilentServerError,
+    WireLink,
+    encode,
+)
 from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
 _RETRY_S = 0.05
+_LOOK_S = 1.0  # of waiting for a key that may not come any more
 _FRESH_S = 0.1
 _SECRET_S = 5.0  # a launcher may just be making the job's secret
 _CONNECT_S = 4.0  # for one attempt to reach a server that may not be there yet
@@ -41,8 +50,12 @@ class ControlClient:
         link = self._take()
         try:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
+        except NothingYetError:
+            self._idle.append(link)
+            raise
         except BaseException as error:
             link.close()
+            self.close()  # the idle ones have waited as long
             if isinstance(error, OSError) and (error.errno or not isinstance(error, TimeoutError)):
                 raise self._unreachable(error) from error
             raise
@@ -91,11 +104,14 @@ class ControlClient:
 
 
 class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store for process groups, whose keys begin with ``prefix``. Keep it: torch's groups hold no reference to it."""
+    """A store for process groups, whose keys begin with ``prefix``. Keep it: torch's groups hold no reference to it.
 
-    def __init__(self, client: ControlClient, prefix: str = "") -> None:
+    Who waits for a key calls ``look`` every now and then, which raises where it will not come.
+    """
+
+    def __init__(self, client: ControlClient, prefix: str = "", look: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._client, self._prefix = client, prefix
+        self._client, self._prefix, self._look = client, prefix, look
         self._fetched: tuple[float, list[str], list[bytes]] = (0.0, [], [])  # by the last wait
 
     def close(self) -> None:
@@ -159,11 +175,17 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         return [base64.b64decode(each) for each in found]
 
     def _ask_in_time(self, operation: str, *details: Any, timeout: timedelta) -> Any:
-        seconds = timeout.total_seconds()
-        try:
-            return self._client.ask(operation, *details, seconds, within_s=seconds)
-        except TimeoutError:
-            raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s: {operation} {details[0]}") from None
+        within_s = seconds = timeout.total_seconds()
+        deadline, look = time.monotonic() + seconds, self._look if operation == "get" else None  # others are counted
+        while True:
+            if look is not None:
+                look()
+                within_s = min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+            try:
+                return self._client.ask(operation, *details, within_s, within_s=within_s)
+            except TimeoutError:
+                if look is None or time.monotonic() >= deadline:
+                    raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s: {operation} {details[0]}") from None
 
 
 TIMEOUT_S = 10.0

@@ -47,6 +47,10 @@ class RefusedError(CommunicationError):
     """A message or a connection that is not what the other side of a job would send."""
 
 
+class NothingYetError(TimeoutError):
+    """The server has waited for as long as it was asked to, and lives."""
+
+
 class SilentServerError(CommunicationError):
     """Somebody listens at the address, and does not greet as a control server does."""
 
@@ -159,7 +163,7 @@ class WireLink:
         self._is_proven = False
 
     def ask(self, operation: str, *details: Any, timeout_s: float) -> Any:
-        """Returns the answer to a request. Raises RefusedError, OSError, or TimeoutError when it does not come."""
+        """Returns the answer to a request. Raises RefusedError, OSError, or NothingYetError."""
         self._socket.settimeout(timeout_s)
         self._socket.sendall(self._requests.close(to_text([operation, *details])))
         head = self._receive(HEAD.size)
@@ -176,7 +180,7 @@ class WireLink:
             case ["answer", value]:
                 return value
             case ["timeout"]:
-                raise TimeoutError
+                raise NothingYetError
             case ["refused", str() as why]:
                 raise RefusedError(why)
         raise RefusedError("a control server gave an answer that is none")

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, Work, control_device
-from paceline.engines.blocks import Compiled
+from paceline.engines.blocks import compiled_inside
 from paceline.engines.flat.flat import FlatGroup
 from paceline.errors import UsageError
 
@@ -182,7 +182,7 @@ class Gathering:
         seen.add(module)
         if getattr(module, "_compiled_call_impl", None) is not None:  # hooks and all: nothing runs before it
             self._held_elsewhere.update(id(parameter) for parameter in module.parameters())
-        elif isinstance(module.forward, Compiled) or hasattr(module.forward, "_torchdynamo_orig_callable"):
+        elif compiled_inside(module.forward) or hasattr(module.forward, "_torchdynamo_orig_callable"):
             self._compiled.append(module)
             module.register_forward_pre_hook(self._enter_compiled, prepend=True)
         else:

@@ -21,13 +21,24 @@ that published runs measured take what they took there (predict/formulas/constan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.cluster.devices import Cluster
-from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_seconds
-from paceline.cluster.wires import collective_seconds, group_of
+from paceline.cluster.kernels import (
+    attention_rate,
+    attention_seconds,
+    long_attention_seconds,
+    matmul_rate,
+    matmul_seconds,
+    memory_seconds,
+)
+from paceline.cluster.sequence_costs import AttentionWork, sequence_split, sequence_waits
+from paceline.cluster.wires import collective_seconds, group_of, wire_cost
+from paceline.plan.layout import groups_of
 from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants, Factors, shape_of
+from paceline.schedule.ring import SequenceSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,8 @@ FUSED_BACKWARD = 2.5
 MASKED = 0.15
 FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
+_ATTENTION = ("attention", "attention_backward")
+_MERGED = 10  # bytes: a number in bf16, and a sum in fp32 that is read and written
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
 # Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
 # nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
@@ -93,8 +106,10 @@ class BlockCosts:
 
 
 class BlockModel:
-    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
-        self.workload, self.model = workload, workload.model
+    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants, *, is_ours: bool = False) -> None:
+        """``is_ours``: run by the engines here, with the kernels that were measured on this device, if they were."""
+        self.workload, self.model, self.is_ours = workload, workload.model, is_ours
+        self.as_measured = is_ours and bool(cluster.device.shapes) and not cluster.device.is_cpu
         self.layout, self.run = workload.layout, workload.run
         self.cluster, self.constants, self.device = cluster, constants, cluster.device
         self.passes = PASSES[self.run.framework]
@@ -104,18 +119,21 @@ class BlockModel:
         self.other: Compute = "bf16" if self.linear in ("fp8", "fp4") else self.linear
 
     def costs(self) -> BlockCosts:
-        (matmul_f, matmul_b, last), (attention_f, attention_b) = self._matmuls(), self._attention()
+        (matmul_f, matmul_b, (up, down)), (attention_f, attention_b) = self._matmuls(), self._attention()
         memory_f = self._memory()
-        wait = self._waits(attention_f)
+        wait, back_wait = self._waits(attention_f)
         kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * bool(self.model.experts)
         launch = self.constants.launch_us * 1e-6
         forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
         backward = BlockCost(
-            device=matmul_b + attention_b + BACKWARD_PASSES * memory_f, host=2 * kernels * launch, wait=wait
+            device=matmul_b + attention_b + BACKWARD_PASSES * memory_f, host=2 * kernels * launch, wait=back_wait
         )
-        again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
+        again = self._recomputed(forward, matmul_f, attention_f, memory_f, down).times(self.workload.recomputed_blocks)
+        if self.layout.mlp_tiles != 1:  # which run again in backward, and not in a block's second run
+            alone = 1 - self.workload.recomputed_blocks * (self.workload.recompute == "full")
+            again += BlockCost(device=down + alone * (up + self._memory(mlp_alone=True)), host=0.0)
         head_f, head_b = self._head()
-        known = self.constants.blocks.get(shape_of(self.workload) or (), Factors())
+        known = Factors() if self.as_measured else self.constants.blocks.get(shape_of(self.workload) or (), Factors())
         return BlockCosts(
             forward=forward.times(known.block),
             backward=(backward + again).times(known.block),
@@ -126,15 +144,17 @@ class BlockModel:
             head_backward=head_b.times(known.head),
         )
 
-    def _recomputed(self, forward: BlockCost, matmul: float, attention: float, memory: float, last: float) -> BlockCost:
+    def _recomputed(self, forward: BlockCost, matmul: float, attention: float, memory: float, down: float) -> BlockCost:
         match self.workload.recompute:
             case "full" if self.run.framework != "megatron":
                 # torch stops when all that backward needs is there: the last product's result is not.
-                return BlockCost(device=forward.device - last, host=forward.host, wait=forward.wait)
+                return BlockCost(device=forward.device - down, host=forward.host, wait=forward.wait)
             case "full":
                 return forward
             case "attention":
                 return BlockCost(device=attention, host=forward.host / 5)
+            case "selective" if self.is_ours:  # which keep what all products and attention make
+                return BlockCost(device=memory, host=forward.host)
             case "selective":
                 return BlockCost(device=matmul / 2 + memory, host=forward.host / 2)
             case _:
@@ -142,9 +162,8 @@ class BlockModel:
 
     def _product(self, m: float, n: float, k: float, dtype: Compute) -> tuple[float, float]:
         """Forward, and backward: the gradients of the input and of the weights."""
-        device, rates = self.device, self.constants
-        forward = matmul_seconds(device, rates, m, n, k, dtype)
-        backward = matmul_seconds(device, rates, m, k, n, dtype) + matmul_seconds(device, rates, k, n, m, dtype)
+        forward = self._matmul_seconds(m, n, k, dtype, "nt")
+        backward = self._matmul_seconds(m, k, n, dtype, "nn") + self._matmul_seconds(n, k, m, dtype, "tn")
         if dtype in ("fp8", "fp4"):
             forward, backward = forward / self.constants.eight_bit, backward / self.constants.eight_bit
             # Megatron's layers write eight-bit copies in the kernel before.
@@ -153,8 +172,18 @@ class BlockModel:
             backward += self._memory_seconds(scaled * 2 * m * n)
         return forward, backward
 
-    def _matmuls(self) -> tuple[float, float, float]:
-        """Forward, backward, and of the forward the last product."""
+    def _matmul_seconds(self, m: float, n: float, k: float, dtype: Compute, layout: str) -> float:
+        """Returns what a product of (m, k) by (k, n) takes."""
+        if (
+            self.as_measured
+            and m > 0
+            and (rate := matmul_rate(self.device, (round(m), round(k), round(n)), dtype, layout))
+        ):
+            return max(2.0 * m * n * k / rate, self._memory_seconds(2 * (m * k + k * n + m * n)))
+        return matmul_seconds(self.device, self.constants, m, n, k, dtype)
+
+    def _matmuls(self) -> tuple[float, float, tuple[float, float]]:
+        """Forward, backward, and of the forward the MLP's products: up (with the gate), and down."""
         model, tensor, tokens = self.model, self.layout.tensor, self.tokens
         pairs = [
             self._product(tokens, (model.query_width + model.kv_width) / tensor, model.width, self.linear),
@@ -167,7 +196,7 @@ class BlockModel:
         up = self._product(rows, (model.matrices - 1) * model.mlp_width / tensor, model.width, self.linear)
         down = self._product(rows, model.width, model.mlp_width / tensor, self.linear)
         pairs += [(up[0] * copies, up[1] * copies), (down[0] * copies, down[1] * copies)]
-        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), pairs[-1][0]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), (pairs[-2][0], pairs[-1][0])
 
     def _attention(self) -> tuple[float, float]:
         model, tokens = self.model, self.tokens
@@ -175,6 +204,15 @@ class BlockModel:
         flops = 4.0 * tokens * self.run.seq_len * width
         if self.run.fused_attention:
             flops /= 2 if model.causal else 1
+            samples, heads = math.ceil(self.workload.micro_batch), max(1, model.heads // self.layout.tensor)
+            sizes = (samples, heads, self.run.seq_len, model.head_width)
+            ahead, back = (attention_rate(self.device, sizes, kind, self.other) for kind in _ATTENTION)
+            if self.as_measured and ahead and back:
+                return flops / ahead, FUSED_BACKWARD * flops / back
+            if self.is_ours:
+                known = (self.device, self.constants, flops, self.run.seq_len, self.other)
+                ahead, back = (long_attention_seconds(*known, is_back=each) for each in (False, True))
+                return ahead, FUSED_BACKWARD * back
             forward = attention_seconds(self.device, self.constants, flops, self.run.seq_len, self.other)
             return forward, FUSED_BACKWARD * forward
         head = model.query_width // model.heads
@@ -185,7 +223,7 @@ class BlockModel:
         scores = self._memory_seconds(self.passes.scores * batch * length * length * self.width)
         return products + scores, 2 * products + BACKWARD_PASSES * scores
 
-    def _memory(self) -> float:
+    def _memory(self, *, mlp_alone: bool = False) -> float:
         model, tensor = self.model, self.layout.tensor
         across = tensor if self.layout.sequence_parallel else 1
         hidden = self.passes.hidden * model.width / across
@@ -193,7 +231,7 @@ class BlockModel:
         wide = (self.passes.ffn + gate) * model.mlp_width / tensor
         if model.experts:
             wide = wide * model.active_experts + 6 * model.active_experts * model.width
-        return self._memory_seconds(self.width * self.tokens * (hidden + wide))
+        return self._memory_seconds(self.width * self.tokens * (wide if mlp_alone else hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:
         model, tensor = self.model, self.layout.tensor
@@ -225,18 +263,47 @@ class BlockModel:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
         return 2 * (each + CALL_S) * self.constants.slowdown * (0.5 if self.run.overlaps_tensor else 1.0)
 
-    def _waits(self, attention: float) -> float:
-        """For tensor-parallel ranks; for tokens on their way to experts; for keys and values, around the ring while
-        attention works on those that are there."""
+    def _waits(self, attention: float) -> tuple[float, float]:
+        """In forward and in backward: for tensor-parallel ranks; for tokens on their way to experts; for the keys and
+        values of ranks that share each sequence."""
         layout, model, waits = self.layout, self.model, self._tensor_wait()
         if layout.expert > 1:
             group = group_of(self.cluster, layout.expert, layout.tensor)
             num_bytes = self.tokens / layout.tensor * model.active_experts * model.width * 2
             moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
             waits += 2 * (moved + CALL_S) * self.constants.slowdown
-        if layout.context > 1:
-            group = group_of(self.cluster, layout.context, layout.tensor)
-            num_bytes = self.tokens * layout.context * model.kv_width / layout.tensor * self.width
+        if layout.context_ranks == 1:
+            return waits, waits
+        if not self.is_ours:  # a gather of all keys and values behind attention on those that are there
+            group = group_of(self.cluster, layout.context_ranks, layout.tensor)
+            num_bytes = self.tokens * layout.context_ranks * model.kv_width / layout.tensor * self.width
             moved = collective_seconds("all_gather", num_bytes, group, self.cluster)
-            waits += max(0.0, moved - attention) + layout.context * CALL_S
-        return waits
+            waits += max(0.0, moved - attention) + layout.context_ranks * CALL_S
+            return waits, waits
+        tensor, (split, forward, backward) = layout.tensor, self.sequence_split()
+        # What each step of a ring adds to the sums in fp32: the output; the gradients of queries, keys and values.
+        merged = self._memory_seconds(_MERGED * self.tokens * model.query_width / tensor)
+        added = merged + self._memory_seconds(_MERGED * self.tokens * model.kv_width / tensor)
+        steps = split.ring if split.method in ("ring", "both") else 0
+        return waits + forward + steps * merged, waits + backward + steps * added
+
+    def sequence_split(self) -> tuple[SequenceSplit, float, float]:
+        """Returns how ranks share each sequence, and how long they wait for one another, forward and backward."""
+        layout, model = self.layout, self.model
+        ranks, wires = groups_of(layout, 0).context, wire_cost(self.cluster, layout.ranks)
+        work = AttentionWork(
+            batch=math.ceil(self.workload.micro_batch),
+            tokens=self.run.seq_len,
+            heads=max(1, model.heads // layout.tensor),
+            kv_heads=max(1, model.kv_heads // layout.tensor),
+            width=model.head_width,
+            itemsize=self.width,
+            compute_s=self._attention()[0],
+            is_causal=model.causal,
+        )
+
+        def cost(kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+            return (wires(kind, num_bytes, ranks) + CALL_S) * self.constants.slowdown
+
+        split = sequence_split(work, layout, ranks, cost)
+        return split, *sequence_waits(work, split, ranks, cost)

@@ -155,7 +155,7 @@ def parse_constants(text: str) -> ConstantSets:
 def shape_of(workload: Workload) -> BlockShape | None:
     """Returns the shape of a workload's blocks; None where blocks alone do not make the model, or experts are in it."""
     model, layout, run = workload.model, workload.layout, workload.run
-    if model.is_sampled or model.experts or layout.context > 1:
+    if model.is_sampled or model.experts or layout.context_ranks > 1:
         return None
     sizes = (model.width, model.mlp_width, layout.tensor, run.seq_len, workload.micro_batch)
     return (*sizes, run.compute, workload.recompute, run.fused_attention)

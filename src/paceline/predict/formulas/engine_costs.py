@@ -33,12 +33,13 @@ from paceline.cluster.wires import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Recompute, Workload, stage_layers
-from paceline.predict.formulas.block import CALL_S
+from paceline.predict.formulas.block import CALL_S, BlockModel
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.formulas.step import Prediction, StepParts, in_training, predict
 from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
+from paceline.schedule.ring import SequenceMethod
 from paceline.units import MIB
 
 BUCKETS_MB = (100, 400)
@@ -62,7 +63,7 @@ def price(workload: Workload, cluster: Cluster) -> Prediction:
 
 def price_untuned(workload: Workload, cluster: Cluster) -> Prediction:
     """Predicts it with 1f1b or plain interleaving, and before tuning: the part that takes long, and is the same."""
-    layout, found = workload.layout, predict(workload, cluster)
+    layout, found = workload.layout, predict(workload, cluster, is_ours=True)
     step = found.step
     if workload.model.is_sampled:
         step = _of_samples(step, workload, cluster)
@@ -91,19 +92,21 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
     """Returns an untuned prediction with the schedule and tuning of a workload's layout."""
     layout, memory, step = workload.layout, engine_footprint(workload), found.step
     if layout.splits_backward:
-        step = replace(step, bubble=step.bubble * zero_bubble_share(workload.recompute))
+        step = replace(step, bubble=step.bubble * zero_bubble_share(workload.recompute, workload.recomputed_blocks))
     if not layout.is_fully_sharded and layout.data > 1:
         step = _bucketed(step, workload, cluster)
     if not layout.reshard_after_forward:
         step = _gathered_once(step, workload, cluster)
-    if _offload_of(workload).is_any:
+    if _offload_of(workload).moves_states:
         # What the host works is told as the optimizer's part, which is all its doing.
         copies, work = _walked(step, workload, cluster).added()
         optimizer = work if layout.offload.optimizer else step.optimizer + work
         step = replace(step, exposed=step.exposed + copies, optimizer=optimizer)
+    if layout.offload.activations:
+        step = replace(step, exposed=step.exposed + _inputs_waited_for(step, workload, cluster))
     # What no run is like that constants were fitted on, whatever its sizes.
     never_published = {
-        "offloaded states: no published run has them": layout.offload.is_any,
+        "offloaded states: no published run has them": layout.offload.moves_states,
         "a zero-bubble schedule: no published run has one": layout.splits_backward,
         "processors are priced by the formulas of GPUs: paceline predict goes by operators, as they were measured": (
             cluster.device.is_cpu
@@ -130,7 +133,7 @@ def engine_footprint(workload: Workload) -> MemoryEstimate:
         found = replace(found, **{name: getattr(found, name) / layout.shards for name in shared})
     if not layout.reshard_after_forward:
         found = replace(found, temporary=found.temporary + 2 * part_params(workload))
-    if not offload.is_any:
+    if not offload.moves_states:
         return found
     if not offload.optimizer:  # gradients alone: those of the last microbatch come as its activations go
         temporary = found.temporary + max(0.0, found.gradients - found.activations)
@@ -145,9 +148,9 @@ def engine_footprint(workload: Workload) -> MemoryEstimate:
     )
 
 
-def zero_bubble_share(recompute: Recompute) -> float:
+def zero_bubble_share(recompute: Recompute, blocks: float = 1.0) -> float:
     """Returns the bubble of a zero-bubble schedule as a share of the same without; W and B take a forward each."""
-    again = _AGAIN[recompute]
+    again = _AGAIN[recompute] * blocks
     return (1 + again) / (3 + again)
 
 
@@ -171,10 +174,15 @@ def _constants_of(workload: Workload, cluster: Cluster) -> Constants:
     return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0]
 
 
+def context_method(workload: Workload, cluster: Cluster) -> SequenceMethod:
+    """Returns the method by which ranks that share each sequence wait least, or the layout's own."""
+    return BlockModel(workload, cluster, _constants_of(workload, cluster), is_ours=True).sequence_split()[0].method
+
+
 def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """Shares the states of a model known by its samples, on the event core: a microbatch in units, all alike."""
     layout, count, is_fully = workload.layout, workload.microbatches, workload.layout.is_fully_sharded
-    step = replace(step, compute=step.compute * (1 + _AGAIN_OF_STEP[workload.recompute]))
+    step = replace(step, compute=step.compute * (1 + _AGAIN_OF_STEP[workload.recompute] * workload.recomputed_blocks))
     if layout.strategy == "ddp":
         return step
     num_bytes = 4 * part_params(workload) / _PIECES
@@ -256,7 +264,7 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
     params = part_params(workload)
     ends = 0.0 if model.is_sampled else model.end_params
     busy = (step.compute + step.launch_wait) / workload.microbatches / count
-    forward = busy / (3 + _AGAIN[workload.recompute])
+    forward = busy / (3 + _AGAIN[workload.recompute] * workload.recomputed_blocks)
 
     def piece(share: float, seconds: float) -> OffloadedUnit:
         return OffloadedUnit(
@@ -276,6 +284,21 @@ def _walked(step: StepParts, workload: Workload, cluster: Cluster) -> Offloaded:
         bus=bus_bytes_per_s(cluster),
         host=host_bytes_per_s(cluster),
     )
+
+
+def _inputs_waited_for(step: StepParts, workload: Workload, cluster: Cluster) -> float:
+    """Returns what inputs of blocks take on their way to the host and back beyond the blocks that compute meanwhile."""
+    model, width = workload.model, 4 if workload.run.is_wide else 2
+    blocks = _PIECES if model.is_sampled else stage_layers(model.layers, workload.layout.pipeline)[0]
+    # Of a model known by its samples, at most half of what it makes: what a block reads, and what it makes of that.
+    numbers = (
+        workload.micro_batch * model.activations / blocks / 2 if model.is_sampled else workload.tokens * model.width
+    )
+    moved = numbers * width / bus_bytes_per_s(cluster)
+    busy = (step.compute + step.launch_wait) / workload.microbatches / blocks
+    forward = busy / (3 + _AGAIN[workload.recompute] * workload.recomputed_blocks)
+    late = max(0.0, moved - forward) + max(0.0, moved - (busy - forward))
+    return workload.microbatches * blocks * workload.recomputed_blocks * late
 
 
 def bus_bytes_per_s(cluster: Cluster) -> float:

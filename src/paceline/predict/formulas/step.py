@@ -159,7 +159,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs, attention in full, as a share of the devices' dense peak."""
+        """Model FLOPs, causal attention in half, as a share of the devices' dense peak."""
         return self.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
 
     @property
@@ -168,8 +168,14 @@ class Prediction:
         return (self.step.tensor_wait + self.step.exposed + self.step.contention) / self.step.total
 
 
-def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = None) -> Prediction:
-    """Predicts a step of a workload on a cluster, as the framework that it names runs it."""
+def predict(
+    workload: Workload, cluster: Cluster, sets: ConstantSets | None = None, *, is_ours: bool = False
+) -> Prediction:
+    """Predicts a step of a workload on a cluster, as the framework that it names runs it.
+
+    ``is_ours``: run by the engines here, with kernels that were measured on the device; published runs had those of
+    their day.
+    """
     sets = fitted_constants() if sets is None else sets
     generation, framework = cluster.device.generation, workload.run.framework
     if framework == "compiled" and workload.layout.tensor > 1:
@@ -178,30 +184,34 @@ def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = No
     else:
         constants, is_fitted = constants_for(sets, generation, framework)
     memory = footprint(workload)
+    is_sampled = workload.model.is_sampled
     return Prediction(
         workload=workload,
-        step=(sample_step if workload.model.is_sampled else transformer_step)(workload, cluster, constants),
+        step=sample_step(workload, cluster, constants)
+        if is_sampled
+        else transformer_step(workload, cluster, constants, is_ours=is_ours),
         memory=memory,
         fits=memory.device_bytes <= cluster.device.memory_bytes,
         outside=outside_of(workload, cluster, is_fitted=is_fitted),
     )
 
 
-def model_flops(workload: Workload) -> float:
-    """Of one sequence (or sample), forward and backward, attention in full."""
+def model_flops(workload: Workload, *, in_full: bool = False) -> float:
+    """Of one sequence (or sample), forward and backward; ``in_full``: the half of attention that is masked counts."""
     model = workload.model
-    return 3 * model.flops if model.is_sampled else transformer_flops(model, workload.run.seq_len)
+    return 3 * model.flops if model.is_sampled else transformer_flops(model, workload.run.seq_len, in_full=in_full)
 
 
-def transformer_flops(model: ModelShape, length: int) -> float:
-    return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
+def transformer_flops(model: ModelShape, length: int, *, in_full: bool = False) -> float:
+    scores = 6 if model.causal and not in_full else 12
+    return length * (6 * model.active_matmul_params + scores * model.layers * model.score_width * length)
 
 
-def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
+def transformer_step(workload: Workload, cluster: Cluster, constants: Constants, *, is_ours: bool = False) -> StepParts:
     model, layout, microbatches = workload.model, workload.layout, workload.microbatches
-    costs = BlockModel(workload, cluster, constants).costs()
+    costs = BlockModel(workload, cluster, constants, is_ours=is_ours).costs()
     layers = stage_layers(model.layers, layout.pipeline)
-    leaves_node = layout.tensor * layout.context * layout.data >= cluster.node.devices
+    leaves_node = layout.tensor * layout.context_ranks * layout.data >= cluster.node.devices
     message = 0.0  # of one tensor between neighbours in the pipeline
     if layout.pipeline > 1:
         # Tensor ranks send a part each, and gather behind the link.
@@ -326,7 +336,7 @@ class _DataParallelTime:
         self.workload, self.cluster, self.constants, self.costs = workload, cluster, constants, costs
         self.layers = layers
         model, layout = workload.model, workload.layout
-        self.ranks = layout.data * layout.context
+        self.ranks = layout.data * layout.context_ranks
         self.block_params = model.attention_params / layout.tensor + model.mlp_params / layout.tensor / layout.expert
         self.end_params = model.end_params / layout.tensor
 

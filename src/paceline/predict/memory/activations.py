@@ -31,7 +31,7 @@ from paceline.config.data_sections import SyntheticImagesDataConfig, known_shape
 from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape
 from paceline.plan.layout import WITH_MASTERS
 from paceline.plan.model_shape import ModelShape
-from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
+from paceline.predict.memory.facts import GRADIENTS, BlockFacts, LossFacts, MlpFacts, ModelFacts
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -112,13 +112,12 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
         tokens=tokens,
         element_bytes=widths.compute,
         kept_bytes=last.split_bytes,
-        temporary_bytes=block.temporary_bytes,
     )
     return ModelFacts(
         blocks=(block,) * shape.layers,
         root=root,
         buffer_bytes=shape.layers * block.buffer_bytes,
-        temporary_bytes=max(last.temporary_bytes, block.temporary_bytes),
+        temporary_bytes=last.temporary_bytes,
         entry=(first,),
         exit=(last,),
         tied_parameters=tied,
@@ -148,7 +147,10 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
         largest_parameter=width * max(width, shape.mlp_width),
         columns=(6 if shape.gated else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
-        temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
+        # Gradients of the MLP's hidden features, of the stream, and of what the norm has made of it.
+        temporary_bytes=tokens * (GRADIENTS * shape.mlp_width + 2 * width) * widths.compute,
+        mlp=MlpFacts(tokens, shape.mlp_width * widths.compute, _kept_hidden(shape, widths)),
+        kv_bytes=tokens * shape.kv_width * widths.compute,
         operations=operations,
         split_parameters=matrices,
         split_bytes=tokens * inside,
@@ -190,10 +192,16 @@ def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
         is_shared = widths.device == "cuda" and widths.compute == 2
         keys = shape.kv_width if is_shared else 2 * width
         attention = ((1 + copies) * width + keys) * widths.compute + 4 * shape.heads
-    # The gate, up, silu of the gate, and their product, which the last product reads; of GELU its input and its result.
-    # A compiler keeps no silu: the backward makes it again from the gate (predict/replay/kernel_costs.py).
-    kept = (3 if widths.is_compiled else 4) if shape.gated else 2
-    return attention + kept * shape.mlp_width * widths.compute
+    return attention + _kept_hidden(shape, widths) * shape.mlp_width * widths.compute
+
+
+def _kept_hidden(shape: ModelShape, widths: Widths) -> int:
+    """Returns how often hidden features of the MLP are saved: gate, up, silu of the gate, and their product, which the
+    last product reads; of GELU its input and its result.
+
+    A compiler keeps no silu: the backward makes it again from the gate (predict/replay/kernel_costs.py).
+    """
+    return (3 if widths.is_compiled else 4) if shape.gated else 2
 
 
 def _gpt_product_features(shape: ModelShape) -> int:

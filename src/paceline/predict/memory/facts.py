@@ -23,9 +23,22 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from paceline.errors import UsageError
-from paceline.plan.layout import Layout
+from paceline.plan.layout import Layout, tile_rows
 from paceline.plan.model_shape import ModelShape
 from paceline.units import MIB
+
+GRADIENTS = 3  # tensors of an MLP's hidden features that its backward makes: of the product, of gate and of up
+# Shares of keys and values on a ring beside a rank's own: those that it reads and those that come in, their gradients,
+# and sums of these in fp32, here and on their way; besides, those of the queries.
+_TRAVELLING = 7
+
+
+class MlpFacts(NamedTuple):
+    """The hidden features of an MLP: tokens of a sample, bytes of a token in one tensor, and how many are saved."""
+
+    tokens: float
+    row_bytes: float
+    saved: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,8 @@ class BlockFacts:
     columns: int = 0  # of its matrices, added up: what the right factors of low-rank gradients are long
     buffer_bytes: int = 0
     temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs
+    mlp: MlpFacts | None = None  # None: nobody knows what an MLP in tiles would save
+    kv_bytes: float = 0.0  # keys and values of a sample, of all heads
     operations: float = 0.0  # what its forward costs for a sample, in the unit of ``engines/stages/costs.py``
     # What the ranks of a tensor group share of the figures above; nothing, where its layers have no plan.
     split_parameters: int = 0
@@ -70,7 +85,6 @@ class LossFacts:
     tokens: int
     element_bytes: int
     kept_bytes: float
-    temporary_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +98,7 @@ class ModelFacts:
     blocks: tuple[BlockFacts, ...]
     root: BlockFacts
     buffer_bytes: int = 0
-    temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs, at the worst moment
+    temporary_bytes: float = 0.0  # bytes a sample that live only while one operation runs, outside of ``blocks``
     # The layers before and after the blocks, where a pipeline may cut; none: only the model's own code knows them.
     entry: tuple[BlockFacts, ...] = ()
     exit: tuple[BlockFacts, ...] = ()
@@ -108,6 +122,54 @@ class ModelFacts:
     @property
     def largest_block(self) -> int:
         return max((block.parameters for block in self.blocks), default=self.root.parameters)
+
+
+def as_laid_out(model: ModelFacts, layout: Layout) -> ModelFacts:
+    """Returns the facts of a model as a layout has its sequences and MLPs: cut among ranks, run in tiles."""
+    ranks = layout.context_ranks
+    if ranks > 1:
+        entry, blocks, exit_ = (
+            tuple(_cut(part, layout) for part in row) for row in (model.entry, model.blocks, model.exit)
+        )
+        loss = model.loss and replace(
+            model.loss, tokens=model.loss.tokens // ranks, kept_bytes=model.loss.kept_bytes / ranks
+        )
+        temporary = model.temporary_bytes / ranks
+        root = _cut(model.root, layout)
+        model = replace(model, entry=entry, blocks=blocks, exit=exit_, root=root, temporary_bytes=temporary, loss=loss)
+    if layout.mlp_tiles != 1:
+        model = replace(model, blocks=tuple(_tiled(block, layout) for block in model.blocks))
+    return model
+
+
+@lru_cache(maxsize=64)  # the blocks of a model are alike
+def _cut(part: BlockFacts, layout: Layout) -> BlockFacts:
+    """Returns a part's facts for its share of a sequence; attention has keys and values of other ranks besides."""
+    ranks = layout.context_ranks
+    names = ("saved", "input", "product", "temporary", "split", "stream", "kv")
+    shares = {f"{name}_bytes": getattr(part, f"{name}_bytes") / ranks for name in names}
+    if layout.context_method == "gather":  # and a mask of a byte for each pair
+        shares["temporary_bytes"] += part.kv_bytes + (part.mlp.tokens**2 / ranks if part.mlp else 0.0)
+    else:  # when the MLP is done
+        moving = _TRAVELLING * shares["kv_bytes"] + 2 * shares["input_bytes"]
+        shares["temporary_bytes"] = max(shares["temporary_bytes"], moving)
+    mlp = part.mlp and part.mlp._replace(tokens=part.mlp.tokens / ranks)
+    return replace(
+        part, **shares, split_products=part.split_products / ranks, operations=part.operations / ranks, mlp=mlp
+    )
+
+
+@lru_cache(maxsize=64)
+def _tiled(block: BlockFacts, layout: Layout) -> BlockFacts:
+    """Returns a block's facts where hidden features of one tile alone are there, with their gradients; none is kept."""
+    if block.mlp is None:
+        return block
+    tokens, row_bytes, saved = block.mlp
+    rows = tile_rows(round(layout.microbatch * tokens), round(row_bytes), layout.mlp_tiles) / layout.microbatch
+    kept = saved * tokens * row_bytes
+    temporary = block.temporary_bytes - GRADIENTS * tokens * row_bytes + (saved + GRADIENTS) * rows * row_bytes
+    split = block.split_bytes - kept if block.split_bytes else 0.0
+    return replace(block, saved_bytes=block.saved_bytes - kept, split_bytes=split, temporary_bytes=temporary)
 
 
 class RankPart(NamedTuple):
@@ -154,7 +216,7 @@ def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_seq
         blocks=blocks,
         root=replace(root, saved_bytes=root.saved_bytes + outputs),
         buffer_bytes=sum(facts.buffer_bytes for facts in chosen.values()),
-        temporary_bytes=max((facts.temporary_bytes for facts in chosen.values()), default=0.0),
+        temporary_bytes=max((facts.temporary_bytes for facts in ends), default=0.0),
     )
 
 
@@ -218,6 +280,8 @@ def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
         product_bytes=layer.product_bytes - layer.split_products * (1 - 1 / tensor),
         cast_bytes=layer.cast_bytes // tensor,
         temporary_bytes=layer.temporary_bytes / tensor,
+        mlp=layer.mlp and layer.mlp._replace(row_bytes=layer.mlp.row_bytes / tensor),
+        kv_bytes=layer.kv_bytes / tensor,
     )
 
 

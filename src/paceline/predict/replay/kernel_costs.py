@@ -21,9 +21,9 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import (
     FUSED,
     Operation,
-    attention_seconds,
     ceiling,
     host_seconds,
+    long_attention_seconds,
     matmul_seconds,
     memory_seconds,
     work_seconds,
@@ -63,7 +63,7 @@ class KernelCosts:
         found = self._known.get(key)
         if found is None:
             # No figure of an entry makes a kernel faster than the peak, so that no MFU is above 100 %.
-            fastest = kernel.full_flops / self._device.peak(kernel.dtype) if kernel.full_flops else 0.0
+            fastest = kernel.flops / self._device.peak(kernel.dtype) if kernel.flops else 0.0
             work = max(self._work(kernel) * self._device.factor, fastest)
             launch = 0.0 if self._is_graphed else host_seconds(self._device, kernel, is_compiled=in_block)
             found = self._known[key] = (work + _GRAPHED_S if self._is_graphed else work, launch)
@@ -80,7 +80,9 @@ class KernelCosts:
             return matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
         if kernel.family in ("attention", "attention_backward"):
             least = memory_seconds(device, rates, kernel.num_bytes)
-            return max(attention_seconds(device, rates, kernel.flops, kernel.sizes[2], kernel.dtype), least)
+            is_back = kernel.family == "attention_backward"
+            known = (device, rates, kernel.flops, kernel.sizes[2], kernel.dtype)
+            return max(long_attention_seconds(*known, is_back=is_back), least)
         again = sum(size for _, size in kernel.reads) if kernel.is_batch_norm and not device.is_cpu else 0
         return memory_seconds(device, rates, kernel.num_bytes + again)
 

@@ -128,7 +128,7 @@ class Program:
     """One step of one rank.
 
     ``resident``: bytes by category that are there before the step and after it. ``elements``: what the samples of the
-    global batch count as. ``model_flops``: of this rank's part, three times its forward, attention in full.
+    global batch count as. ``model_flops``: of this rank's part, three times its forward.
     ``graphs``: whether the step is replayed from a CUDA graph; auto: where the host would be what limits it.
     """
 

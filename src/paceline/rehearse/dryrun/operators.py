@@ -73,6 +73,20 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(tuple(tree.values()))
 
 
+# Attention forward as an operator of its own, so that checkpointing keeps what it makes where it keeps products.
+ATTENTION = "_scaled_dot_product_recorded"
+_FUSED_ATTENTION = (ATTENTION, "_scaled_dot_product_flash_attention")  # of those that ranks share, torch's own
+_LIBRARY = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"{ATTENTION}(Tensor query, Tensor key, Tensor value, bool is_causal) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_LIBRARY, ATTENTION, "Meta")
+def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:  # noqa: ARG001
+    # Fused kernels write their output so that heads lie side by side, as the queries do that come out of a product.
+    same = value.shape[-1] == query.shape[-1]
+    return torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
 class Operators:
     """Turns calls into kernels. ``number`` gives a tensor's memory a number."""
 
@@ -83,6 +97,8 @@ class Operators:
         if is_free(func):
             return []
         name = func._overloadpacket.__name__
+        if name.startswith(_FUSED_ATTENTION):
+            return [self._fused_attention(func, args, kwargs, result)]
         found = self._products(name, args, result)
         if found is not None:
             return found
@@ -93,17 +109,26 @@ class Operators:
             return []
         return [self._memory(name, args, inputs, outputs)]
 
+    def _fused_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Operation:
+        names = [each.name for each in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        inputs = [given[name] for name in ("query", "key", "value", "out", "grad_out") if name in given]
+        outputs = tensors_of(result) if "grad_out" in given else [next(tensors_of(result))]
+        return self.attention([*inputs, *outputs], is_causal=bool(given.get("is_causal")), is_back="grad_out" in given)
+
     def attention(self, tensors: Sequence[torch.Tensor], *, is_causal: bool, is_back: bool) -> Operation:
         """Returns fused attention on query, key, value and all else; the last tensor is written."""
         query, key = tensors[:2]
         *before, length, size = query.shape
-        heads = before[-1] if before else 1
+        heads, keys = before[-1] if before else 1, key.shape[-2]
+        is_square = keys == length
         return Operation(
             name="attention_backward" if is_back else "attention",
             family="attention_backward" if is_back else "attention",
             dtype=dtype_name(query.dtype),
             sizes=(math.prod(before[:-1]), heads, length, size),
-            is_causal=is_causal and key.shape[-2] == length,
+            keys=0 if is_square else keys,
+            is_causal=is_causal and is_square,
             reads=self._sizes(tensors[:-1]),
             writes=self._sizes(tensors[-1:]),
         )

@@ -193,9 +193,9 @@ class _Recording:
         graphs: Literal["off", "auto", "on"] = "on" if config.train.cuda_graphs is True else "auto"
         if config.train.cuda_graphs is False or graph_problem(config, layout, self._world.device_kind, parts.loss):
             graphs = "off"
-        # Three times what forward takes, attention in full.
+        # Three times what forward takes.
         forward = sum(
-            times * event.operation.full_flops
+            times * event.operation.flops
             for event, times in counted(done.events, order)
             if isinstance(event, Run) and event.operation.phase == "forward"
         )

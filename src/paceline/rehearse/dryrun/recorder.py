@@ -34,7 +34,7 @@ from paceline.errors import UntraceableError
 from paceline.models.measured import KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
+from paceline.rehearse.dryrun.operators import ATTENTION, KnownCalls, OperatorCall, whole_call
 from paceline.train.resolve import first_line
 
 # Called for an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
@@ -153,13 +153,10 @@ class _MetaAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, seer: SeesAttention
     ) -> torch.Tensor:
-        # Fused kernels write their output so that heads lie side by side, as the queries do that come out of a product.
-        same = value.shape[-1] == query.shape[-1]
-        output = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
+        output: torch.Tensor = getattr(torch.ops.paceline, ATTENTION)(query, key, value, is_causal)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
         ctx.is_causal, ctx.seer = is_causal, seer
-        seer([query, key, value, output], is_causal=is_causal, is_back=False)
         return output
 
     @staticmethod

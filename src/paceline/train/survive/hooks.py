@@ -140,7 +140,7 @@ class Saver:
         if trainer.parts.engine.world.rank == 0:
             # Goes on with the trainer's line, or a new one where later steps lie that it did not come along.
             here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
-            trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
+            trainer.line = line_from(here, list(spots_in(self.folder).values()))
         if self._config.may_use_background:
             worth = _WORTH_BYTES if self._config.asynchronous == "auto" else 0
             self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)

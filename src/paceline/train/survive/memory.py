@@ -35,7 +35,8 @@ from paceline.comm.objects import reduce_number
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import Engine, LossSum
+from paceline.engines.engine import Engine
+from paceline.engines.loss_sums import LossSum
 from paceline.errors import MemoryExhaustedError, TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors

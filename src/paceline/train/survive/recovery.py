@@ -216,7 +216,7 @@ def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | No
     None where the repetition is finite, because it drew other random numbers, say. Leaves no gradients.
     """
     engine, rank = passes.engine, passes.engine.world.rank
-    first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
+    first = engine.groups.pipeline.rank * _MANY  # stages of a pipeline are called in their order
     findings: list[Overflow] = []
     calls: dict[str, int] = {}  # by module: the number of its last call
     next_call = count(1).__next__

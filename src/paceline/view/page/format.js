@@ -14,7 +14,7 @@ const PHASES = [
 const EVENT_COLORS = { attempt: "#d8434f", restart: "#d8434f", resume: "#d9730d", roll_back: "#d8434f", skipped: "#d8434f", spike: "#d8434f",
   straggler: "#d9730d", preempted: "#d9730d", not_saved: "#d8434f", early_stop: "#0d8a72", checkpoint: "#a3a4ae", evaluation: "#2f7fd1" };
 /* Marks without a line: what belongs to every run. */
-const SMALL_EVENTS = new Set(["checkpoint", "evaluation", "loader", "precision", "warmup", "compiling", "not_compiled", "cuda_graphs", "fallback"]);
+const SMALL_EVENTS = new Set(["checkpoint", "evaluation", "loader", "precision", "packing", "warmup", "compiling", "not_compiled", "cuda_graphs", "fallback"]);
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

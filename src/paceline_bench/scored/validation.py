@@ -24,8 +24,8 @@ from typing import Any
 from paceline.plan.workload import Shown
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import model_flops
-from paceline.predict.scored.measured_table import Row, RowError, Table
-from paceline.predict.scored.published import in_metric, predict_case, read_case
+from paceline_bench.scored.measured_table import Row, RowError, Table
+from paceline_bench.scored.published import in_metric, predict_case, read_case
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
@@ -274,7 +274,7 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
         predicted=in_metric(case, prediction),
         fits=prediction.fits,
         outside=prediction.outside,
-        flops=model_flops(workload) * many / devices or 1.0,
+        flops=model_flops(workload, in_full=True) * many / devices or 1.0,
     )
 
 

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.arms import (
+from paceline.bench.timing import Timing, Turns, interleave
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.errors import TrainingError
+from paceline.free_memory import MemoryGauge
+from paceline.run.processes import run_processes
+from paceline_bench.arms import (
     SHARED,
     Arm,
     BenchWorkload,
@@ -27,12 +33,6 @@ from paceline.bench.arms import (
     set_up,
     sets_of,
 )
-from paceline.bench.timing import Timing, Turns, interleave
-from paceline.comm.base import Communicator
-from paceline.comm.solo import SoloCommunicator
-from paceline.errors import TrainingError
-from paceline.free_memory import MemoryGauge
-from paceline.run.processes import run_processes
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
 FP32_TOLERANCE = 1e-4

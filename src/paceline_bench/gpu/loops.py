@@ -12,7 +12,7 @@ norm and update with a fused optimizer of torch:
     paceline engine    ``parallelize`` and ``train_step`` on batches that lie ready
     paceline train     the command that a user types
 
-    python -m paceline.bench.gpu.loops '["plain autocast", "gpt-124m", "cuda", "configs/gpt_124m.yaml", 55]' OUTPUT
+    python -m paceline_bench.gpu.loops '["plain autocast", "gpt-124m", "cuda", "configs/gpt_124m.yaml", 55]' OUTPUT
 
 Each arm trains in a process of its own, by one config for all arms of a model. All batches are on the device when the
 second step begins. The time of a step is that between the ends of two steps on the device's own time line, and nobody
@@ -95,7 +95,7 @@ class GpuWorkload:
 @cache
 def all_workloads() -> dict[str, GpuWorkload]:
     """Returns the workloads of all devices by model, from ``workloads.yaml``."""
-    text = resources.files("paceline.bench.gpu").joinpath("workloads.yaml").read_text(encoding="utf-8")
+    text = resources.files("paceline_bench.gpu").joinpath("workloads.yaml").read_text(encoding="utf-8")
     return {model: GpuWorkload(model=model, **about) for model, about in load_yaml(text).items()}
 
 

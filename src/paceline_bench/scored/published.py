@@ -32,8 +32,8 @@ from paceline.plan.workload import Compute, Framework, Running, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import Prediction, model_flops, predict
 from paceline.predict.memory.memory import footprint
-from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 from paceline.units import GIB
+from paceline_bench.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = ("img_per_s", "mem_gib", "mfu_pct", "seq_per_s", "step_time_s", "tflops_per_gpu", "tokens_per_s_per_gpu")
 # Lengths of an encoder's texts fall off as exp(-length / this), cut at the sequence's length. Of 512 tokens 289 are
@@ -104,7 +104,7 @@ def read_case(row: Row) -> PublishedRun:
         chooses_micro_batch=micro_batch is None,
         chooses_chunks=layout.pipeline > 1 and _chunks(row) is None,
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
-        expert_ranks=_expert_degrees(model, layout.data * layout.context, layout.expert),
+        expert_ranks=_expert_degrees(model, layout.data * layout.context_ranks, layout.expert),
     )
 
 
@@ -193,7 +193,7 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
         pipeline=pipeline,
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        context=context,
+        context_ranks=context,
         expert=_expert_degrees(model, data * context, min(data * context, max(1, cluster.node.devices // tensor)))[0],
         shard_ranks=min(group, data * context) if group else data * context,
         overlap=overlap,
@@ -305,7 +305,7 @@ def known_model(name: str) -> ModelShape | None:
 
 @cache
 def _known_models() -> dict[str, dict[str, Any]]:
-    sections = load_yaml(resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text())
+    sections = load_yaml(resources.files("paceline_bench.scored").joinpath("known_models.yaml").read_text())
     return {name: entry for section in sections.values() for name, entry in section.items()}
 
 
@@ -362,11 +362,11 @@ def in_metric(case: PublishedRun, prediction: Prediction) -> float:
         case "tokens_per_s_per_gpu":
             return prediction.samples_per_s * (1 if workload.model.is_sampled else run.seq_len) / devices
         case "tflops_per_gpu":
-            flops = model_flops(workload)
+            flops = model_flops(workload, in_full=True)
             if workload.recompute == "full" and not workload.model.is_sampled:
                 head = 6 * run.seq_len * workload.model.vocab_size * workload.model.width
                 flops = head + (flops - head) * 4 / 3
             return prediction.samples_per_s * flops / devices / 1e12
         case _:
-            rate = prediction.samples_per_s * model_flops(workload) / devices
+            rate = prediction.samples_per_s * model_flops(workload, in_full=True) / devices
             return 100 * rate / case.cluster.device.peak(run.compute)

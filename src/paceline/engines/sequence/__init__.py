@@ -1,0 +1,1 @@
+"""Ranks that share each sequence: how it is cut, and attention over all of it."""

@@ -1,0 +1,89 @@
+"""How the rows of a batch are cut among ranks that share each sequence, and which of their tokens meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from paceline.engines.sequence.exchange import pick_tokens
+from paceline.engines.sequence.kernels import Block, Segments, Tokens
+from paceline.schedule.ring import Meeting, SequenceSplit, deal, documents_of
+
+Documents: TypeAlias = Mapping[int, tuple[int, int, int]]
+"""Of a share, as ``documents_of`` says it; documents and tokens are counted through the rows of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Rows of one length, and where their tokens are. How many a rank has depends on the length alone.
+
+    Where there are documents, each row is cut in its own way, and a ring takes the rows of a batch behind one another.
+    """
+
+    length: int
+    places: tuple[Tensor, ...]  # of each rank, (tokens,), or (batch, tokens) with documents
+    shares: tuple[Documents, ...]  # of each rank of the ring; without documents all rows are alike
+    documents: Tensor | None  # of all tokens, (batch, length): where their document begins
+    own_documents: Tensor | None  # of this rank's tokens
+    blocks: dict[tuple[int, bool, bool], list[list[Block]]] = field(default_factory=dict)  # once they are asked for
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens of a row each rank has."""
+        return [each.shape[-1] for each in self.places]
+
+
+def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device, documents: Tensor | None) -> Rows:
+    """Cuts rows of one length; ``documents`` (batch, length) says for each token where its document begins."""
+    starts = [[0]] if documents is None else [row.unique_consecutive().tolist() for row in documents.cpu()]
+    places, shares = list[Tensor](), list[Documents]()
+    for dealt in zip(*(deal(length, split.ring, split.order, each) for each in starts), strict=True):
+        tokens, found = sum(len(chunk) for chunk, _ in dealt[0]), dict[int, tuple[int, int, int]]()
+        for row, (share, begins) in enumerate(zip(dealt, starts, strict=True)):
+            for start, (first, middle, last) in documents_of(share, begins).items():
+                found[start + row * length] = first + row * tokens, middle + row * tokens, last + row * tokens
+        shares.append(found)
+        whole = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk, _ in share]) for share in dealt]
+        own = (whole[0] if documents is None else torch.stack(whole)).to(device)
+        places += own.tensor_split(split.ulysses, -1)
+    if documents is None:
+        return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=None, own_documents=None)
+    documents = documents.to(device)
+    mine = pick_tokens(documents, 1, places[rank])
+    return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=documents, own_documents=mine)
+
+
+def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
+    """Returns which queries of a share meet which keys of another one, document by document."""
+    blocks = []
+    for document in sorted(own.keys() & source.keys()) if meets != "nothing" else ():
+        (first, middle, last), (begin, half, end) = own[document], source[document]
+        queries = slice(middle if meets == "later_queries" else first, last)
+        keys = slice(begin, half if meets == "first_keys" else end)
+        if queries.start < queries.stop and keys.start < keys.stop:
+            blocks.append(Block(queries, keys, meets == "diagonal"))
+    return blocks
+
+
+def join_blocks(blocks: Sequence[Block], device: torch.device) -> list[Block]:
+    """Returns blocks as one, for a kernel that takes all of them; they are alike on the diagonal or off it."""
+    if len(blocks) < 2:
+        return list(blocks)
+    queries, query_bounds, most_queries = _join([block.queries for block in blocks], device)
+    keys, key_bounds, most_keys = _join([block.keys for block in blocks], device)
+    segments = Segments(query_bounds, key_bounds, most_queries, most_keys)
+    return [Block(queries, keys, blocks[0].is_diagonal, segments)]
+
+
+def _join(pieces: Sequence[Any], device: torch.device) -> tuple[Tokens, Tensor, int]:
+    """Returns the tokens of all slices, where each begins and ends among them, and the most of one."""
+    sizes = [each.stop - each.start for each in pieces]
+    bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+    if all(before.stop == after.start for before, after in pairwise(pieces)):
+        return slice(pieces[0].start, pieces[-1].stop), bounds, max(sizes)
+    return torch.cat([torch.arange(each.start, each.stop) for each in pieces]).to(device), bounds, max(sizes)

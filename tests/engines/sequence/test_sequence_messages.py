@@ -1,0 +1,128 @@
+"""What ranks that share sequences send: as many messages and bytes as the formulas say, and not in a circle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shared_attention import AttentionCase
+
+from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines.sequence.part import SequenceRank
+from paceline.models.attention import attention, use_part
+from paceline.schedule.ring import SequenceMethod, split_sequence
+
+LENGTH, HEADS, KV_HEADS, WIDTH = 48, 8, 4, 8
+
+
+class Noting(WrappedCommunicator):
+    """Notes what is sent, of a group and of those split from it."""
+
+    def __init__(self, inner: Communicator, sent: list[tuple[str, int]] | None = None) -> None:
+        super().__init__(inner)
+        self.sent = [] if sent is None else sent
+
+    def issue(self, call: Call) -> Work:
+        if call.kind == "all_to_all":
+            assert call.splits is not None
+            here = call.splits[1][self.rank] * call.tensor[:1].nbytes
+            self.sent.append((call.kind, call.tensor.nbytes - here))
+        elif call.kind != "recv":
+            self.sent.append((call.kind, call.tensor.nbytes))
+        return super().issue(call)
+
+    def split(self, ranks: Any) -> Communicator:
+        return Noting(self.inner.split(ranks), self.sent)
+
+
+def sent(ranks: int, method: SequenceMethod, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+    """Returns what the last rank sends in forward, and in backward."""
+    case = AttentionCase(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH)
+
+    def share(comm: Communicator) -> tuple[list[Any], list[Any]]:
+        noting = Noting(comm)
+        rank = SequenceRank(noting, split_sequence(method, ranks, HEADS))
+        rank.begin(LENGTH)
+        leaves = [rank.cut(each, 2).to(dtype).requires_grad_() for each in case.draw()[:3]]
+        with use_part(rank):
+            out = attention(*leaves, is_causal=True)
+        forward = noting.sent[:]
+        noting.sent.clear()
+        out.sum().backward()
+        return forward, noting.sent
+
+    return run_virtual(share, ranks)[-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_ring_sends_keys_and_values_to_all_others_and_gradients_home(ranks: int, dtype: torch.dtype) -> None:
+    forward, backward = sent(ranks, "ring", dtype)
+    pair = 2 * 2 * KV_HEADS * LENGTH // ranks * WIDTH * dtype.itemsize  # K and V of two rows
+    assert forward == [("send", pair)] * (ranks - 1)
+    gradients = pair * max(4, dtype.itemsize) // dtype.itemsize
+    assert sorted(backward) == sorted([("send", pair)] * (ranks - 1) + [("send", gradients)] * ranks)
+
+
+def test_ulysses_exchanges_all_but_a_rank_s_own_part() -> None:
+    forward, backward = sent(4, "ulysses", torch.float32)
+    query, key = (2 * heads * LENGTH // 4 * WIDTH * 4 * 3 // 4 for heads in (HEADS, KV_HEADS))
+    assert forward == [("all_to_all", each) for each in (query, key, key, query)]
+    assert backward == [("all_to_all", each) for each in (query, query, key, key)]
+
+
+def test_both_exchange_in_groups_and_send_among_them() -> None:
+    forward, backward = sent(8, "both", torch.float32)
+    query = 2 * HEADS * LENGTH // 8 * WIDTH * 4 * 3 // 4
+    key = 2 * KV_HEADS * LENGTH // 8 * WIDTH * 4 * 3 // 4
+    pair = 2 * 2 * (KV_HEADS // 4) * LENGTH // 2 * WIDTH * 4
+    assert forward == [("all_to_all", each) for each in (query, key, key)] + [("send", pair), ("all_to_all", query)]
+    assert [kind for kind, _ in backward].count("send") == 3
+
+
+def test_gather_sends_keys_and_values_to_each_other_rank() -> None:
+    forward, backward = sent(4, "gather", torch.float32)
+    key = 2 * KV_HEADS * LENGTH // 4 * WIDTH * 4 * 3
+    assert forward == backward == [("all_to_all", key)] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int) -> None:
+    """A rank of a group with one stream carries out its messages in the order of their issue."""
+
+    class Ordered(WrappedCommunicator):
+        def __init__(self, inner: Communicator) -> None:
+            super().__init__(inner)
+            self.calls: list[tuple[str, int]] = []
+
+        def issue(self, call: Call) -> Work:
+            self.calls.append((call.kind, call.peer))
+            return super().issue(call)
+
+        def split(self, ranks: Any) -> Communicator:
+            return self if len(ranks) == self.size else self.inner.split(ranks)
+
+    def share(comm: Communicator) -> list[tuple[str, int]]:
+        noting = Ordered(comm)
+        rank = SequenceRank(noting, split_sequence("ring", ranks, 2))
+        rank.begin(16)
+        leaves = [rank.cut(torch.randn(1, 2, 16, 4), 2).requires_grad_() for _ in range(3)]
+        with use_part(rank):
+            attention(*leaves).sum().backward()
+        return noting.calls
+
+    waiting = [calls[:] for calls in run_virtual(share, ranks)]
+    assert all(waiting)
+    is_moving = True
+    while is_moving:  # a message goes where it is the next of both its ranks
+        is_moving = False
+        for rank, calls in enumerate(waiting):
+            if calls and calls[0][0] == "send":
+                to = calls[0][1]
+                if waiting[to] and waiting[to][0] == ("recv", rank):
+                    calls.pop(0)
+                    waiting[to].pop(0)
+                    is_moving = True
+    assert not any(waiting)
