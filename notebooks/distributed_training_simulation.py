@@ -227,4 +227,4 @@ for clock in slow_trainer.simulation.clocks:
 #
 # - [docs/simulation.md](../docs/simulation.md): the rules of the clocks, and what the simulation does not know
 # - [docs/learn](../docs/learn/): the course, from one rank to planning a cluster
-# - [docs/profiling.md](../docs/profiling.md): the same questions on a real run
+# - [docs/make-it-fast.md](../docs/make-it-fast.md): the same questions on a real run

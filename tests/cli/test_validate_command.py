@@ -58,7 +58,7 @@ def test_the_rows_behind_the_headline_come_with_the_package(
     assert "fitted on the very rows it is scored on" in shown.out
     headline = next(line for line in shown.out.splitlines() if line.startswith("step time"))
     error = headline.split("step time")[1].split("mean over families")[0].strip()
-    for page in ("README.md", "docs/before-you-start.md", "docs/prediction.md"):
+    for page in ("README.md", "docs/planning.md", "docs/prediction.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert re.search(rf"published runs [^.]*\b{re.escape(error)} on average", text), f"{page} does not say {error}"
 

@@ -109,7 +109,7 @@ def _explain(model: nn.Module) -> str:
         f"                 for i, layer in enumerate(self.{name})]\n"
         '          last = PipelineLayer(name="head", run=self.unembed, modules=(self.head,))\n'
         "          return [first, *row, last]\n"
-        "  every module with parameters is in the modules of a layer that uses it; see docs/splitting.md"
+        "  every module with parameters is in the modules of a layer that uses it; see docs/pipeline.md"
     )
 
 
