@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from made_plans import plan_of
 
 from paceline.config import config_from_dict
+from paceline.config.schema import RateKind
 from paceline.train.assemble import build_schedule
-from paceline.train.optim import RateKind, RateSchedule
+from paceline.train.optim import RateSchedule
 
 KINDS: tuple[RateKind, ...] = get_args(RateKind)
 FALLING = tuple(kind for kind in KINDS if kind != "range")  # a range ends at its peak

@@ -45,6 +45,7 @@ from paceline.plan.rule_case import FIELDS, MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
 Texts: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
+RateKind: TypeAlias = Literal["constant", "linear", "cosine", "one_cycle", "range"]
 NcclAlgorithm: TypeAlias = Literal["Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"]
 NcclSubsystem: TypeAlias = Literal[
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC",
@@ -173,7 +174,7 @@ class CommConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves over the run."""
 
-    kind: Literal["constant", "linear", "cosine", "one_cycle", "range"] = "constant"
+    kind: RateKind = "constant"
     warmup: NotNegative = 0.0
     unit: Literal["steps", "samples"] = "steps"
     length: Positive | None = None

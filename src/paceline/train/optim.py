@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from paceline.config import OptimConfig
-from paceline.config.schema import ParameterGroupConfig
+from paceline.config.schema import ParameterGroupConfig, RateKind
 from paceline.engines.engine import Engine
 from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
@@ -33,7 +33,6 @@ from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update
 from paceline.train.muon.muon import Muon
 
-RateKind = Literal["constant", "linear", "cosine", "one_cycle", "range"]
 _ONE_CYCLE_START = 1 / 25
 _ONE_CYCLE_RISE = 0.3
 _SMALLEST = 1e-9  # of a range, which cannot begin at 0
