@@ -29,7 +29,7 @@ import shlex
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
+from paceline.checkpoint.manifest import ITEM_BYTES, OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
-from paceline.checkpoint.tensors import Progress, Stream, dtype_of, encode, file_chunks, host_bytes, ignore_progress
+from paceline.checkpoint.tensors import Progress, Stream, encode, file_chunks, host_bytes, ignore_progress
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_interval, write_rank
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.layout import Layout
@@ -82,18 +82,6 @@ def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None
         dtype=checkpoint.dtype(name),
         read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
     )
-
-
-def stream_made(name: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Stream:
-    """Returns a tensor that is made when it is read, as a stream."""
-
-    def read() -> Iterator[memoryview]:
-        flat = make().detach().to(dtype).contiguous().reshape(-1)
-        step = max(WINDOW_BYTES // dtype.itemsize, 1)
-        for first in range(0, flat.numel(), step):
-            yield host_bytes(flat[first : first + step])
-
-    return Stream(name=name, region=whole_region(shape), dtype=dtype, read=read)
 
 
 def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:
@@ -174,7 +162,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
+            value = Stream.made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
         if not isinstance(value, Stream):
             return NotImplemented
         if value.dtype not in _STORAGES:
@@ -262,7 +250,7 @@ def _shared(tensors: Tensors, rank: int, ranks: int) -> Pieces:
     """Returns a rank's part of what all ranks hold, in the way in which they share the writing."""
     found = []
     for name, saved in tensors.items():
-        interval = own_interval(name, _whole(saved), dtype_of(saved.dtype).itemsize, rank, ranks)
+        interval = own_interval(name, _whole(saved), ITEM_BYTES[saved.dtype], rank, ranks)
         if interval is not None:
             found.append((name, _whole(saved).narrow(*interval)))
     return found
