@@ -215,9 +215,6 @@ class _DryMessages(WrappedCommunicator):
         del call
         return self
 
-    def split(self, ranks: Sequence[int]) -> DryCommunicator:
-        return self.inner.split(ranks)
-
     def wait(self) -> None:
         """Records what is left of the operation, and that the compute waits for it."""
         begun, self._begun = self._begun, DONE
