@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.formats import Header, check_coverage, check_found, read_header
+from paceline.checkpoint.find import verify_checkpoint
+from paceline.checkpoint.formats import Header, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import DTYPES, decode, flat_view, host_bytes, read_runs
@@ -171,7 +171,7 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
-    return Checkpoint(path, check_coverage(path, read_manifest(path)), storage_of(path))
+    return Checkpoint(path, verify_checkpoint(path, "none"), storage_of(path))
 
 
 def decode_found(manifest: Manifest) -> dict[str, Any]:

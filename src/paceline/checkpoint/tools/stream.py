@@ -58,30 +58,26 @@ _STORAGES: Mapping[torch.dtype, str] = torch.storage._dtype_to_storage_type_map(
 _SCATTERED = 2**18  # elements of a window where memory lies in another order, and each is looked up by itself
 
 
-def stream_region(
-    checkpoint: Checkpoint, name: str, region: Region | None = None, count: int | None = None
-) -> Iterator[torch.Tensor]:
-    """Yields a region of a tensor (or all of it, row by row) as flat windows, one of which is in memory at a time."""
-    wanted = whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region
-    step = window_elements(checkpoint, name, region) if count is None else count
-    for first in range(0, wanted.size, step):
-        yield checkpoint.read(name, wanted.narrow(first, min(first + step, wanted.size)))
+def stream_region(checkpoint: Checkpoint, name: str, region: Region, step: int) -> Iterator[torch.Tensor]:
+    """Yields a region of a tensor as flat windows of ``step`` elements, one of which is in memory at a time."""
+    for first in range(0, region.size, step):
+        yield checkpoint.read(name, region.narrow(first, min(first + step, region.size)))
 
 
-def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = None) -> int:
-    order = None if region is None else region.order
-    if any(piece.region.order != order for piece in checkpoint.manifest.tensors[name].pieces):
+def window_elements(checkpoint: Checkpoint, name: str, region: Region) -> int:
+    if any(piece.region.order != region.order for piece in checkpoint.manifest.tensors[name].pieces):
         return _SCATTERED
     return max(WINDOW_BYTES // checkpoint.dtype(name).itemsize, 1)
 
 
 def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None) -> Stream:
-    return Stream(
-        name=name,
-        region=whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region,
-        dtype=checkpoint.dtype(name),
-        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
-    )
+    """Returns a region of a tensor, or all of it, row by row, as a stream."""
+    wanted = region or whole_region(checkpoint.manifest.tensors[name].shape)
+
+    def read() -> Iterator[memoryview]:
+        return map(host_bytes, stream_region(checkpoint, name, wanted, window_elements(checkpoint, name, wanted)))
+
+    return Stream(name=name, region=wanted, dtype=checkpoint.dtype(name), read=read)
 
 
 def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:

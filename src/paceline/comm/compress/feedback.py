@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.comm.base import DONE, BucketShape, Communicator, Work
+from paceline.comm.base import DONE, NARROW, BucketShape, Communicator, Work
 from paceline.comm.compress.policies import ExchangeContext, ExchangeRounds, Policy, VectorPart
 from paceline.errors import CheckpointError
 from paceline.plan.layout import Compression
@@ -247,8 +247,8 @@ class _BucketWork:
                     self._sent_residuals[name] = torch.zeros_like(residuals[name])
             self.whole = torch.cat([buffer[place] for place in bucket.whole.values()])
             self.whole_work = comm.all_reduce(self.whole, "avg")
-        narrow = buffer.dtype in (torch.float16, torch.bfloat16)
-        vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
+        dtype = torch.float32 if buffer.dtype in NARROW else buffer.dtype
+        vector = torch.cat([buffer[place] for place in bucket.compressed]).to(dtype)
         pieces = bucket.split(vector)
         if names := [name for name in pieces if name in residuals]:
             torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])

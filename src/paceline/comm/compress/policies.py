@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch.nn.functional import pad
 
 from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
@@ -234,7 +233,8 @@ def int8(vector: torch.Tensor, _: ExchangeContext, comm: Communicator) -> Exchan
     rounding loses is added to what the owner still has to send.
     """
     per_rank = -(-vector.numel() // (comm.size * BLOCK))
-    padded = pad(vector, (0, comm.size * per_rank * BLOCK - vector.numel())).view(comm.size, -1)
+    padded = vector.new_zeros(comm.size, per_rank * BLOCK)
+    padded.view(-1)[: vector.numel()] = vector
     message = torch.stack([quantise(piece) for piece in padded])
     sent = torch.stack([dequantise(piece, vector.dtype) for piece in message])
     vector.sub_(sent.view(-1)[: vector.numel()])
@@ -301,7 +301,9 @@ def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator
 
 def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
     if part.is_ragged:
-        values = pad(values, (part.lead, part.rows * part.columns - part.lead - part.size))
+        filled = values.new_zeros(part.rows * part.columns)
+        filled[part.lead : part.lead + part.size] = values
+        values = filled
     return values.view(part.rows, part.columns)
 
 
