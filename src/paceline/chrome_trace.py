@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,16 @@ TRACKS = {"steps": 0, "phases": 1, "actions": 2, "waits": 3, "collectives": 4}
 Event = dict[str, Any]
 
 
-def name_process(process: int, name: str) -> list[Event]:
-    """Names a rank, and keeps processes in the order of their numbers."""
+def name_process(process: int, name: str, tracks: Iterable[str]) -> list[Event]:
+    """Names a rank and those of the usual rows that it has, and keeps processes in the order of their numbers."""
     about = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}}
-    return [{"ph": "M", "name": key, "pid": process, "tid": 0, "args": value} for key, value in about.items()]
+    events = [{"ph": "M", "name": key, "pid": process, "tid": 0, "args": value} for key, value in about.items()]
+    return events + [name_track(process, TRACKS[track], track) for track in tracks]
 
 
 def name_track(process: int, track: int, name: str) -> Event:
     """Names a row of a rank."""
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
-
-
-def name_tracks(process: int, names: Sequence[str]) -> list[Event]:
-    """Names those of the usual rows that a rank has."""
-    return [name_track(process, TRACKS[name], name) for name in names]
 
 
 def span(

@@ -94,7 +94,7 @@ def test_the_search_for_owners_is_made_seldomer_with_every_miss(monkeypatch: pyt
 def test_a_host_is_there_as_long_as_its_newest_connection() -> None:
     listener = wire.listen(Address("127.0.0.1", 0))
     hosts = Hosts(least=1, most=2)
-    with ControlServer(listener, lambda: SECRET, hosts):
+    with ControlServer([listener], lambda: SECRET, hosts):
         address = Address("127.0.0.1", listener.getsockname()[1])
         first, second, other = (ControlClient(address, lambda: SECRET) for _ in range(3))
         other.ask("count")  # a connection that stands for no host

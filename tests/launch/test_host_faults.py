@@ -41,7 +41,7 @@ from paceline.run.links import check_links
 
 place, meet, secret = int(sys.argv[1]), Address("10.77.0.2", 29400), lambda: bytes(32)
 if place == 0:
-    ControlServer(listen(meet), secret).__enter__()
+    ControlServer([listen(meet)], secret).__enter__()
 client = ControlClient(meet, secret)
 client.wait_for_server(60)
 for line in sys.stdin:

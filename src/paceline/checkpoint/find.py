@@ -19,7 +19,7 @@ from typing import Any, Literal
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
-from paceline.checkpoint.formats import check_coverage, decode_with, piece_problems
+from paceline.checkpoint.formats import coverage_problems, decode_with, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
 from paceline.checkpoint.storage import FileStore, cannot_read, file_in, is_remote, nothing_there, storage_of
 from paceline.errors import CheckpointError
@@ -94,7 +94,10 @@ def read_manifest(path: Path) -> Manifest:
 
 def verify_checkpoint(path: Path, depth: Depth = "full") -> Manifest:
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
-    storage, manifest = storage_of(path), check_coverage(path, read_manifest(path))
+    storage, manifest = storage_of(path), read_manifest(path)
+    for name, tensor in manifest.tensors.items():
+        for problem in coverage_problems(name, tensor):
+            raise damaged(f"{path} is damaged: {name}: {problem}")
     for level in {"none": (), "fast": ("fast",), "full": ("fast", "full")}[depth]:  # sizes take no time
         with ThreadPoolExecutor(_THREADS) as pool:
             for problem in pool.map(partial(file_problem, path, manifest, storage, level), manifest.files):

@@ -163,14 +163,6 @@ def _place(name: str, entry: Any, start: int, total: int) -> TensorPlace:
     return TensorPlace(dtype=dtype, shape=shape, begin=start + first, end=start + last)
 
 
-def check_coverage(path: Path, manifest: Manifest) -> Manifest:
-    """Raises CheckpointError where an element of a tensor is missing, or saved twice."""
-    for name, tensor in manifest.tensors.items():
-        for problem in coverage_problems(name, tensor):
-            raise damaged(f"{path} is damaged: {name}: {problem}")
-    return manifest
-
-
 def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
     """Returns what is missing of a tensor, or there twice."""
     size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]

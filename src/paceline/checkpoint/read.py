@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.formats import Header, check_coverage, check_found, read_header
+from paceline.checkpoint.find import verify_checkpoint
+from paceline.checkpoint.formats import Header, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
-from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs
+from paceline.checkpoint.tensors import DTYPES, decode, flat_view, host_bytes, read_runs
 from paceline.errors import CheckpointError, MisfitError
 from paceline.models.mlp import former_names
 from paceline.shards import Region, Shard, common_runs, whole_region
@@ -90,7 +90,7 @@ class Checkpoint:
         return {name.removeprefix(prefix): found[name].shape for name in found if name.startswith(prefix)}
 
     def dtype(self, name: str) -> torch.dtype:
-        return dtype_of(self._saved(name).dtype)
+        return DTYPES[self._saved(name).dtype]
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
@@ -99,7 +99,7 @@ class Checkpoint:
         if region is None:
             for piece in saved.pieces:
                 self._place(piece, name, saved.dtype)  # before there is memory for it: the files may be smaller
-        out = torch.zeros(wanted.size, dtype=dtype_of(saved.dtype))
+        out = torch.zeros(wanted.size, dtype=DTYPES[saved.dtype])
         self._read(name, saved, wanted, out)
         return out.view(saved.shape) if region is None else out
 
@@ -109,7 +109,7 @@ class Checkpoint:
         saved, region = self._saved(name), shard.region
         if saved.shape != region.shape:
             raise MisfitError(f"size mismatch for {name}: {list(saved.shape)} is saved, {list(region.shape)} is here")
-        flat, dtype = flat_view(shard.tensor, region), dtype_of(saved.dtype)
+        flat, dtype = flat_view(shard.tensor, region), DTYPES[saved.dtype]
         is_view = flat.data_ptr() == shard.tensor.data_ptr()
         if is_view and flat.device.type == "cpu" and flat.dtype == dtype:
             self._fill_exactly(name, saved, region, flat)
@@ -171,7 +171,7 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
-    return Checkpoint(path, check_coverage(path, read_manifest(path)), storage_of(path))
+    return Checkpoint(path, verify_checkpoint(path, "none"), storage_of(path))
 
 
 def decode_found(manifest: Manifest) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from paceline.checkpoint.formats import decode_with
 from paceline.checkpoint.storage import FileStore
 from paceline.errors import CheckpointError, UsageError
-from paceline.shards import Region, Runs, Shard
+from paceline.shards import Region, Runs, Shard, whole_region
 
 CHUNK_BYTES = 2**24
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
@@ -31,10 +31,11 @@ _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what i
 _LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
 _MOST_LEVELS = 50  # of values within values; each takes up to three of JSON
 _SHORT = 64  # elements: runs of fewer are scattered all at once
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_DTYPES |= {"BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# By the format's names, which are those of ``ITEM_BYTES`` in ``manifest.py``: no other is ever read.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES |= {"BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -45,16 +46,8 @@ def dtype_code(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
-def dtype_of(code: str) -> torch.dtype:
-    """Returns the dtype of a name. Raises CheckpointError for one that is not known."""
-    if code not in _DTYPES:
-        raise CheckpointError(f"dtype {code} is not known here; known are {', '.join(_DTYPES)}")
-    return _DTYPES[code]
-
-
-def ignore_progress(num_bytes: int) -> None:
+def ignore_progress(_: int) -> None:
     """Discards progress updates."""
-    del num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +63,15 @@ class Stream:
     def of(cls, shard: Shard) -> Stream:
         read = partial(tensor_chunks, shard.tensor)
         return cls(name=shard.name, region=shard.region, dtype=shard.tensor.dtype, read=read)
+
+    @classmethod
+    def made(cls, name: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Stream:
+        """Returns a tensor that is made when it is read."""
+
+        def read() -> Iterator[memoryview]:
+            yield from tensor_chunks(make().detach().to(dtype).contiguous().reshape(-1))
+
+        return cls(name=name, region=whole_region(shape), dtype=dtype, read=read)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -209,6 +211,6 @@ def decode(value: Any) -> Any:
 
 
 def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = dtype_of(dtype)
+    kind = DTYPES[dtype]
     flat = torch.frombuffer(raw, dtype=torch.uint8).view(kind) if raw else torch.empty(0, dtype=kind)
     return flat.reshape(shape)

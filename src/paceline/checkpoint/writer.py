@@ -42,7 +42,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.health.ledger_view import CHECKPOINT
 from paceline.models.hugging_face import folder_files
 from paceline.models.lora import A, adapters
-from paceline.shards import Shard
+from paceline.shards import FlatLayout, Shard, flat_layout
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
@@ -174,7 +174,7 @@ class StagingBuffer:
         """Begins to make room for shares as large as these, in a thread. It does no harm if that fails."""
         if self._thread is not None:
             self._thread.join()
-        length = _offsets(shares)[-1]
+        length = _places(shares).length
         if self.buffer.numel() < length:
             self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
             args = length, _cuda_device(shares)
@@ -185,13 +185,13 @@ class StagingBuffer:
         """Returns copies of shares, which last until the next time. Waits until they are made."""
         if self._thread is not None:
             self._thread.join()
-        offsets, device = _offsets(shares), _cuda_device(shares)
-        if self.buffer.numel() < offsets[-1]:
+        places, device = _places(shares), _cuda_device(shares)
+        if self.buffer.numel() < places.length:
             self.buffer = torch.empty(0, dtype=torch.uint8)
-            self.buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device is not None)
+            self.buffer = torch.empty(places.length, dtype=torch.uint8, pin_memory=device is not None)
         staged = []
-        for share, offset in zip(shares, offsets, strict=False):
-            place = self.buffer[offset : offset + share.tensor.nbytes].view(share.tensor.dtype)
+        for share, view in zip(shares, places.views(self.buffer), strict=True):
+            place = view.view(share.tensor.dtype)
             place.copy_(share.tensor, non_blocking=True)
             staged.append(replace(share, tensor=place))
         if device is not None:
@@ -211,12 +211,9 @@ class StagingBuffer:
             return  # no memory: the save that needs it reports it
 
 
-def _offsets(shares: Sequence[Shard]) -> list[int]:
-    """Returns where each share begins, and last where all end."""
-    offsets = [0]
-    for share in shares:
-        offsets.append(offsets[-1] + -(-share.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
-    return offsets
+def _places(shares: Sequence[Shard]) -> FlatLayout:
+    """Returns where the bytes of each share lie in the buffer."""
+    return flat_layout([(share.tensor.nbytes,) for share in shares], align=_ALIGN_BYTES)
 
 
 def _cuda_device(shares: Sequence[Shard]) -> torch.device | None:

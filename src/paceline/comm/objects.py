@@ -239,8 +239,7 @@ def gather_objects(comm: Communicator, value: T) -> list[T]:
     comm.all_gather(lengths, length).wait()
     sizes = [int(size) for size in lengths.tolist()]
     longest = max(sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=payload.device)
-    padded[: payload.numel()] = payload
+    padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
     everything = _empty(comm, comm.size * longest)
     comm.all_gather(everything, padded).wait()
     return [_from_bytes(row[:size]) for row, size in zip(everything.cpu().view(comm.size, longest), sizes, strict=True)]

@@ -79,8 +79,7 @@ def _by_slices(inside: Communicator, across: Communicator, piece: torch.Tensor) 
     length = round_up(piece.numel(), inside.size)
     whole, own = piece, piece.new_empty(length // inside.size)
     if length != piece.numel():
-        whole = piece.new_zeros(length)
-        whole[: piece.numel()] = piece
+        whole = torch.nn.functional.pad(piece, (0, length - piece.numel()))
     yield from once(partial(inside.reduce_scatter, own, whole, "avg"))
     yield from once(partial(across.all_reduce, own, "avg"))
     yield from once(partial(inside.all_gather, whole, own))

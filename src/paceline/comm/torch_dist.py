@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split, reduce_in_order
+from paceline.comm.base import OPS, Call, Communicator, ReduceOp, Work, check_split, reduce_in_order
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
@@ -120,8 +120,7 @@ class GlooExchanges:
         reduce_in_order(slices, op, output, lambda to: free if to == free.dtype else torch.empty_like(free, dtype=to))
 
 
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-_OPS["product"] = dist.ReduceOp.PRODUCT
+_OPS = {op: getattr(dist.ReduceOp, op.upper()) for op in OPS}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TypeGuard
 
-from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, name_tracks, span
+from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, span
 from paceline.errors import UsageError
 from paceline.schedule.clock import time_in_all
 from paceline.units import format_bytes, format_seconds
@@ -170,8 +170,8 @@ def begin_s(ranks: Sequence[RankProfile]) -> float:
 
 def _rank_events(profile: RankProfile, zero_s: float) -> Iterator[Event]:
     rank = profile.spans.rank
-    yield from name_process(rank, f"rank {rank} ({profile.spans.device})")
-    yield from name_tracks(rank, [name for name in TRACKS if profile.spans.tracks.get(name)])
+    tracks = [name for name in TRACKS if profile.spans.tracks.get(name)]
+    yield from name_process(rank, f"rank {rank} ({profile.spans.device})", tracks)
     for track in TRACKS:
         for each in profile.spans.corrected(track):
             more = {"bytes": each.num_bytes, "ranks": list(each.ranks)} if track == "collectives" else None

@@ -101,7 +101,7 @@ def check_links(
     """
     with contextlib.ExitStack() as stack:
         own, listeners = _listen(stack, addresses)
-        stack.enter_context(ControlServer(listeners[0], secret, more=listeners[1:]))
+        stack.enter_context(ControlServer(listeners, secret))
         store.set(str(place), json.dumps(own))
         partners, within = partners_of(place, size, seed), timedelta(seconds=_MEET_S)
         try:

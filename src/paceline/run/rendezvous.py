@@ -75,7 +75,7 @@ def rendezvous(
                 raise
         else:
             _allow_files()  # each host has several connections, and so has each rank
-            stack.enter_context(ControlServer(listener, secret, hosts, own))
+            stack.enter_context(ControlServer([listener], secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
         made.hosts = hosts
         made.addresses = data_addresses(nodes.own_address())

@@ -21,7 +21,6 @@ from paceline.checkpoint.manifest import State
 from paceline.checkpoint.tools import audit, incoming, listing, outgoing, stream
 from paceline.checkpoint.tools.stream import write_checkpoint
 from paceline.checkpoint.tensors import Stream
-from paceline.checkpoint.tools.stream import stream_made
 from paceline.shards import whole_region
 from paceline.plan.layout import Layout
 

@@ -17,7 +17,7 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.listing import compare
-from paceline.checkpoint.tools.stream import Cut, cut_regions, reshard, stream_made, write_checkpoint
+from paceline.checkpoint.tools.stream import Cut, cut_regions, reshard, write_checkpoint
 from paceline.checkpoint.write import own_shares
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -114,7 +114,7 @@ def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
     pieces = []
     for name, (tensor, dims) in tensors.items():
         laid = tensor if dims is None else tensor.permute(dims)
-        read = stream_made(name, laid.shape, laid.dtype, lambda laid=laid: laid).read
+        read = Stream.made(name, laid.shape, laid.dtype, lambda laid=laid: laid).read
         pieces.append(Stream(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
     plain = State(step=1, position=0)
     source = open_checkpoint(write_checkpoint(tmp_path / "a", [pieces], plain))

@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from paceline.checkpoint.manifest import MALFORMED, overlaps, parse_shape
 from paceline.checkpoint.storage import cannot_read
 from paceline.checkpoint.tensors import Progress, Stream, dtype_code, ignore_progress
-from paceline.checkpoint.tools.stream import stream_made
 from paceline.errors import CheckpointError, UsageError
 from paceline.untrusted import file_inside, is_count, read_regular
 
@@ -94,7 +93,7 @@ def read_distributed(path: Path) -> dict[Any, Any]:
         if isinstance(entry, TensorStorageMetadata):
             chunks = [(each, infos[name, tuple(each.offsets)]) for each in entry.chunks]
             read = partial(_read_tensor, path, entry, chunks)
-            inner[last] = stream_made(name, tuple(entry.size), entry.properties.dtype, read)
+            inner[last] = Stream.made(name, tuple(entry.size), entry.properties.dtype, read)
         else:
             inner[last] = _load(path, infos[name, None])
     return found

@@ -20,7 +20,6 @@ import torch
 from paceline.bounded_yaml import load_shipped
 from paceline.checkpoint.manifest import Manifest, damaged
 from paceline.checkpoint.tensors import Stream
-from paceline.checkpoint.tools.stream import stream_made
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.model_shape import ModelShape
@@ -127,8 +126,8 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
         if len(parts[0].shape) == 1:
             found.append(replace(parts[0], name=f"{name}.weight"))
         else:
-            found.append(stream_made(f"{name}.weight", (parts[0].shape[1], rows), dtype, partial(_transposed, parts)))
-        found.append(stream_made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
+            found.append(Stream.made(f"{name}.weight", (parts[0].shape[1], rows), dtype, partial(_transposed, parts)))
+        found.append(Stream.made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
     return config, found
 
 
@@ -157,7 +156,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
         columns, rows = whole.shape[0], whole.shape[1] // len(names)
         for at, name in enumerate(names):
             cut = partial(_transposed, [whole], at * rows, (at + 1) * rows)
-            found[name] = stream_made(name, (rows, columns), whole.dtype, cut)
+            found[name] = Stream.made(name, (rows, columns), whole.dtype, cut)
     return {name: replace(stream, name=name) for name, stream in found.items()}
 
 

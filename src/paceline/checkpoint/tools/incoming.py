@@ -21,10 +21,10 @@ import torch
 from paceline.checkpoint.formats import TensorPlace, check_found, read_header
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
-from paceline.checkpoint.tensors import Progress, Stream, decode, dtype_of, encode, ignore_progress
+from paceline.checkpoint.tensors import DTYPES, Progress, Stream, decode, encode, ignore_progress
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
-from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
+from paceline.checkpoint.tools.stream import WINDOW_BYTES, write_checkpoint
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
@@ -202,7 +202,7 @@ def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
                 raise CheckpointError(f"{what}\n  it was whole when it was opened\n  copy it again") from error
             yield window
 
-    return Stream(name=name, region=whole_region(place.shape), dtype=dtype_of(place.dtype), read=read)
+    return Stream(name=name, region=whole_region(place.shape), dtype=DTYPES[place.dtype], read=read)
 
 
 def _reason(path: Path, error: Exception) -> str:
@@ -283,5 +283,5 @@ def _stream(name: str, value: Any) -> Stream | None:
     if isinstance(value, Stream):
         return value
     if isinstance(value, torch.Tensor):
-        return stream_made(name, value.shape, value.dtype, lambda: value)
+        return Stream.made(name, value.shape, value.dtype, lambda: value)
     return None

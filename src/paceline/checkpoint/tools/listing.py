@@ -31,6 +31,7 @@ from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
 from paceline.checkpoint.tools.stream import stream_region, window_elements
 from paceline.errors import CheckpointError, UsageError
+from paceline.shards import whole_region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +243,9 @@ def compare(left: Checkpoint, right: Checkpoint, progress: Progress = ignore_pro
 
 def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Progress) -> TensorDifference:
     different, absolute, relative = 0, 0.0, 0.0
-    count = max(min(window_elements(left, name), window_elements(right, name)) // 2, 1)  # two, and what is between
-    for ours, theirs in zip(*(stream_region(each, name, count=count) for each in (left, right)), strict=True):
+    whole = whole_region(left.manifest.tensors[name].shape)
+    step = max(min(window_elements(each, name, whole) for each in (left, right)) // 2, 1)  # two, and what is between
+    for ours, theirs in zip(*(stream_region(each, name, whole, step) for each in (left, right)), strict=True):
         progress(ours.nbytes)
         is_other = (ours.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, ours.element_size()).any(dim=1)
         if not bool(is_other.any()):
@@ -256,11 +258,7 @@ def _compare_tensor(left: Checkpoint, right: Checkpoint, name: str, progress: Pr
         ratio = torch.where(gap > 0, gap / torch.maximum(a.abs(), b.abs()), torch.zeros_like(gap))
         absolute, relative = max(absolute, _largest(gap)), max(relative, _largest(ratio))
     return TensorDifference(
-        name=name,
-        num_elements=math.prod(left.manifest.tensors[name].shape),
-        num_different=different,
-        max_absolute=absolute,
-        max_relative=relative,
+        name=name, num_elements=whole.size, num_different=different, max_absolute=absolute, max_relative=relative
     )
 
 

@@ -25,7 +25,7 @@ from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, 
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors, write_torch
+from paceline.checkpoint.tools.stream import check_parent, stream_saved, write_safetensors, write_torch
 from paceline.config import peft_folder
 from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
@@ -42,8 +42,6 @@ _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceCl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is exported, and how."""
-
     format: Format = "safetensors"
     is_hugging_face: bool = False
     is_peft: bool = False
@@ -178,7 +176,7 @@ def merge_streams(streams: Mapping[str, Stream], layers: Mapping[str, Any], wher
             if "is_whole" not in adapter:
                 a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
                 make = functools.partial(_merge, weight, a, b, adapter)
-                found[weight.name] = stream_made(weight.name, weight.shape, weight.dtype, make)
+                found[weight.name] = Stream.made(weight.name, weight.shape, weight.dtype, make)
     except MALFORMED as error:
         raise damaged(f"the adapters of {where} are not those of its tensors: {error}") from error
     return found

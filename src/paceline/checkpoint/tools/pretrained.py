@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from paceline.checkpoint.formats import TensorPlace, read_header
+from paceline.checkpoint.formats import read_header
 from paceline.checkpoint.manifest import MANIFEST, HasShards, Manifest, SavedPiece, SavedTensor
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles
@@ -82,28 +82,28 @@ class Pretrained:
 
 def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
-    places = _places(safetensors_files(folder)[0])
-    patterns = list(fresh)
-    by_model = {name: name for name in places}
-    names, problems = _match(model, {name: place.shape for name, (_, place) in places.items()}, patterns)
+    checkpoint, patterns = _open_files(folder, safetensors_files(folder)[0]), list(fresh)
+    shapes = checkpoint.shapes()
+    by_model = {name: name for name in shapes}
+    names, problems = _match(model, shapes, patterns)
     if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
-        by_model = {ours: theirs for theirs, ours in renamed(model, places).items()}
-        names, problems = _match(model, {ours: places[theirs][1].shape for ours, theirs in by_model.items()}, patterns)
+        by_model = {ours: theirs for theirs, ours in renamed(model, shapes).items()}
+        names, problems = _match(model, {ours: shapes[theirs] for ours, theirs in by_model.items()}, patterns)
     if problems:
         raise MisfitError(
             f"the weights in {folder} are not those of {type(model).__name__}\n"
             + "".join(f"  {problem}\n" for problem in problems)
             + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
         )
-    found = {name: by_model[source] for name, source in names.items()}
-    return Pretrained(checkpoint=_opened(folder, places), names=found)
+    return Pretrained(checkpoint=checkpoint, names={name: by_model[source] for name, source in names.items()})
 
 
 def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder of PEFT with the adapters of a model, and what was trained beside them with ``fresh``."""
     patterns, endings = list(fresh), (f".{A}", f".{B}")
-    places = _places([folder / peft_folder.WEIGHTS])
-    names = {source.removeprefix(peft_folder.PREFIX): source for source in places}
+    checkpoint = _open_files(folder, [folder / peft_folder.WEIGHTS])
+    shapes = checkpoint.shapes()
+    names = {source.removeprefix(peft_folder.PREFIX): source for source in shapes}
     for theirs, ours in ((peft_folder.A, endings[0]), (peft_folder.B, endings[1])):
         names = {name.replace(theirs, ours): source for name, source in names.items()}
     has = {
@@ -113,28 +113,23 @@ def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> 
     }
     problems = [f"missing: {name}" for name in has if name.endswith(endings) and name not in names]
     for name, source in names.items():
-        shape = places[source][1].shape
-        if shape != has.get(name):
+        if shapes[source] != has.get(name):
             here = list(has[name]) if name in has else "none that trains: name it in model.fresh"
-            problems.append(f"{source} is {list(shape)}, and {name} of the model {here}")
+            problems.append(f"{source} is {list(shapes[source])}, and {name} of the model {here}")
     if problems:
         listed = "".join(f"  {problem}\n" for problem in problems)
         fix = "take the folder of the model that they were trained on"
         raise MisfitError(f"the adapters in {folder} are not those of {type(model).__name__}\n{listed}  {fix}")
-    return Pretrained(checkpoint=_opened(folder, places), names=names)
+    return Pretrained(checkpoint=checkpoint, names=names)
 
 
-def _places(files: Iterable[Path]) -> dict[str, tuple[str, TensorPlace]]:
-    """Returns the file of each tensor, and where it is there."""
-    headers = {file.name: read_header(LocalFiles(), file) for file in files}
-    return {name: (home, place) for home, each in headers.items() for name, place in each.tensors.items()}
-
-
-def _opened(folder: Path, places: Mapping[str, tuple[str, TensorPlace]]) -> Checkpoint:
+def _open_files(folder: Path, files: Iterable[Path]) -> Checkpoint:
+    """Returns files of a folder as a checkpoint in which each tensor is one piece."""
     tensors = {}
-    for name, (home, place) in places.items():
-        pieces = (SavedPiece(file=home, region=whole_region(place.shape)),)
-        tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
+    for file in files:
+        for name, place in read_header(LocalFiles(), file).tensors.items():
+            pieces = (SavedPiece(file=file.name, region=whole_region(place.shape)),)
+            tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
     return Checkpoint(folder, Manifest(step=0, position=0, world=1, tensors=tensors, files={}), LocalFiles())
 
 

@@ -29,7 +29,7 @@ import shlex
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,10 +37,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
+from paceline.checkpoint.manifest import ITEM_BYTES, OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
-from paceline.checkpoint.tensors import Progress, Stream, dtype_of, encode, file_chunks, host_bytes, ignore_progress
+from paceline.checkpoint.tensors import Progress, Stream, encode, file_chunks, host_bytes, ignore_progress
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_interval, write_rank
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.layout import Layout
@@ -58,42 +58,26 @@ _STORAGES: Mapping[torch.dtype, str] = torch.storage._dtype_to_storage_type_map(
 _SCATTERED = 2**18  # elements of a window where memory lies in another order, and each is looked up by itself
 
 
-def stream_region(
-    checkpoint: Checkpoint, name: str, region: Region | None = None, count: int | None = None
-) -> Iterator[torch.Tensor]:
-    """Yields a region of a tensor (or all of it, row by row) as flat windows, one of which is in memory at a time."""
-    wanted = whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region
-    step = window_elements(checkpoint, name, region) if count is None else count
-    for first in range(0, wanted.size, step):
-        yield checkpoint.read(name, wanted.narrow(first, min(first + step, wanted.size)))
+def stream_region(checkpoint: Checkpoint, name: str, region: Region, step: int) -> Iterator[torch.Tensor]:
+    """Yields a region of a tensor as flat windows of ``step`` elements, one of which is in memory at a time."""
+    for first in range(0, region.size, step):
+        yield checkpoint.read(name, region.narrow(first, min(first + step, region.size)))
 
 
-def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = None) -> int:
-    order = None if region is None else region.order
-    if any(piece.region.order != order for piece in checkpoint.manifest.tensors[name].pieces):
+def window_elements(checkpoint: Checkpoint, name: str, region: Region) -> int:
+    if any(piece.region.order != region.order for piece in checkpoint.manifest.tensors[name].pieces):
         return _SCATTERED
     return max(WINDOW_BYTES // checkpoint.dtype(name).itemsize, 1)
 
 
 def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None) -> Stream:
-    return Stream(
-        name=name,
-        region=whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region,
-        dtype=checkpoint.dtype(name),
-        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
-    )
-
-
-def stream_made(name: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Stream:
-    """Returns a tensor that is made when it is read, as a stream."""
+    """Returns a region of a tensor, or all of it, row by row, as a stream."""
+    wanted = region or whole_region(checkpoint.manifest.tensors[name].shape)
 
     def read() -> Iterator[memoryview]:
-        flat = make().detach().to(dtype).contiguous().reshape(-1)
-        step = max(WINDOW_BYTES // dtype.itemsize, 1)
-        for first in range(0, flat.numel(), step):
-            yield host_bytes(flat[first : first + step])
+        return map(host_bytes, stream_region(checkpoint, name, wanted, window_elements(checkpoint, name, wanted)))
 
-    return Stream(name=name, region=whole_region(shape), dtype=dtype, read=read)
+    return Stream(name=name, region=wanted, dtype=checkpoint.dtype(name), read=read)
 
 
 def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:
@@ -174,7 +158,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
+            value = Stream.made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
         if not isinstance(value, Stream):
             return NotImplemented
         if value.dtype not in _STORAGES:
@@ -262,7 +246,7 @@ def _shared(tensors: Tensors, rank: int, ranks: int) -> Pieces:
     """Returns a rank's part of what all ranks hold, in the way in which they share the writing."""
     found = []
     for name, saved in tensors.items():
-        interval = own_interval(name, _whole(saved), dtype_of(saved.dtype).itemsize, rank, ranks)
+        interval = own_interval(name, _whole(saved), ITEM_BYTES[saved.dtype], rank, ranks)
         if interval is not None:
             found.append((name, _whole(saved).narrow(*interval)))
     return found

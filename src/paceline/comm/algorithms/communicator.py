@@ -120,7 +120,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         flat = _flat(tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
         lanes = [lane for span in spans for lane in self._all_reduce_rounds(algorithm, span)]
-        return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
+        return self._start(call, algorithm, flat, lanes, flat)
 
     def _make_scatter(self, call: Call) -> Work | None:
         """Makes a reduce-scatter or an all-gather; unless by halving, a lane has a part of every slice."""
@@ -138,7 +138,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         num_lanes = 1 if algorithm == "halving_doubling" else self._num_lanes("ring", flat)
         parts = zip(*(cut(each, num_lanes) for each in slices), strict=True)
         lanes = [form(*place, part) for part in parts]
-        return self._start(call, algorithm, flat, lanes, lambda: _put_back(output, flat if is_gather else own))
+        return self._start(call, algorithm, flat, lanes, flat if is_gather else own)
 
     def _make_broadcast(self, call: Call) -> Work | None:
         algorithm = self._choose(costs.fastest_broadcast, call.tensor)
@@ -148,7 +148,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         tree = costs.chain(self.size, call.peer) if algorithm == "ring" else costs.rooted_tree(self.size, call.peer)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
-        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.tensor, flat))
+        return self._start(call, algorithm, flat, lanes, flat)
 
     def barrier(self) -> None:
         """Finishes what is in flight, and returns when every rank has called it."""
@@ -185,20 +185,17 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return min(max(flat.nbytes // (pieces * self._chunk_bytes), 1), most)
 
     def _start(
-        self,
-        call: Call,
-        algorithm: Algorithm,
-        flat: torch.Tensor,
-        lanes: Sequence[list[Round]],
-        deliver: Callable[[], None],
+        self, call: Call, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]], result: torch.Tensor
     ) -> Work:
+        """Issues rounds on the elements ``flat``, of which ``result`` is put into the call's output at the end."""
+        output = call.output  # no more of the call is kept alive
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
         comm = self._messages(call, algorithm, lanes)
         made = [MessageLane(comm, flat, lane, call.op, first + number) for number, lane in enumerate(lanes)]
         # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
         is_held_back = call.kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
-        return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
+        return self._in_flight.issue(made, lambda: _put_back(output, result), _TREE_WINDOW if is_held_back else None)
 
     def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
         del call, algorithm, lanes

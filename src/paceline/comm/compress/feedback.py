@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from paceline.comm.base import DONE, BucketShape, Communicator, Work
+from paceline.comm.base import DONE, NARROW, BucketShape, Communicator, Work
 from paceline.comm.compress.policies import ExchangeContext, ExchangeRounds, Policy, VectorPart
 from paceline.errors import CheckpointError
 from paceline.plan.layout import Compression
@@ -40,14 +40,6 @@ class TensorSource(Protocol):
     def read(self, name: str, region: Region | None = None) -> torch.Tensor: ...
 
 
-class TensorPiece(NamedTuple):
-    """What a rank has of a tensor: ``size`` of its ``whole`` elements, from ``begin`` on, in the order of memory."""
-
-    begin: int
-    size: int
-    whole: int
-
-
 class Compressor:
     """Compresses the buckets of one engine, and keeps their residuals. One for each engine and rank."""
 
@@ -58,7 +50,7 @@ class Compressor:
         self.factors: dict[str, torch.Tensor] = {}
         self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
         self.current = _GradientPass()
-        self._pieces: dict[str, TensorPiece] = {}
+        self._pieces: dict[str, Region] = {}  # of tensors as flat ones, in the order of memory
         self._is_sharded = False
         self._replicas: Communicator | None = None
 
@@ -106,8 +98,9 @@ class Compressor:
         replicas = self._replicas or comm
         for name, residual in self.residuals.items():
             piece = self._piece(name, residual.numel())
-            begin = replicas.rank * piece.whole + piece.begin
-            region = Region(shape=(replicas.size, piece.whole), begin=begin, end=begin + piece.size)
+            (whole,) = piece.shape
+            begin = replicas.rank * whole + piece.begin
+            region = Region(shape=(replicas.size, whole), begin=begin, end=begin + piece.size)
             yield Shard(name=_RESIDUAL + name, region=region, tensor=residual)
         for name, factor in self.factors.items():  # the first replica writes them, by the place where a slice begins
             label, copy = f"{_FACTOR}{name}/{self._piece(name).begin}", 0 if replicas.rank == 0 else None
@@ -136,9 +129,9 @@ class Compressor:
             if not self._holds(name):
                 continue
             piece = self._piece(name, whole)
-            if piece.whole != whole:
+            if piece.shape != (whole,):
                 raise CheckpointError(
-                    f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
+                    f"the residual of {name} has {whole} elements, the tensor {piece.shape[0]}\n"
                     "  the residuals of compression belong to one model\n  resume with the config of the run"
                 )
             rows = [replicas.rank] if num_rows == replicas.size else range(num_rows)
@@ -151,9 +144,9 @@ class Compressor:
     def _holds(self, name: str) -> bool:
         return not self._is_sharded or name in self._pieces
 
-    def _piece(self, name: str, numel: int = 0) -> TensorPiece:
+    def _piece(self, name: str, numel: int = 0) -> Region:
         """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
-        return self._pieces.get(name) or TensorPiece(0, numel, numel)
+        return self._pieces.get(name) or whole_region((numel,))
 
     def advance(self) -> None:
         """Issues the second rounds of all buckets under way, in the order in which they left."""
@@ -195,7 +188,7 @@ class _Bucket:
         self.owner = owner
         self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
         self.whole: dict[str, slice] = {}  # by tensor; the tail, which has no name, last
-        self.pieces: dict[str, TensorPiece] = {}
+        self.pieces: dict[str, Region] = {}
         parts, length = [], 0
         first, last = shape.shard or (0, shape.layout.length)
         for name, slot in zip(shape.names, shape.layout.slots, strict=True):
@@ -203,7 +196,7 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = TensorPiece(begin - slot.offset, end - begin, slot.numel)
+            self.pieces[name] = Region(shape=(slot.numel,), begin=begin - slot.offset, end=end - slot.offset)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
@@ -254,8 +247,8 @@ class _BucketWork:
                     self._sent_residuals[name] = torch.zeros_like(residuals[name])
             self.whole = torch.cat([buffer[place] for place in bucket.whole.values()])
             self.whole_work = comm.all_reduce(self.whole, "avg")
-        narrow = buffer.dtype in (torch.float16, torch.bfloat16)
-        vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
+        dtype = torch.float32 if buffer.dtype in NARROW else buffer.dtype
+        vector = torch.cat([buffer[place] for place in bucket.compressed]).to(dtype)
         pieces = bucket.split(vector)
         if names := [name for name in pieces if name in residuals]:
             torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
@@ -321,7 +314,7 @@ def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) ->
         buffer[place].copy_(piece)
 
 
-def _part(name: str, slot: Slot, piece: TensorPiece, start: int) -> VectorPart:
+def _part(name: str, slot: Slot, piece: Region, start: int) -> VectorPart:
     """Returns the part of the vector that a piece of a tensor is. A row is the outermost dim of its memory."""
     rows = 1
     if slot.shape and slot.numel:

@@ -36,22 +36,17 @@ _Seals = tuple[wire.Seal, wire.Seal]
 
 class ControlServer:
     def __init__(
-        self,
-        listener: socket.socket,
-        secret: wire.Secret,
-        hosts: Hosts | None = None,
-        own: str = "",
-        more: Sequence[socket.socket] = (),
+        self, listeners: Sequence[socket.socket], secret: wire.Secret, hosts: Hosts | None = None, own: str = ""
     ) -> None:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed.
 
-        It serves at its ``listener`` and at ``more`` of the same kind, and closes them.
+        It serves at its ``listeners``, which are of one kind, and closes them.
         """
         self.secret = secret
         self.hosts = hosts or Hosts()
         self._num_strangers = 0
         self._links: set[asyncio.StreamWriter] = set()
-        self._listeners = [listener, *more]
+        self._listeners = listeners
         self._own = own
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done = asyncio.Event()
@@ -229,7 +224,7 @@ def private_server(folder: Path) -> Iterator[tuple[wire.Address, Path]]:
     listener = wire.listen(address)
     if not address.is_path:
         address = wire.Address(address.host, listener.getsockname()[1])
-    with ControlServer(listener, lambda: wire.read_secret(secret)):
+    with ControlServer([listener], lambda: wire.read_secret(secret)):
         yield address, secret
 
 

@@ -99,7 +99,6 @@ class DryCommunicator(Communicator):
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
         super().__init__(ranks.index(own.number), ranks, META, backend="virtual")
         self.device_kind = own.world.device_kind
-        self.journal = own.journal  # where this rank's operations are recorded
         self._own = own
         self._lane = lane
 
@@ -214,9 +213,6 @@ class _DryMessages(WrappedCommunicator):
     def issue(self, call: Call) -> Work:
         del call
         return self
-
-    def split(self, ranks: Sequence[int]) -> DryCommunicator:
-        return self.inner.split(ranks)
 
     def wait(self) -> None:
         """Records what is left of the operation, and that the compute waits for it."""

@@ -93,7 +93,6 @@ class LedgerReader:
         self._counts = memoryview(buffer)[COUNTS_AT:RECORDS_AT].cast("Q")
         self.rank, self.pid = self._cells[RANK], self._cells[PID]  # of the writer
         self.thread = self._cells[THREAD]  # in which the rank runs
-        self.born_ns = self._cells[BORN_NS]  # tells the ledgers of two attempts apart
         self._read_bytes = 0
         self._tables: dict[str, dict[int, Any]] = {"g": {}, "c": {}, "s": {}}
 

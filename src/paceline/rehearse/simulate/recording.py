@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.chrome_trace import Event, name_process, name_tracks, span, write_events
+from paceline.chrome_trace import Event, name_process, span, write_events
 from paceline.comm.traced import Trace
 from paceline.comm.virtual.clock import ClockSpan, VirtualClock
 from paceline.errors import RunFolderError
@@ -260,8 +260,7 @@ def trace_events(clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBo
     zero_s = min((bounds[0].start_s for bounds in steps if bounds), default=0.0)
     events: list[Event] = []
     for clock, bounds in zip(clocks, steps, strict=True):
-        events += name_process(clock.rank, f"rank {clock.rank}, simulated")
-        events += name_tracks(clock.rank, ("steps", *_ROWS.values()))
+        events += name_process(clock.rank, f"rank {clock.rank}, simulated", ("steps", *_ROWS.values()))
         events += [
             span(clock.rank, "steps", f"step {each.step}", each.start_s - zero_s, each.end_s - zero_s)
             for each in bounds
