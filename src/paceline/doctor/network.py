@@ -6,7 +6,6 @@ that this host's own name resolves to. Where that is a loopback address, the oth
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from paceline.config.settings import (
 )
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.errors import ConfigError, Problem
-from paceline.run.whereami import recognise
+from paceline.run.whereami import is_loopback, recognise
 from paceline.units import format_seconds
 
 _PATIENCE_S = 5.0
@@ -59,10 +58,6 @@ class Resolution:
     usable: str | None
     seconds: float
     error: str = ""
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def find_interfaces() -> list[Interface]:

@@ -116,7 +116,8 @@ def claim_folder(
                 (path / part).mkdir(exist_ok=True)
             change_config(path, config_yaml, plan_json)
             return RunFolder(path, lock, is_new=False)
-        return _make(path, {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: name}, force=force)
+        asked = "" if name == path.name else name
+        return _make(path, {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: asked}, force=force)
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
 
