@@ -149,13 +149,12 @@ def gloo_interface(settings: Mapping[str, BackendSetting], present: list[Interfa
     if asked is not None:
         first = asked.value.split(",")[0]
         return first if any(each.name == first for each in present) else None
+    loopback = next((each.name for each in present if each.is_loopback), None)
     if usable is None:
-        return next((each.name for each in present if each.is_loopback), None)
+        return loopback
     plain = usable.partition("%")[0]
-    for each in present:
-        if any(address.partition("%")[0] == plain for address in each.addresses):
-            return each.name
-    return next((each.name for each in present if each.is_loopback), None) if is_loopback(usable) else None
+    named = (each.name for each in present if plain in (address.partition("%")[0] for address in each.addresses))
+    return next(named, loopback if is_loopback(usable) else None)
 
 
 def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interface]) -> list[str]:

@@ -131,14 +131,9 @@ def name_of(path: Path) -> str:
 
 
 def is_in_use(path: Path) -> bool:
-    try:
-        lock = os.open(path / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(lock)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError), (path / ".lock").open("r+b") as lock:
+        return not _try_lock(lock.fileno())
+    return False
 
 
 def config_of(path: Path, name: str = _CONFIG) -> Path:

@@ -118,7 +118,7 @@ def run_ranks(
     traceback. A script calls this below ``if __name__ == "__main__":``, since every rank imports it.
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    count = CPU_RANKS if ranks is None and not gpus else gpus if ranks is None else ranks
+    count = (gpus or CPU_RANKS) if ranks is None else ranks
     threads = max(1, len(usable_cores()) // max(1, count))
     join = partial(connect, backend, device=device)
     return run_processes(function, count, args=args, timeout_s=timeout_s, threads=threads, join=join)
@@ -288,18 +288,18 @@ class OwnLoop:
             raise errors.CollectiveMismatchError(verdict.sentence)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if self._is_open and os.getpid() == self._pid:
-            self._is_open = False
-            self._ledger.fail()
-            with contextlib.suppress(OSError):
-                verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
-                if verdict is not None:
-                    self._watch.tell(verdict)
-                self._clear()
+        if not self._is_open or os.getpid() != self._pid:
             self._hook_before(kind, error, traceback)
-            self._watch.leave()
-        else:
-            self._hook_before(kind, error, traceback)
+            return
+        self._is_open = False
+        self._ledger.fail()
+        with contextlib.suppress(OSError):
+            verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
+            if verdict is not None:
+                self._watch.tell(verdict)
+            self._clear()
+        self._hook_before(kind, error, traceback)
+        self._watch.leave()
 
     def _judge(self, error: errors.CommunicationError) -> HangVerdict | None:
         own = self._ledger.reader().rank

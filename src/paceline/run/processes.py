@@ -50,10 +50,10 @@ MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHost:
-    """Where a rank runs: ``enter`` moves its new process there, and Gloo talks over ``interface``."""
+    """Where a rank runs: Gloo talks over ``interface``, and ``enter`` moves its new process there; None: it stays."""
 
-    enter: Callable[[], None]
     interface: str
+    enter: Callable[[], None] | None = None
 
 
 def run_processes(
@@ -167,7 +167,7 @@ def _rank_main(
 ) -> None:
     end_with_parent(os.getppid())
     place: RankHost | None = pickle.loads(where)  # nosec B301  # from the parent
-    if place is not None:
+    if place is not None and place.enter is not None:
         place.enter()
     keep_to_own_cores(rank, ranks, threads)
     os.environ.update(
@@ -247,12 +247,11 @@ def keep_cores(config: Config) -> None:
 
 def redirect_output(path: Path) -> None:
     """Sends this process's output, that of its libraries too, to a file."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with path.open("ab") as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def tell_agent(message: str, text: str, when: float) -> None:

@@ -215,20 +215,13 @@ def _remove(path: Path) -> None:
 
 def _remove_leftovers() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it went meanwhile
+        with contextlib.suppress(OSError):  # it went meanwhile, or its process holds the lock
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
             try:
-                lock = os.open(path / _LOCK, os.O_RDWR)
-            except FileNotFoundError:
-                is_left = time.time() - path.stat().st_mtime > _MAKING_S
-            else:
-                try:
+                with (path / _LOCK).open("r+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_left = True
-                except OSError:
-                    is_left = False
-                finally:
-                    os.close(lock)
-            if is_left:
-                shutil.rmtree(path, ignore_errors=True)
+            except FileNotFoundError:
+                if time.time() - path.stat().st_mtime <= _MAKING_S:
+                    continue
+            shutil.rmtree(path, ignore_errors=True)
