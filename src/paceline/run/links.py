@@ -154,7 +154,9 @@ def explain(blocked: Sequence[BlockedLink]) -> str:
 
 
 def _listen(stack: contextlib.ExitStack, addresses: Sequence[str]) -> tuple[HostPorts, list[socket.socket]]:
-    low, high = port_range()
+    low, high = 49152, 65535  # set aside for this, where the system does not tell
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, _RANGE.read_text(encoding="ascii").split())
     quarter = (high - low + 1) // _NUM_PORTS
     listeners: list[socket.socket] = []
     for address in addresses:
@@ -170,14 +172,6 @@ def _listen(stack: contextlib.ExitStack, addresses: Sequence[str]) -> tuple[Host
         place = listener.getsockname()
         ports.setdefault(str(place[0]), []).append(int(place[1]))
     return HostPorts(host_name(), ports, (low, high)), listeners
-
-
-def port_range() -> tuple[int, int]:
-    """Returns the ports from which the system chooses; where it does not tell, those that are set aside for it."""
-    with contextlib.suppress(OSError, ValueError):
-        low, high = map(int, _RANGE.read_text(encoding="ascii").split())
-        return low, high
-    return 49152, 65535
 
 
 async def _try_all(

@@ -75,8 +75,10 @@ def run_processes(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
+    # The lines of cells are in no file: for tracebacks of ranks.
+    cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
-        task = _pickled((_unsaved_sources(), function, tuple(args), join))
+        task = _pickled((cells, function, tuple(args), join))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
@@ -115,11 +117,6 @@ def _pickled(value: Any) -> bytes:
         from joblib.externals.cloudpickle import dumps
     found: bytes = dumps(value)
     return found
-
-
-def _unsaved_sources() -> dict[str, Any]:
-    """Returns the lines of cells, which are in no file: for tracebacks of ranks."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def loopback_interface() -> str:
