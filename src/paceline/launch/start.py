@@ -118,11 +118,9 @@ def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = Non
     asked, each = config.parallel.ranks, gpus or config.parallel.node_ranks or slots
     if slots is not None and slots != each:
         given = f"--gpus-per-node is {gpus}" if gpus else f"parallel.node_ranks = {each}"
+        what = f"the hosts have {slots} slots each, and {given}"
         fix = "give the same number, or leave the slots out"
-        problem = Problem(
-            what=f"the hosts have {slots} slots each, and {given}", rule="they are ranks of a host", fix=fix
-        )
-        raise ConfigError([problem], source="launch")
+        raise ConfigError([Problem(what=what, rule="they are ranks of a host", fix=fix)], source="launch")
     if isinstance(asked, int):
         each = each or asked // nodes
         if each * nodes != asked:

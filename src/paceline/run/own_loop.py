@@ -221,9 +221,8 @@ class OwnLoop:
         self._first: int | None = None  # the optimizer whose updates are counted as steps
         self._pairing = StepPairing(ledger, watch)
         if watch.channel is not None:
-            watch.left = LeftRanks(
-                channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=does_first_rank_hold_store()
-            )
+            has_store = does_first_rank_hold_store()
+            watch.left = LeftRanks(channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=has_store)
         self._is_open = True
         before = register_optimizer_step_pre_hook(self._begin_update)
         self._hooks = [before, register_optimizer_step_post_hook(self._end_update)]
@@ -390,9 +389,8 @@ class StepPairing:
             found = pair.compare(own, other)
             if found is not None:
                 entries = self._mine.collective_before(own), reader.collective_before(other)
-                return pairing_verdict(
-                    found, (self._mine.rank, reader.rank), entries, self._notes.name_of(found.counter)
-                )
+                name = self._notes.name_of(found.counter)
+                return pairing_verdict(found, (self._mine.rank, reader.rank), entries, name)
         return None
 
 
