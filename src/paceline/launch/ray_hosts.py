@@ -45,7 +45,7 @@ from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
 from paceline.run.notes import read_progress
 from paceline.run.signals import BY_SIGNAL
-from paceline.run.whereami import SWITCH
+from paceline.run.whereami import SWITCH, Surroundings
 from paceline.terminal import echo
 
 _LOOK_S = 0.1
@@ -273,16 +273,10 @@ def rank_variables(hosts: Sequence[PlacedWorker], port: int) -> Iterator[dict[st
     gpus = {node: [gpu for host in hosts if host.node == node for gpu in host.gpus] for node in of_node}
     seen: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
-        node = host.node
-        yield {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(hosts)),
-            "LOCAL_RANK": str(seen[node]),
-            "LOCAL_WORLD_SIZE": str(of_node[node]),
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": str(port),
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {}),
-        }
+        node, address = host.node, hosts[0].address
+        around = Surroundings(launcher="Ray", kind="rank", number=rank, count=len(hosts), address=address, port=port)
+        found = replace(around, local_rank=seen[node], host_ranks=of_node[node]).rank_variables()
+        yield found | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {})
         seen[node] += 1
 
 

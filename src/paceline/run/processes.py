@@ -152,8 +152,7 @@ def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> li
 
 def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineError:
     """Picks the failure that is not a consequence of another: a lost connection is one."""
-    failures.sort(key=lambda failure: isinstance(failure[1], CommunicationError))
-    rank, error, text = failures[0]
+    rank, error, text = min(failures, key=lambda failure: isinstance(failure[1], CommunicationError))
     failure = RankFailedError(rank, error, text)
     failure.__cause__ = error
     return failure

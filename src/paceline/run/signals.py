@@ -184,17 +184,14 @@ def scratch_folder() -> Iterator[Path]:
     _remove_leftovers()
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
     _HELD[path] = os.getpid()  # before it is there: an interrupt may come at any moment
-    lock = -1
     try:
         path.mkdir(mode=0o700)
-        lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
-        yield path
+        with (path / f"{_LOCK}.new").open("wb") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
+            yield path
     finally:
-        if lock >= 0:
-            os.close(lock)
         _remove(path)
 
 
