@@ -6,6 +6,7 @@ that this host's own name resolves to. Where that is a loopback address, the oth
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from paceline.cluster.detect import usable_cores
-from paceline.comm.control.wire import SECRET, SECRET_FILE
+from paceline.comm.control.wire import SECRET, SECRET_FILE, Address, listen
 from paceline.config import check_exported, check_interfaces, config_settings, exported_settings
 from paceline.config.settings import (
     GLOO_INTERFACE,
@@ -94,13 +95,9 @@ def resolve_host(host: str, patience_s: float = _PATIENCE_S) -> Resolution:
 
 
 def _can_listen(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError), listen(Address(address)):
+        return True
+    return False
 
 
 def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -185,9 +182,7 @@ def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks that a process can listen, and that torchrun's port is free."""
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            probe.listen(1)
+        with listen(Address("127.0.0.1")) as probe:
             free = probe.getsockname()[1]
     except OSError as error:
         found, meaning = f"no port can be opened: {error.strerror}", "ranks of Gloo listen at one each"
