@@ -26,6 +26,7 @@ from paceline.comm.torch_dist import connect, disconnect
 from paceline.health.verdict import HangLimits
 from paceline.run.notes import note_process
 from paceline.run.watch import WatchPolicy, keep_ledger, watch_itself
+from paceline.run.whereami import HOST
 
 ROUNDS = 6
 BAD_ROUND = 3
@@ -84,7 +85,8 @@ def main() -> None:
     comm = keep_ledger(connect(backend, timeout_s=120.0), folder)  # type: ignore[arg-type]
     if len(sys.argv) > 4:
         policy = WatchPolicy(limits=HangLimits(step_s=2.0, setup_s=100.0))
-        watch_itself(comm, folder, policy, host=sys.argv[4])
+        os.environ[HOST] = sys.argv[4]
+        watch_itself(comm, folder, policy)
     for number in count() if fault == "endless" else range(ROUNDS):
         one_round(comm, comm.ledger, fault, number == BAD_ROUND and rank == GUILTY)
         comm.ledger.count_step()

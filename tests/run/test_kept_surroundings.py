@@ -5,7 +5,7 @@ from __future__ import annotations
 from kept_figures import assert_kept, told
 
 from paceline.run.links import BlockedLink, explain, left_out, partners_of
-from paceline.run.whereami import Surroundings, _is_loopback, _parse_counts, parse_nodes, recognise, tasks_of_node
+from paceline.run.whereami import Surroundings, _parse_counts, is_loopback, parse_nodes, recognise, tasks_of_node
 
 MASTER = {"MASTER_ADDR": "host1", "MASTER_PORT": "29501"}
 RANK = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}
@@ -110,7 +110,7 @@ def figures() -> dict[str, object]:
     texts = ("2(x3),1", "4", " 4 , 5(x1)", "2(x65536)", "2(x65537)", "2x3", "")
     found["tasks"] = {text: [str(tasks_of_node(text, node)) for node in (0, 1, 2, 3, 4)] for text in texts}
     addresses = ("127.0.0.1", "127.3.2.1", "::1", "10.0.0.1", "localhost", "host1", "")
-    found["loopback"] = {each: _is_loopback(each) for each in addresses}
+    found["loopback"] = {each: is_loopback(each) for each in addresses}
     found["blocked links"] = explain(BLOCKED)
     found["many blocked links"] = [explain(BLOCKED[:1] * number) for number in (12, 13)]
     found["left out"] = {

@@ -18,7 +18,6 @@ A line is one ``write`` to a file that is opened for appending: ranks do not mix
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -238,11 +237,8 @@ def read_plan(folder: Path) -> tuple[int, list[Fault]]:
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:
-    descriptor = os.open(folder / _FILES[type(what)], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(descriptor, (json.dumps(asdict(what)) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with (folder / _FILES[type(what)]).open("ab", buffering=0) as file:
+        file.write((json.dumps(asdict(what)) + "\n").encode())
 
 
 def read_notes(folder: Path, kind: type[_Note]) -> list[_Note]:

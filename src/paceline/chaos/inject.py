@@ -49,9 +49,8 @@ class Injector:
         done = {(fired.number, fired.rank) for fired in faults.read_notes(folder, faults.Fired)}
         self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
         self._faults = [each for each in planned if each.rank in (None, rank) and (each.number, rank) not in done]
-        self._slow: faults.Fault | None = None
-        self._slow_until, self._loss_factor = 0, 1.0
-        self._slow_link: faults.Fault | None = None
+        self._slowed: dict[str, tuple[float, int]] = {}  # by kind of fault: how much longer, until which step
+        self._loss_factor = 1.0
         self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
 
@@ -78,17 +77,14 @@ class Injector:
     def _lap(self, lap: Callable[[str], None], phase: str) -> None:
         assert self._trainer is not None
         step = self._trainer.step + 1
-        if self._slow is not None and step < self._slow_until:  # takes as many times as long as a slow rank's
-            time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
+        if more := self._slowness("slow", step):  # takes as many times as long as a slow rank's
+            time.sleep(more * (time.perf_counter() - self._lap_at))
         if phase == "optimizer":
             self._loss_factor = 1.0
         for fault in self._due(step):
-            if fault.kind == "slow":
+            if fault.kind in faults.SLOW:
                 self._fire(fault, step)
-                self._slow, self._slow_until = fault, step + fault.length
-            elif fault.kind == "slow-link":
-                self._fire(fault, step)
-                self._slow_link = replace(fault, step=step)
+                self._slowed[fault.kind] = fault.factor - 1.0, step + fault.length
             elif fault.kind in faults.ON_LOSS and phase == "data":
                 self._fire(fault, step)
                 self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
@@ -103,11 +99,15 @@ class Injector:
 
     def _end_wait(self, end_wait: Callable[[Any], None], start: Any) -> None:
         """Makes operations take longer: the rank's own wait for one, and so that of the others for the next."""
-        fault, trainer = self._slow_link, self._trainer
-        end = 0 if fault is None or fault.step is None else fault.step + fault.length
-        if fault is not None and trainer is not None and start is not None and trainer.step < end:
-            time.sleep((fault.factor - 1.0) * _MESSAGE_S)
+        assert self._trainer is not None
+        more = self._slowness("slow-link", self._trainer.step)
+        if more and start is not None:
+            time.sleep(more * _MESSAGE_S)
         end_wait(start)
+
+    def _slowness(self, kind: str, step: int) -> float:
+        more, end = self._slowed.get(kind, (0.0, 0))
+        return more if step < end else 0.0
 
     def _enter(self, enter: Callable[[str], None], phase: str) -> None:
         assert self._trainer is not None

@@ -6,7 +6,7 @@ that this host's own name resolves to. Where that is a loopback address, the oth
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import socket
 import threading
 import time
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from paceline.cluster.detect import usable_cores
-from paceline.comm.control.wire import SECRET, SECRET_FILE
+from paceline.comm.control.wire import SECRET, SECRET_FILE, Address, listen
 from paceline.config import check_exported, check_interfaces, config_settings, exported_settings
 from paceline.config.settings import (
     GLOO_INTERFACE,
@@ -29,7 +29,7 @@ from paceline.config.settings import (
 )
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.errors import ConfigError, Problem
-from paceline.run.whereami import recognise
+from paceline.run.whereami import is_loopback, recognise
 from paceline.units import format_seconds
 
 _PATIENCE_S = 5.0
@@ -59,10 +59,6 @@ class Resolution:
     usable: str | None
     seconds: float
     error: str = ""
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def find_interfaces() -> list[Interface]:
@@ -99,13 +95,9 @@ def resolve_host(host: str, patience_s: float = _PATIENCE_S) -> Resolution:
 
 
 def _can_listen(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError), listen(Address(address)):
+        return True
+    return False
 
 
 def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -154,13 +146,12 @@ def gloo_interface(settings: Mapping[str, BackendSetting], present: list[Interfa
     if asked is not None:
         first = asked.value.split(",")[0]
         return first if any(each.name == first for each in present) else None
+    loopback = next((each.name for each in present if each.is_loopback), None)
     if usable is None:
-        return next((each.name for each in present if each.is_loopback), None)
+        return loopback
     plain = usable.partition("%")[0]
-    for each in present:
-        if any(address.partition("%")[0] == plain for address in each.addresses):
-            return each.name
-    return next((each.name for each in present if each.is_loopback), None) if is_loopback(usable) else None
+    named = (each.name for each in present if plain in (address.partition("%")[0] for address in each.addresses))
+    return next(named, loopback if is_loopback(usable) else None)
 
 
 def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interface]) -> list[str]:
@@ -191,9 +182,7 @@ def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks that a process can listen, and that torchrun's port is free."""
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            probe.listen(1)
+        with listen(Address("127.0.0.1")) as probe:
             free = probe.getsockname()[1]
     except OSError as error:
         found, meaning = f"no port can be opened: {error.strerror}", "ranks of Gloo listen at one each"

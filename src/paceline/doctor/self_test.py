@@ -57,7 +57,7 @@ def handshake(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterator[MachineFinding]:
     """Lets two new processes add up over an interface; None: the loopback, and then in shared memory."""
     name = "handshake" + (f" over {interface}" if interface else "")
-    places = [RankHost(enter=_stay, interface=interface)] * 2 if interface else None
+    places = [RankHost(interface=interface)] * 2 if interface else None
     start = time.monotonic()
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
@@ -80,10 +80,6 @@ def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterato
     else:
         found = f"an all-reduce in shared memory takes {format_seconds(max(times))}"
         yield finding("shared handshake", found, "comm.backend = auto takes it for CPU ranks of one host")
-
-
-def _stay() -> None:
-    """Does nothing: the rank runs where it was started."""
 
 
 def _greet(comm: Communicator, also_shared: bool) -> Greeting:

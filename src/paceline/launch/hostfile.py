@@ -34,9 +34,8 @@ def read_hosts(named: str, lines: Iterable[str] = ()) -> tuple[tuple[str, ...], 
     for host, count in Counter(host for host, _ in slots).items():
         if count > 1:
             rule = "one launcher on a host starts all of its ranks"
-            problems.append(
-                Problem(what=f"{host} is listed {count} times", rule=rule, fix=f"write {host}:{count} once")
-            )
+            fix = f"write {host}:{count} once"
+            problems.append(Problem(what=f"{host} is listed {count} times", rule=rule, fix=fix))
     if len({count for _, count in slots}) > 1:
         shown = ", ".join(f"{host} {count or 'none'}" for host, count in slots[:8])
         rule = "every host has as many ranks as the others"

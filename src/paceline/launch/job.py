@@ -122,7 +122,6 @@ class JobState:
 
 
 def launches_folder(runs: Path) -> Path:
-    """Returns the folder of all launches whose runs are in ``runs``."""
     return runs / _FOLDER
 
 

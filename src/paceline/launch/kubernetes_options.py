@@ -81,7 +81,6 @@ class KubernetesOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Returns the ranks of a pod."""
         return self.gpus or self.ranks
 
     @property

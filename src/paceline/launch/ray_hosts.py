@@ -44,7 +44,8 @@ from paceline.launch.remote import forget_mark, look_order, run_order, start_com
 from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
 from paceline.run.notes import read_progress
-from paceline.run.whereami import SWITCH
+from paceline.run.signals import BY_SIGNAL
+from paceline.run.whereami import SWITCH, Surroundings
 from paceline.terminal import echo
 
 _LOOK_S = 0.1
@@ -53,8 +54,7 @@ _ANSWER_S = 120.0
 _LATE_S = 10.0  # for the others, when a host is lost or has failed: they may be saving
 _DONE_S = 60.0  # for the others, when one is done
 _FREE_S = 60.0  # until a launcher that lost its actor has left the run's folder
-_CANCELLED = 143  # as ended by SIGTERM
-_BY_SIGNAL = 128
+_CANCELLED = BY_SIGNAL + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,13 @@ class HostEnd:
 
     @property
     def is_lost(self) -> bool:
-        return self.code is None or self.code > _BY_SIGNAL
+        return self.code is None or self.code > BY_SIGNAL
 
     def __str__(self) -> str:
         if self.code is None:
             return f"host {self.host} was lost" + (f" ({self.words})" if self.words else "")
-        if self.code > _BY_SIGNAL:
-            return f"the launcher on host {self.host} was killed by signal {self.code - _BY_SIGNAL}"
+        if self.code > BY_SIGNAL:
+            return f"the launcher on host {self.host} was killed by signal {self.code - BY_SIGNAL}"
         return f"host {self.host} left with exit code {self.code}"
 
 
@@ -262,7 +262,7 @@ def ended_by(
 
 def code_of(ends: Sequence[HostEnd]) -> int:
     """Returns the code that says most: a launcher that lost another one leaves with 1."""
-    codes = [end.code for end in ends if end.code is not None and end.code <= _BY_SIGNAL]
+    codes = [end.code for end in ends if end.code is not None and end.code <= BY_SIGNAL]
     special = [code for code in codes if code not in (DONE, FAILED)]
     return next((code for code in (PREEMPTED, NO_PROGRESS) if code in special), special[0] if special else FAILED)
 
@@ -273,16 +273,10 @@ def rank_variables(hosts: Sequence[PlacedWorker], port: int) -> Iterator[dict[st
     gpus = {node: [gpu for host in hosts if host.node == node for gpu in host.gpus] for node in of_node}
     seen: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
-        node = host.node
-        yield {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(hosts)),
-            "LOCAL_RANK": str(seen[node]),
-            "LOCAL_WORLD_SIZE": str(of_node[node]),
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": str(port),
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {}),
-        }
+        node, address = host.node, hosts[0].address
+        around = Surroundings(launcher="Ray", kind="rank", number=rank, count=len(hosts), address=address, port=port)
+        found = replace(around, local_rank=seen[node], host_ranks=of_node[node]).rank_variables()
+        yield found | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {})
         seen[node] += 1
 
 

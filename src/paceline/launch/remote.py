@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from paceline import __version__
 from paceline.cluster.detect import detect_machine
-from paceline.comm.control.wire import SECRET
+from paceline.comm.control.wire import SECRET, Address, listen
 from paceline.launch.background import exit_code_of
 from paceline.launch.job import LAUNCHED, LaunchJob
 from paceline.run.whereami import HOST
@@ -120,11 +120,7 @@ def _free_port(address: str, asked: int) -> int | str:
     if not address:
         return 0
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, asked, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen()
+        with listen(Address(address, asked)) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
         return f"{address}:{asked}: {error.strerror or error}"
@@ -144,7 +140,7 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
 
     heard = threading.Event()
 
-    def listen() -> None:
+    def take_orders() -> None:
         for line in orders:
             heard.set()
             with contextlib.suppress(ValueError, KeyError, OSError):
@@ -163,7 +159,7 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
             process.wait(_PATIENCE_S)
         process.kill()
 
-    threading.Thread(target=listen, name="orders", daemon=True).start()
+    threading.Thread(target=take_orders, name="orders", daemon=True).start()
     if order.get("lease_s"):  # whoever holds the run takes a silent host for lost, and goes on without it
         threading.Thread(target=end_if_cut_off, name="lease", daemon=True).start()
     for number in (signal.SIGHUP, signal.SIGTERM):

@@ -38,6 +38,7 @@ from paceline.launch.background import hold
 from paceline.launch.background import state as state
 from paceline.launch.job import LAUNCHED, LaunchJob, TargetMachines, refuse_options, refuse_settings
 from paceline.launch.remote import ALIVE, forget_mark, give_order, look_order, run_order, start_command
+from paceline.run.signals import BY_SIGNAL
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
@@ -55,7 +56,6 @@ _AGAIN_S = 5.0
 _LATE_S = 30.0  # for the other hosts, when the first has ended; and again, when they were asked to end
 _LOST = 255  # ssh's own
 _CANNOT_START = "answers, and Paceline does not start there:"
-_BY_SIGNAL = 128
 _ALIVE_S, _SILENT_S, _LEASE_S = 2.0, 8.0, 12.0  # shorter than ssh takes to give up a connection: 15 to 20 s
 
 
@@ -260,7 +260,7 @@ class _Supervisor:
 
     def _move(self, lost: str, code: int) -> bool:
         """Finds another host for the others to meet at, where this one was lost; says whether there is one."""
-        if code != _LOST and code <= _BY_SIGNAL:
+        if code != _LOST and code <= BY_SIGNAL:
             return False
         for host in (*(each for each in self.job.hosts if each != lost), lost):
             address = _address(self.job, host)

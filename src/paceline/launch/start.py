@@ -22,13 +22,12 @@ from paceline.launch.job import LaunchJob, Target, TargetMachines, find_target, 
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.run.folder import check_folder, is_taken
-from paceline.run.location import run_folder, runs_of
+from paceline.run.location import numbered, run_folder, runs_of
+from paceline.run.warm import CPU_RANKS
 from paceline.search.automatic import apply_choice, choose
 from paceline.search.expect import MemoryVerdict, needed
 from paceline.search.request import make_plan
 from paceline.units import format_bytes
-
-_CPU_RANKS = 2
 
 
 def prepare(
@@ -105,13 +104,13 @@ def _free_run(config: Config, *, resumes: bool) -> str:
         if not (runs := runs_of(config)):
             raise UsageError(f"--resume, and there is no run in {first}\n  leave it out for a new run")
         return runs[0].name
-    names = itertools.chain([first.name], (f"{first.name}-{number}" for number in itertools.count(2)))
     launches = launches_folder(first.parent)
-    for name in names:
-        is_used = is_taken(first.with_name(name)) or (launches / name).exists()
-        if not is_used and not runs_of(config.model_copy(update={"name": name})):
-            return name
-    raise AssertionError("unreachable")
+
+    def is_used(name: str) -> bool:
+        is_there = is_taken(first.with_name(name)) or (launches / name).exists()
+        return is_there or bool(runs_of(config.model_copy(update={"name": name})))
+
+    return next(itertools.filterfalse(is_used, numbered(first.name)))
 
 
 def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = None) -> int:
@@ -119,11 +118,9 @@ def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = Non
     asked, each = config.parallel.ranks, gpus or config.parallel.node_ranks or slots
     if slots is not None and slots != each:
         given = f"--gpus-per-node is {gpus}" if gpus else f"parallel.node_ranks = {each}"
+        what = f"the hosts have {slots} slots each, and {given}"
         fix = "give the same number, or leave the slots out"
-        problem = Problem(
-            what=f"the hosts have {slots} slots each, and {given}", rule="they are ranks of a host", fix=fix
-        )
-        raise ConfigError([problem], source="launch")
+        raise ConfigError([Problem(what=what, rule="they are ranks of a host", fix=fix)], source="launch")
     if isinstance(asked, int):
         each = each or asked // nodes
         if each * nodes != asked:
@@ -132,7 +129,7 @@ def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = Non
             fix = f"set parallel.ranks = auto, or {max(1, each) * nodes}"
             problem = Problem(what=f"parallel.ranks = {asked} on {given}", rule=rule, fix=fix)
             raise ConfigError([problem], source="launch")
-    return each or _CPU_RANKS
+    return each or CPU_RANKS
 
 
 def plan_job(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:

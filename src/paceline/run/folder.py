@@ -116,7 +116,8 @@ def claim_folder(
                 (path / part).mkdir(exist_ok=True)
             change_config(path, config_yaml, plan_json)
             return RunFolder(path, lock, is_new=False)
-        return _make(path, {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: name}, force=force)
+        asked = "" if name == path.name else name
+        return _make(path, {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: asked}, force=force)
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
 
@@ -130,14 +131,9 @@ def name_of(path: Path) -> str:
 
 
 def is_in_use(path: Path) -> bool:
-    try:
-        lock = os.open(path / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(lock)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError), (path / ".lock").open("r+b") as lock:
+        return not _try_lock(lock.fileno())
+    return False
 
 
 def config_of(path: Path, name: str = _CONFIG) -> Path:

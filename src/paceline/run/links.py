@@ -154,7 +154,9 @@ def explain(blocked: Sequence[BlockedLink]) -> str:
 
 
 def _listen(stack: contextlib.ExitStack, addresses: Sequence[str]) -> tuple[HostPorts, list[socket.socket]]:
-    low, high = port_range()
+    low, high = 49152, 65535  # set aside for this, where the system does not tell
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, _RANGE.read_text(encoding="ascii").split())
     quarter = (high - low + 1) // _NUM_PORTS
     listeners: list[socket.socket] = []
     for address in addresses:
@@ -172,26 +174,13 @@ def _listen(stack: contextlib.ExitStack, addresses: Sequence[str]) -> tuple[Host
     return HostPorts(host_name(), ports, (low, high)), listeners
 
 
-def port_range() -> tuple[int, int]:
-    """Returns the ports from which the system chooses; where it does not tell, those that are set aside for it."""
-    with contextlib.suppress(OSError, ValueError):
-        low, high = map(int, _RANGE.read_text(encoding="ascii").split())
-        return low, high
-    return 49152, 65535
-
-
 async def _try_all(
     others: Mapping[int, HostPorts], partners: Mapping[int, int | None], secret: bytes
 ) -> list[tuple[int, str, list[int], str]]:
     """Connects to all ports at once; returns places, addresses and ports that cannot be reached, and why."""
     gate = asyncio.Semaphore(_AT_ONCE)
     ways = [(place, *way) for place, there in others.items() for way in _ways(there, partners[place])]
-
-    async def reach(address: str, port: int) -> str:
-        async with gate:
-            return await _reach(address, port, secret)
-
-    answers = await asyncio.gather(*(reach(address, port) for _, address, port in ways))
+    answers = await asyncio.gather(*(_reach(gate, address, port, secret) for _, address, port in ways))
     found: dict[tuple[int, str, str], list[int]] = {}
     for (place, address, port), why in zip(ways, answers, strict=True):
         if why:
@@ -205,11 +194,11 @@ def _ways(there: HostPorts, most: int | None) -> Iterator[tuple[str, int]]:
             yield address, port
 
 
-async def _reach(address: str, port: int, secret: bytes) -> str:
+async def _reach(gate: asyncio.Semaphore, address: str, port: int, secret: bytes) -> str:
     """Connects to a host's port and proves the secret there; returns why that does not work, else nothing."""
     writer: asyncio.StreamWriter | None = None
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with gate, asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(address, port)
             nonce = secrets.token_bytes(wire.NONCE_BYTES)
             theirs = await reader.readexactly(wire.NONCE_BYTES)

@@ -11,7 +11,7 @@ import glob
 import itertools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,14 +179,14 @@ def claim_run(
     from paceline.config import dump_yaml
 
     while True:
-        folder, named = location.folder, location.named_config(config)
+        text = dump_yaml(location.named_config(config))
+        resume = location.is_continued
         try:
-            name = config.name if named.name != config.name else ""
-            text = dump_yaml(named)
-            resume = location.is_continued
-            return claim_folder(folder, text, plan_json, force=force, resume=resume, name=name), location
+            return claim_folder(
+                location.folder, text, plan_json, force=force, resume=resume, name=config.name
+            ), location
         except RunFolderError:
-            if not location.takes_number or not is_taken(folder):
+            if not location.takes_number or not is_taken(location.folder):
                 raise
         location = replace(location, folder=next_folder(run_folder(config)))
 
@@ -236,10 +236,13 @@ def _say_once(text: str) -> None:
 
 def next_folder(first: Path) -> Path:
     """Returns a folder if nothing is there, or the next one of its name with a number."""
-    if not is_taken(first):
-        return first
-    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(path for path in numbered if not is_taken(path))
+    return next(path for path in map(first.with_name, numbered(first.name)) if not is_taken(path))
+
+
+def numbered(name: str) -> Iterator[str]:
+    """Yields a name, and without an end the same with a number: digits, digits-2, digits-3."""
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
 
 
 def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:

@@ -134,7 +134,6 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def note_preemption(folder: Path) -> None:
-    """Notes that the ranks have saved and left because they were asked to."""
     (folder / "logs" / "preempted").touch()
 
 

@@ -118,7 +118,7 @@ def run_ranks(
     traceback. A script calls this below ``if __name__ == "__main__":``, since every rank imports it.
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    count = CPU_RANKS if ranks is None and not gpus else gpus if ranks is None else ranks
+    count = (gpus or CPU_RANKS) if ranks is None else ranks
     threads = max(1, len(usable_cores()) // max(1, count))
     join = partial(connect, backend, device=device)
     return run_processes(function, count, args=args, timeout_s=timeout_s, threads=threads, join=join)
@@ -221,9 +221,8 @@ class OwnLoop:
         self._first: int | None = None  # the optimizer whose updates are counted as steps
         self._pairing = StepPairing(ledger, watch)
         if watch.channel is not None:
-            watch.left = LeftRanks(
-                channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=does_first_rank_hold_store()
-            )
+            has_store = does_first_rank_hold_store()
+            watch.left = LeftRanks(channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=has_store)
         self._is_open = True
         before = register_optimizer_step_pre_hook(self._begin_update)
         self._hooks = [before, register_optimizer_step_post_hook(self._end_update)]
@@ -288,18 +287,18 @@ class OwnLoop:
             raise errors.CollectiveMismatchError(verdict.sentence)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if self._is_open and os.getpid() == self._pid:
-            self._is_open = False
-            self._ledger.fail()
-            with contextlib.suppress(OSError):
-                verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
-                if verdict is not None:
-                    self._watch.tell(verdict)
-                self._clear()
+        if not self._is_open or os.getpid() != self._pid:
             self._hook_before(kind, error, traceback)
-            self._watch.leave()
-        else:
-            self._hook_before(kind, error, traceback)
+            return
+        self._is_open = False
+        self._ledger.fail()
+        with contextlib.suppress(OSError):
+            verdict = self._judge(error) if isinstance(error, errors.CommunicationError) else None
+            if verdict is not None:
+                self._watch.tell(verdict)
+            self._clear()
+        self._hook_before(kind, error, traceback)
+        self._watch.leave()
 
     def _judge(self, error: errors.CommunicationError) -> HangVerdict | None:
         own = self._ledger.reader().rank
@@ -390,9 +389,8 @@ class StepPairing:
             found = pair.compare(own, other)
             if found is not None:
                 entries = self._mine.collective_before(own), reader.collective_before(other)
-                return pairing_verdict(
-                    found, (self._mine.rank, reader.rank), entries, self._notes.name_of(found.counter)
-                )
+                name = self._notes.name_of(found.counter)
+                return pairing_verdict(found, (self._mine.rank, reader.rank), entries, name)
         return None
 
 

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,21 +46,21 @@ from paceline.data.own_loader import OwnLoader
 from paceline.data.own_stream import OwnStream
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, UsageError
-from paceline.health.ledger_view import DATA, OPTIMIZER
+from paceline.health.ledger_view import DATA, EVALUATION, OPTIMIZER, STEP_PHASES
 from paceline.records.meter import StepMeter
 from paceline.records.records import EndStatus, EvalRecord, EventRecord, StepRecord
 from paceline.records.samples import samples_of
 from paceline.records.sinks import Fanout, JsonlSink, Sink
 from paceline.records.thin import lines_kept
 from paceline.run import records
-from paceline.run.folder import RunFolder, adopt_config, claim_folder
+from paceline.run.folder import adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.logs import say
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.own_checks import OwnChecks
 from paceline.run.own_prediction import FirstPass, LoopPrediction, SharedCores
-from paceline.run.own_step import OwnStep, Phases, StepNumbers
 from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.step import StepOutcome
 
 _NORM = "grad_norm"
 
@@ -94,15 +95,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._monitor = _monitor_of({"tensorboard": False} | dict(monitor or {}))
         self._position, self._began, self._is_first = 0, time.monotonic(), True
         self._values: dict[str, Any] = {}
-        self._waiting: deque[OwnStep] = deque()
-        self._claimed: RunFolder | None = None
+        self._waiting: deque[_OwnStep] = deque()
         self._sink: Sink | None = None
         self._problem = ""
         self._shared = SharedCores()
         self._prediction: LoopPrediction | None = None
         self._around = contextlib.ExitStack()
         self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
-        self._phases = Phases(self._meter)
+        self._phases = _Phases(self._meter)
         self._listen()
 
     def step(self, samples: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -144,12 +144,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self._phases.is_in_step:
             self._values |= {name: _plain(value) for name, value in values.items()}
             return
-        self._open()
-        assert self._sink is not None
+        sink = self._open()
         found, now = {name: float(value) for name, value in values.items()}, time.time()
         self._checks.evaluated = dict(found)
         if "loss" not in found:
-            self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
+            sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
         else:
             since, self._phases.evaluates_since = self._phases.evaluates_since or now, None
             evaluation = EvalRecord(
@@ -161,12 +160,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 time=now,
                 metrics=found,
             )
-            self._sink.write(evaluation)
+            sink.write(evaluation)
         self._meter.start()
 
     def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
         """Keeps texts and images of an evaluation, for the page to show; those of rank 0. ``records/samples.py``."""
-        self._open()
         self._note("samples", samples_of(texts, images))
 
     def save(self, *, keep: int | None = None, **values: Any) -> Path:
@@ -258,13 +256,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         norm = values.pop(_NORM, None)
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values.values()]
         told = torch.stack(numbers) if numbers else torch.empty(0, dtype=torch.float64)
-        facts = OwnStep(
+        facts = _OwnStep(
             step=self.num_steps,
             position=self._position,
             lr=float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else 0.0,
             epoch=0.0 if self._loader is None else self._loader.num_epochs,
             samples=samples if self._engine is None or self._engine.reports_samples else 0,
-            outcome=StepNumbers(
+            outcome=StepOutcome(
                 loss_sum=torch.as_tensor(0.0 if total is None else total, device=device).float().reshape(()),
                 count=0.0 if total is None else float(max(samples, 1)),
                 grad_norm=torch.as_tensor(0.0 if norm is None else norm, device=device).float().reshape(()),
@@ -278,7 +276,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._flush()
 
     def _flush(self, *, wait: bool = False) -> None:
-        assert self._sink is not None
         done: list[StepRecord | EventRecord] = []
         for record in self._meter.drain(wait=wait):
             facts = self._waiting.popleft()
@@ -286,12 +283,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             record.grad_norm = record.grad_norm if facts.has_norm else None
             done += [record, *([facts.event(record.time)] if facts.names else [])]
         if done:
-            self._sink.write(*done, *self._meter.drain_comm(self.num_steps, wait=wait))
+            self._open().write(*done, *self._meter.drain_comm(self.num_steps, wait=wait))
 
-    def _open(self, continued: Path | None = None) -> None:
+    def _open(self, continued: Path | None = None) -> Sink:
         """Claims the folder and opens what is written into, once; ``continued`` is a run to go on with."""
         if self._sink is not None:
-            return
+            return self._sink
         comm = self._comm
         self.folder = ask_first_rank(comm, lambda: self._claim(continued))
         most = lines_kept(self._monitor.keep_steps, comm.size)
@@ -299,34 +296,30 @@ class Run(contextlib.AbstractContextManager["Run"]):
         loop = getattr(comm, "loop", None)
         if loop is not None:
             loop.tell_in(self.folder)
-        self._sink.write(self._first_record())
+        batch = 0 if self._loader is None else self._loader.global_batch
+        about = {"strategy": _strategy(self._engine), "global_batch": batch, "total_steps": self._planned}
+        self._sink.write(records.engine_record(comm, self._engine, microbatch=0, accumulate=1, **about))
         places = gather_objects(comm, (socket.gethostname(), comm.rank, os.getpid(), usable_cores()))
         same = [each for each in places if each[0] == socket.gethostname()]
         here = {rank: pid for _, rank, pid, _ in same}
         self._shared = SharedCores(
             hosts=len({host for host, *_ in places}), cores=len({core for *_, cores in same for core in cores})
         )
-        is_first = comm.rank == min(here)
-        self._around.enter_context(
-            observing_from_a_rank(
-                self.folder, self._monitor, self._settings(), comm, (lambda: here) if is_first else None
-            )
-        )
+        find = (lambda: here) if comm.rank == min(here) else None
+        self._around.enter_context(observing_from_a_rank(self.folder, self._monitor, self._settings(), comm, find))
         atexit.register(self.close)
         self._hear_of_errors()
         self._meter.start()
+        return self._sink
 
     def _claim(self, continued: Path | None) -> Path:
         text = dump_values(self._settings())
         if continued is not None:
-            self._claimed = claim_folder(continued, text, resume=True)
+            claimed = claim_folder(continued, text, resume=True)
             adopt_config(continued)
         else:
-            folder = next_folder(Path(self._monitor.folder) / self.name)
-            name = self.name if folder.name != self.name else ""
-            self._claimed = claim_folder(folder, text, name=name)
-        self._around.callback(self._claimed.__exit__)
-        return self._claimed.path.absolute()
+            claimed = claim_folder(next_folder(Path(self._monitor.folder) / self.name), text, name=self.name)
+        return self._around.enter_context(claimed).path.absolute()
 
     def _find(self) -> Path | None:
         from paceline.checkpoint.find import find_checkpoint
@@ -345,25 +338,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             known["global_batch"] = self._loader.global_batch
         return known | {str(name): _setting(value) for name, value in self._config.items()}
 
-    def _first_record(self) -> Any:
-        engine = self._engine
-        return records.first_record(
-            self._comm.rank,
-            self._comm.size,
-            self._comm.device,
-            backend=self._comm.backend,
-            num_parameters=0 if engine is None else engine.num_parameters,
-            num_trained=None if engine is None else engine.num_trained,
-            strategy=_strategy(engine),
-            global_batch=0 if self._loader is None else self._loader.global_batch,
-            microbatch=0,
-            accumulate=1,
-            total_steps=self._planned,
-        )
-
     def _note(self, name: str, detail: dict[str, Any]) -> None:
-        assert self._sink is not None
-        self._sink.write(EventRecord(name=name, step=self.num_steps, detail=detail, time=time.time()))
+        self._open().write(EventRecord(name=name, step=self.num_steps, detail=detail, time=time.time()))
 
     def _needed_engine(self, what: str) -> Engine:
         if self._engine is None:
@@ -410,6 +386,43 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
             self._around.callback(remove)
         return trace
+
+
+@dataclass(slots=True, kw_only=True)
+class _OwnStep:
+    """A step that is over on the host, and may still run on the device; a loss that was not told has a count of 0."""
+
+    step: int
+    position: int
+    lr: float
+    epoch: float
+    samples: int
+    outcome: StepOutcome
+    has_norm: bool
+    names: list[str]
+    values: torch.Tensor  # of the names, on the host once the step is over
+
+    def event(self, now: float) -> EventRecord:
+        detail = dict(zip(self.names, self.values.tolist(), strict=True))
+        return EventRecord(name="scalars", step=self.step, detail=detail, time=now)
+
+
+@dataclass(slots=True)
+class _Phases:
+    """Ends laps of the meter as the engine and the optimizer begin something else."""
+
+    meter: StepMeter
+    now: str = DATA
+    is_in_step: bool = False
+    evaluates_since: float | None = None
+
+    def enter(self, phase: str) -> None:
+        if not self.is_in_step:
+            if phase == EVALUATION and self.evaluates_since is None:
+                self.evaluates_since = time.time()
+        elif phase != self.now and phase in STEP_PHASES:
+            self.meter.lap(self.now)
+            self.now = phase
 
 
 def _strategy(engine: Engine | None) -> str:

@@ -50,10 +50,10 @@ MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHost:
-    """Where a rank runs: ``enter`` moves its new process there, and Gloo talks over ``interface``."""
+    """Where a rank runs: Gloo talks over ``interface``, and ``enter`` moves its new process there; None: it stays."""
 
-    enter: Callable[[], None]
     interface: str
+    enter: Callable[[], None] | None = None
 
 
 def run_processes(
@@ -75,8 +75,10 @@ def run_processes(
     if ranks < 1:
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
+    # The lines of cells are in no file: for tracebacks of ranks.
+    cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
-        task = _pickled((_unsaved_sources(), function, tuple(args), join))
+        task = _pickled((cells, function, tuple(args), join))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
@@ -117,11 +119,6 @@ def _pickled(value: Any) -> bytes:
     return found
 
 
-def _unsaved_sources() -> dict[str, Any]:
-    """Returns the lines of cells, which are in no file: for tracebacks of ranks."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-
-
 def loopback_interface() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
@@ -155,8 +152,7 @@ def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> li
 
 def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineError:
     """Picks the failure that is not a consequence of another: a lost connection is one."""
-    failures.sort(key=lambda failure: isinstance(failure[1], CommunicationError))
-    rank, error, text = failures[0]
+    rank, error, text = min(failures, key=lambda failure: isinstance(failure[1], CommunicationError))
     failure = RankFailedError(rank, error, text)
     failure.__cause__ = error
     return failure
@@ -167,7 +163,7 @@ def _rank_main(
 ) -> None:
     end_with_parent(os.getppid())
     place: RankHost | None = pickle.loads(where)  # nosec B301  # from the parent
-    if place is not None:
+    if place is not None and place.enter is not None:
         place.enter()
     keep_to_own_cores(rank, ranks, threads)
     os.environ.update(
@@ -247,12 +243,11 @@ def keep_cores(config: Config) -> None:
 
 def redirect_output(path: Path) -> None:
     """Sends this process's output, that of its libraries too, to a file."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with path.open("ab") as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def tell_agent(message: str, text: str, when: float) -> None:

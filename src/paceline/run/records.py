@@ -30,6 +30,7 @@ from paceline.run.notes import read_progress
 from paceline.run.processes import machine_entry
 
 if TYPE_CHECKING:
+    from paceline.engines.engine import Engine
     from paceline.engines.precision import Precision
     from paceline.train.trainer import Trainer
 
@@ -74,14 +75,10 @@ def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> 
 
 def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> RunRecord:
     """Makes the first record of an attempt; without a trainer, that of one that failed before it had any."""
-    plan = None if trainer is None else trainer.parts.plan
-    return first_record(
-        comm.rank,
-        comm.size,
-        comm.device,
-        backend=comm.backend,
-        num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
-        num_trained=None if trainer is None else trainer.parts.engine.num_trained,
+    plan, engine = (None, None) if trainer is None else (trainer.parts.plan, trainer.parts.engine)
+    return engine_record(
+        comm,
+        engine,
         strategy=name_strategy(config, comm.size),
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,
         microbatch=0 if plan is None else plan.batch.microbatch,
@@ -89,6 +86,12 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
         total_steps=0 if plan is None else plan.total_steps,
         **({} if trainer is None else _speed_of(trainer, comm.device)),
     )
+
+
+def engine_record(comm: Communicator, engine: Engine | None, **about: Any) -> RunRecord:
+    about["num_parameters"] = 0 if engine is None else engine.num_parameters
+    about["num_trained"] = None if engine is None else engine.num_trained
+    return first_record(comm.rank, comm.size, comm.device, backend=comm.backend, **about)
 
 
 def first_record(rank: int, ranks: int, device: torch.device, **about: Any) -> RunRecord:

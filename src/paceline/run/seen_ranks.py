@@ -76,7 +76,6 @@ class _ProcessSeen:
         self._faults_a_s = (found.page_faults - self._page_faults) / max(1.0, now - self._still_s)
 
     def gone_s(self, now: float) -> float:
-        """For how long its process has been gone."""
         return 0.0 if self._gone_s is None else now - self._gone_s
 
     @property
@@ -286,8 +285,6 @@ def _frozen(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of a stack."""
-
     filename: str
     line: int
     function: str
@@ -311,28 +308,24 @@ def dump_stacks_into(path: Path) -> None:
 
 def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
     """Asks processes for their stacks and returns what each wrote within ``patience_s``, by process."""
-    waiting: dict[int, tuple[Path, int]] = {}
+    places: dict[int, tuple[Path, int]] = {}
     for pid, path in asked:
         before = _size(path)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, STACK_SIGNAL)
-            waiting[pid] = (path, before)
-    found: dict[int, str] = {}
-    deadline = time.monotonic() + patience_s
-    grown = {pid: (before, deadline) for pid, (_, before) in waiting.items()}  # the last size, and since when
+            places[pid] = (path, before)
+    waiting, deadline = set(places), time.monotonic() + patience_s
+    grown = {pid: (before, deadline) for pid, (_, before) in places.items()}  # the last size, and since when
     while waiting and (now := time.monotonic()) < deadline:
         time.sleep(_LOOK_S)
-        for pid, (path, before) in list(waiting.items()):
+        for pid in list(waiting):
+            path, before = places[pid]
             size = _size(path)
             if size != grown[pid][0]:
                 grown[pid] = (size, now)
             elif size > before and now - grown[pid][1] >= _STEADY_S:
-                found[pid] = _read(path, before)
-                del waiting[pid]
-    for pid, (path, before) in waiting.items():
-        if _size(path) > before:
-            found[pid] = _read(path, before)
-    return found
+                waiting.remove(pid)
+    return {pid: _read(path, before) for pid, (path, before) in places.items() if _size(path) > before}
 
 
 def parse_stacks(text: str) -> dict[int, list[Frame]]:

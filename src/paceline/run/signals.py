@@ -184,17 +184,14 @@ def scratch_folder() -> Iterator[Path]:
     _remove_leftovers()
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
     _HELD[path] = os.getpid()  # before it is there: an interrupt may come at any moment
-    lock = -1
     try:
         path.mkdir(mode=0o700)
-        lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
-        yield path
+        with (path / f"{_LOCK}.new").open("wb") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
+            yield path
     finally:
-        if lock >= 0:
-            os.close(lock)
         _remove(path)
 
 
@@ -215,20 +212,13 @@ def _remove(path: Path) -> None:
 
 def _remove_leftovers() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it went meanwhile
+        with contextlib.suppress(OSError):  # it went meanwhile, or its process holds the lock
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
             try:
-                lock = os.open(path / _LOCK, os.O_RDWR)
-            except FileNotFoundError:
-                is_left = time.time() - path.stat().st_mtime > _MAKING_S
-            else:
-                try:
+                with (path / _LOCK).open("r+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_left = True
-                except OSError:
-                    is_left = False
-                finally:
-                    os.close(lock)
-            if is_left:
-                shutil.rmtree(path, ignore_errors=True)
+            except FileNotFoundError:
+                if time.time() - path.stat().st_mtime <= _MAKING_S:
+                    continue
+            shutil.rmtree(path, ignore_errors=True)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cluster import detect
+from paceline.comm.control.wire import Address, listen
 from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
@@ -76,9 +77,8 @@ class WarmRanks:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.address.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(self.address))
-            listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
+        # From here on clients may come: they wait until the server has loaded its modules.
+        with listen(Address(str(self.address))) as listener:
             number, threads = listener.fileno(), self._threads
             told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
             return subprocess.Popen(

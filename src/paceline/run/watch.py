@@ -86,21 +86,17 @@ def make_ledger(comm: Communicator, folder: Path, *, is_own_loop: bool = False) 
     return Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), now=now, is_own_loop=is_own_loop)
 
 
-def watch_itself(
-    comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
-) -> LedgerCommunicator:
+def watch_itself(comm: Communicator, folder: Path, policy: WatchPolicy | None) -> LedgerCommunicator:
     """Lets ranks keep a ledger and, with a policy, watch themselves, in a thread of each; all ranks call it."""
     comm = keep_ledger(comm, folder)
     if policy is not None and comm.size > 1:
-        start_watch(comm, folder, policy, host=host)
+        start_watch(comm, folder, policy)
     return comm
 
 
-def start_watch(
-    comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
-) -> Watch:
+def start_watch(comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, told: Path | None = None) -> Watch:
     """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it."""
-    own = host or host_name()
+    own = host_name()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
         hosts.setdefault(name, []).append(rank)

@@ -191,7 +191,7 @@ def _recognise(read: _VariableReader) -> Surroundings:
         return _host_of_environment(read, "Kubernetes", "JOB_COMPLETION_INDEX")
     # Nothing says which rank this is. A meeting point elsewhere, or a world of several, says that there are others.
     address, world = read.environment.get("MASTER_ADDR", ""), read.environment.get("WORLD_SIZE", "1")
-    if world != "1" or not _is_loopback(address or "localhost") or read.environment.get("NNODES", "1") != "1":
+    if world != "1" or not is_loopback(address or "localhost") or read.environment.get("NNODES", "1") != "1":
         names = ("NNODES", "WORLD_SIZE", "MASTER_ADDR")
         told = [f"{name}={read.environment[name]}" for name in names if read.has(name)]
         read.problem(
@@ -337,7 +337,7 @@ def _parse_counts(text: str) -> tuple[int, int] | None:
     return (least, most) if 1 <= least <= most else None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

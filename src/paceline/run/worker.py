@@ -97,9 +97,8 @@ def main() -> None:
         times.lap("joining")
         plan = read_plan(folder)
         if plan is None or plan.layout.ranks != comm.size:  # where hosts come and go, ranks may be fewer or more
-            machine = RunMachine(
-                device=config.parallel.device, ranks=comm.size, node_ranks=processes.node_ranks(config)
-            )
+            here = processes.node_ranks(config)
+            machine = RunMachine(device=config.parallel.device, ranks=comm.size, node_ranks=here)
             plan = make_plan(config, machine, source=f"config, on {comm.size} ranks")
             config = decided_config(config, plan)
         attempt.run(config, comm, plan=plan, resume=arguments.resume)
