@@ -56,6 +56,7 @@ Output = Annotated[
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+tell = partial(echo, err=True)  # what is measured now
 Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
 
 
@@ -88,7 +89,6 @@ def words_of(text: str | None) -> list[str]:
 
 
 def show_table(name: str, rows: Rows) -> None:
-    """Shows the rows of a benchmark."""
     print_table(rows, _TABLES[name])
     if legend := _LEGENDS.get(name):
         print(legend)
@@ -139,11 +139,6 @@ def show_record(
         echo(record().to_json())
     else:
         show(name, rows)
-
-
-def tell(text: str) -> None:
-    """Tells what is measured now."""
-    echo(text, err=True)
 
 
 class _Benchmarks(TyperGroup):

@@ -341,7 +341,6 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
 
 
 def show_written(what: str, path: Path, *, as_json: bool) -> None:
-    """Shows where something was written."""
     from paceline.checkpoint.storage import url_of
 
     if as_json:

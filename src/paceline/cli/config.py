@@ -242,6 +242,7 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Encode text once, into files that runs map into memory."""
+    from paceline.cluster.detect import usable_cores
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
@@ -250,13 +251,12 @@ def prepare(
         tokenizer = "bytes"
         echo("--tokenizer byte: the word is bytes", err=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = PrepareOptions(
         sources=tuple(sources),
         output=output,
         tokenizer=tokenizer,
         field=field,
-        workers=workers or cores,
+        workers=workers or len(usable_cores()),
         on_error="skip" if on_error == "skip" else "stop",
         may_replace=force,
     )

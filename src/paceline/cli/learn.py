@@ -92,7 +92,6 @@ def state_file() -> Path:
 
 
 def _show(exercise: Exercise, *, as_json: bool) -> None:
-    """Prints what the exercise asks for."""
     if as_json:
         names = ("number", "title", "asks", "answer", "function")
         print_json({name: getattr(exercise, name) for name in names} | {"hints": len(exercise.hints)})

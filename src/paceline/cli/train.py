@@ -96,7 +96,6 @@ def train(
 @contextmanager
 def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
     """Serves the page of the run's folder meanwhile, in a process of its own; under torchrun rank 0 does."""
-    import os
     import subprocess
     import sys
 
@@ -117,7 +116,6 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
 
 
 def show_finding(found: RateFinding, *, as_json: bool) -> None:
-    """Prints a suggested learning rate, and the losses that suggest it."""
     if as_json:
         print_json({"suggestion": found.suggestion, "rates": found.rates, "losses": found.losses})
         return

@@ -57,12 +57,9 @@ def find(number: str) -> Exercise:
 def find_check(exercise: Exercise) -> Callable[[Any], Said]:
     """Returns what judges an answer. Only the file that has it is imported: some need torch."""
     if exercise.check:
-        checks: dict[str, Callable[[Any], Said]]
-        checks = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
+        checks: dict[str, Callable[[Any], Said]] = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
         return checks[exercise.number]
-    judges: dict[str, Callable[[Exercise, Any], Said]]
-    judges = {"number": judge_number, "word": judge_word, "function": judge_formula}
-    return partial(judge_first if exercise.needs else judges[exercise.answer], exercise)
+    return partial(judge_first if exercise.needs else _JUDGES[exercise.answer], exercise)
 
 
 def judge(exercise: Exercise, answer: Any) -> Verdict:
@@ -212,6 +209,11 @@ def _refusal(exercise: Exercise, answer: Any, why: str, asks_for: str, fix: str)
 
 
 _CONVERTERS: dict[str, Callable[[Exercise, Any], Any]] = {"number": _number, "word": _word, "function": _function}
+_JUDGES: dict[str, Callable[[Exercise, Any], Said]] = {
+    "number": judge_number,
+    "word": judge_word,
+    "function": judge_formula,
+}
 
 
 # Progress.

@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TypeGuard
 
+from pydantic import TypeAdapter
+
 from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, name_tracks, span
 from paceline.errors import UsageError
 from paceline.schedule.clock import time_in_all
@@ -78,13 +80,8 @@ class RankSpans:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Reads what ``asdict`` gave."""
-        tracks = {
-            name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
-            for name, spans in values["tracks"].items()
-        }
-        operators = tuple(Operator(**each) for each in values["operators"])
-        return cls(**{**values, "tracks": tracks, "operators": operators})
+        """Reads what ``asdict`` gave. Raises ValueError for anything else."""
+        return TypeAdapter(cls).validate_python(values)
 
     def corrected(self, name: str) -> list[TraceSpan]:
         """Returns the spans of a track on the clock of rank 0."""
@@ -328,15 +325,15 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
     return ProfileSummary(
         steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
         ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
-        operators=_costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
-        kernels=_costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
+        operators=costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
+        kernels=costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={each.spans.rank: tuple(largest_by_time(each.memory, _POINTS, zero_s)) for each in ranks},
         clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
     )
 
 
-def _costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
+def costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
     """Adds up calls, seconds of the host and of the device by name; the fifty names that took longest."""
     found: dict[str, Operator] = {}
     for name, calls, host_s, device_s in rows:

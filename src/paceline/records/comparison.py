@@ -11,7 +11,7 @@ alone make a device faster, whatever the ranks do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from paceline.records.console import format_loss
 from paceline.records.limits import settings_of
 from paceline.records.records import RunRecord, strict_json
 from paceline.records.report import new_table
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from paceline.records.report import RunSummary
@@ -124,8 +124,6 @@ class FigureChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What changed from one run to another: keys of the config, and figures."""
-
     before: str
     after: str
     config: tuple[ConfigChange, ...]
@@ -177,7 +175,7 @@ def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
     table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency", "")
     for point in points:
         run = (point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}")
-        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %")
+        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", format_percent(point.efficiency))
         table.add_row(*run, *speed, point.scaling)
     return [table] if points else []
 
@@ -188,7 +186,7 @@ def draw_comparison(found: Comparison) -> RenderableType:
     for each in found.figures:
         change = f"{100 * (each.after / each.before - 1):+.1f} %" if each.before and each.mark != "same" else ""
         style = {"better": "green", "worse": "red"}.get(each.mark, "dim")
-        shown = (_shown(each.name, each.before), _shown(each.name, each.after))
+        shown = map(_FORMATS.get(each.name, "{:,.1f}".format), (each.before, each.after))
         figures.add_row(each.name.replace("_", " "), *shown, change, Text(each.mark, style=style))
     limits = [Text(f"{name}: {why}") for name, why in zip((found.before, found.after), found.limited, strict=True)]
     if not found.config:
@@ -199,11 +197,9 @@ def draw_comparison(found: Comparison) -> RenderableType:
     return Group(figures, *limits, Text(), keys)
 
 
-def _shown(name: str, value: float) -> str:
-    if name == "memory_bytes":
-        return format_bytes(value)
-    if name == "seconds":
-        return format_seconds(value)
-    if name in ("comm_share", "mfu", "goodput", "test_accuracy"):
-        return f"{100 * value:.1f} %"
-    return format_loss(value) if name.endswith("loss") else f"{value:,.1f}"
+_FORMATS: dict[str, Callable[[float], str]] = {  # of figures that are no plain numbers
+    "memory_bytes": format_bytes,
+    "seconds": format_seconds,
+    **dict.fromkeys(("final_loss", "test_loss"), format_loss),
+    **dict.fromkeys(("comm_share", "mfu", "goodput", "test_accuracy"), format_percent),
+}

@@ -162,6 +162,12 @@ class EvalRecord:
     time: float
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """Loss, accuracy where it was counted, and metrics, by name."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"loss": self.loss, **accuracy, **self.metrics}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
