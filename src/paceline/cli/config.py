@@ -24,7 +24,7 @@ from paceline.cli.options import (
     write_output,
 )
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.terminal import echo
+from paceline.terminal import echo, new_console
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
         return
     from rich.table import Table
     from rich.text import Text
-
-    from paceline.terminal import new_console
 
     styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
     table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")

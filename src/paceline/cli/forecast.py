@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import ClusterName, ConfigPath, Overrides, check_file, check_picture, print_json, write_output
+from paceline.cli.simulate import read_slow
 from paceline.errors import UsageError
 from paceline.terminal import echo
 from paceline.units import format_percent, format_seconds
@@ -141,7 +142,6 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster."""
-    from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch, layout_of, why_not_sharded
     from paceline.plan.workload import layout_label

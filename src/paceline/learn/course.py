@@ -36,7 +36,7 @@ from paceline.learn.exercise import (
     judge_word,
     lessons,
 )
-from paceline.terminal import echo
+from paceline.terminal import echo, excerpt
 from paceline.untrusted import is_count, parse_json_object, read_regular
 
 _MOST_BYTES = 2**16  # of the file
@@ -203,17 +203,12 @@ def _function(exercise: Exercise, answer: Any) -> Callable[..., Any]:
 
 
 def _refusal(exercise: Exercise, answer: Any, why: str, asks_for: str, fix: str) -> UsageError:
-    text, number = repr(answer), exercise.number
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return UsageError(f"the answer to {number} is {shown}, which {why}\n  it asks for {asks_for}\n  {fix}")
+    what = f"the answer to {exercise.number} is {excerpt(repr(answer))}, which {why}"
+    return UsageError(f"{what}\n  it asks for {asks_for}\n  {fix}")
 
 
+_JUDGES: dict[str, Callable[..., Said]] = {"number": judge_number, "word": judge_word, "function": judge_formula}
 _CONVERTERS: dict[str, Callable[[Exercise, Any], Any]] = {"number": _number, "word": _word, "function": _function}
-_JUDGES: dict[str, Callable[[Exercise, Any], Said]] = {
-    "number": judge_number,
-    "word": judge_word,
-    "function": judge_formula,
-}
 
 
 # Progress.

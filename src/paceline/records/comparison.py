@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.records.report import RunSummary
 
 _SAME = 0.03  # figures that differ by less are marked as equal: two runs of one config do
+_HIGHER = ("samples_per_s", "mfu", "test_accuracy", "goodput")  # figures of which more is better
 _UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
 
 
@@ -150,24 +151,19 @@ def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
 
 def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:
     """Yields what both runs know; of a loss, a time or memory the lower one is better."""
-    higher = ("samples_per_s", "mfu", "test_accuracy")
-    # Fewer seconds for fewer steps are no better.
-    lower = ("final_loss", "test_loss", "comm_share", *(["seconds"] if before.steps == after.steps else []))
-    for name in (*higher, *lower):
-        first, second = getattr(before, name), getattr(after, name)
-        if first is not None and second is not None:
-            yield _figure(name, first, second, higher_is_better=name in higher)
-    yield _figure("memory_bytes", before.memory.peak_bytes, after.memory.peak_bytes, higher_is_better=False)
+    names = ["samples_per_s", "mfu", "test_accuracy", "final_loss", "test_loss", "comm_share"]
+    names += ["seconds"] if before.steps == after.steps else []  # fewer of them for fewer steps are no better
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
+    pairs.append(("memory_bytes", before.memory.peak_bytes, after.memory.peak_bytes))
     if before.goodput is not None and after.goodput is not None:
-        yield _figure("goodput", before.goodput.share, after.goodput.share, higher_is_better=True)
-
-
-def _figure(name: str, before: float, after: float, *, higher_is_better: bool) -> FigureChange:
-    # What is not finite is worse than anything that is.
-    is_same = before == after or abs(after - before) <= _SAME * max(abs(before), abs(after))
-    is_better = (after > before) == higher_is_better and after == after
-    mark = "same" if is_same else "better" if is_better else "worse"
-    return FigureChange(name=name, before=float(before), after=float(after), mark=mark)
+        pairs.append(("goodput", before.goodput.share, after.goodput.share))
+    for name, first, second in pairs:
+        if first is not None and second is not None:
+            # What is not finite is worse than anything that is.
+            is_same = first == second or abs(second - first) <= _SAME * max(abs(first), abs(second))
+            is_better = (second > first) == (name in _HIGHER) and second == second
+            mark = "same" if is_same else "better" if is_better else "worse"
+            yield FigureChange(name=name, before=float(first), after=float(second), mark=mark)
 
 
 def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
