@@ -90,14 +90,11 @@ class RankSpans:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchEvent:
-    """An event of torch's profiler on the clock of rank 0, in seconds. ``row`` is its thread or stream."""
+class TorchEvent(TraceSpan):
+    """An event of torch's profiler on the clock of rank 0. ``row`` is its thread or stream."""
 
-    name: str
     category: str
     row: str
-    start_s: float
-    end_s: float
 
     @property
     def is_device_work(self) -> bool:
@@ -184,7 +181,7 @@ def _rank_events(profile: RankProfile, zero_s: float) -> Iterator[Event]:
             "pid": rank,
             "tid": _FIRST_OF_TORCH + rows.index(event.row),
             "ts": round((event.start_s - zero_s) * 1e6, 3),
-            "dur": round((event.end_s - event.start_s) * 1e6, 3),
+            "dur": round(event.seconds * 1e6, 3),
         }
     for point in profile.memory:
         yield counter(rank, f"memory of {point.device}", point.at_s - zero_s, {"bytes": point.num_bytes})
@@ -326,7 +323,7 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
         steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
         ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
         operators=costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
-        kernels=costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
+        kernels=costliest((each.name, 1, 0.0, each.seconds) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={each.spans.rank: tuple(largest_by_time(each.memory, _POINTS, zero_s)) for each in ranks},
         clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
@@ -391,5 +388,5 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
     return found
 
 
-def _intervals(spans: Sequence[TraceSpan | TorchEvent]) -> list[Interval]:
+def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]
