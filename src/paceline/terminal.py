@@ -23,6 +23,11 @@ def plain(text: str) -> str:
     return text if text.isprintable() else text.translate(_SHOWN)
 
 
+def excerpt(text: str, most: int = 60) -> str:
+    """Returns a text, of one with more than so many characters the beginning."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Prints plain text, to standard error with ``err``."""
     import typer

@@ -29,6 +29,11 @@ def format_flops(rate: float) -> str:
     return f"{rate / 1e6:.1f} MFLOP/s"
 
 
+def format_percent(share: float | None) -> str:
+    """Writes a share of one: ``format_percent(0.972) == '97.2 %'``."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def format_seconds(seconds: float) -> str:
     """Writes a duration in the unit that keeps it readable: ``format_seconds(0.0042) == '4.2 ms'``."""
     if seconds <= 0:  # clocks that were set back

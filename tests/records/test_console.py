@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from paceline.records.console import ProgressView, format_loss, format_percent
+from paceline.records.console import ProgressView, format_loss
+from paceline.units import format_percent
 
 if TYPE_CHECKING:
     from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord

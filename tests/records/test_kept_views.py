@@ -18,12 +18,13 @@ from rich.console import Console
 
 from paceline.records import console as views
 from paceline.records import sinks
-from paceline.records.console import ProgressView, format_loss, format_percent, parameters_text
+from paceline.records.console import ProgressView, format_loss, parameters_text
 from paceline.records.facts import find_goodput
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, HostRecord, Record
 from paceline.records.report import RunSummary, plain_tables, summarize
 from paceline.records.sinks import JsonlSink
 from paceline.records.summary import RunRecords, StepTable, middle, split_attempts, worst_end
+from paceline.units import format_percent
 
 KEPT = Path(__file__).parent / "kept"
 SCORES = EvalRecord(step=2, loss=0.5, accuracy=0.972, samples=360, seconds=0.0125, time=2.0, metrics={"top5": 0.0001})

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +42,7 @@ PIPELINE = "pipeline"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", PIPELINE)
 MICROBATCHES = 4  # of each stage of a pipeline, as far as they divide the batch
 MOST_SIMULATED = 16  # virtual ranks take turns on this machine
+_SERIES = itemgetter("kind", "mode", "strategy", "batch")  # rows in which ranks alone differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +83,13 @@ def cases(
             f"  more are predicted\n  give --predict-to {many[0]}"
         )
     found: list[ScalingCase] = []
-    for mode in modes:
-        for strategy in strategies:
-            for batch in batches:
-                one = ScalingCase(kind="predicted", mode=mode, strategy=strategy, batch=batch, ranks=1)
-                here = [replace(one, kind=kind_here(count, gpus=gpus), ranks=count) for count in ranks]
-                if any(each.kind == "simulated" for each in here):  # simulated ranks have a baseline of their kind
-                    here.append(replace(one, kind="simulated", ranks=1))
-                counts = [2**power for power in range(to.bit_length()) if 2**power <= to]
-                found += dict.fromkeys([*here, *(replace(one, ranks=count) for count in counts)])
+    for mode, strategy, batch in product(modes, strategies, batches):
+        one = ScalingCase(kind="predicted", mode=mode, strategy=strategy, batch=batch, ranks=1)
+        here = [replace(one, kind=kind_here(count, gpus=gpus), ranks=count) for count in ranks]
+        if any(each.kind == "simulated" for each in here):  # simulated ranks have a baseline of their kind
+            here.append(replace(one, kind="simulated", ranks=1))
+        predicted = [replace(one, ranks=2**power) for power in range(to.bit_length())]
+        found += dict.fromkeys([*here, *predicted])
     return found
 
 
@@ -174,17 +175,16 @@ def _totals(records: RunRecords) -> dict[str, Any]:
 
 def with_speed_up(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Adds speed-up and efficiency, against the fewest ranks among rows of the same kind."""
-    first: dict[tuple[Any, ...], tuple[int, float]] = {}
-    for row in sorted(rows, key=lambda each: each["ranks"]):
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=itemgetter("ranks")):
         if row.get("samples_per_s"):
-            key = (row["kind"], row["mode"], row["strategy"], row["batch"])
-            first.setdefault(key, (row["ranks"], row["samples_per_s"]))
+            first.setdefault(_SERIES(row), row)
     for row in rows:
         if not row.get("samples_per_s"):
             yield row
             continue
-        ranks, rate = first[row["kind"], row["mode"], row["strategy"], row["batch"]]
-        speed_up = row["samples_per_s"] / (rate / ranks)
+        base = first[_SERIES(row)]
+        speed_up = row["samples_per_s"] / (base["samples_per_s"] / base["ranks"])
         yield row | {"ideal": row["ranks"], "speed_up": speed_up, "efficiency": speed_up / row["ranks"]}
 
 
@@ -197,8 +197,7 @@ def draw_rows(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     points: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for row in rows:
         if "speed_up" in row:
-            key = (row["kind"], row["mode"], row["strategy"], row["batch"])
-            points.setdefault(key, []).append((row["ranks"], row["speed_up"]))
+            points.setdefault(_SERIES(row), []).append((row["ranks"], row["speed_up"]))
     styles, lines = {"measured": "-", "simulated": "--", "predicted": ":"}, []
     for (kind, mode, strategy, batch), found in points.items():
         places, values = zip(*sorted(found), strict=True)

@@ -154,10 +154,8 @@ class BenchRecord:
     time: str = field(default_factory=lambda: strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()))
 
     def write(self, path: Path) -> None:
-        """Writes the record as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json() + "\n", encoding="utf-8")
 
     def to_json(self) -> str:
-        """Returns the record as JSON text."""
         return json.dumps(asdict(self), indent=2)

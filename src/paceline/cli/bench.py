@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from paceline.cli.options import ConfigPath, Overrides, check_file, check_picture, load_and_tell
 from paceline.errors import UsageError
 from paceline.records.event_words import fill
-from paceline.terminal import echo
+from paceline.terminal import echo, new_console
 
 Rows = list[dict[str, Any]]
 
@@ -56,6 +56,7 @@ Output = Annotated[
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
+tell = partial(echo, err=True)  # what is measured now
 Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
 
 
@@ -88,7 +89,6 @@ def words_of(text: str | None) -> list[str]:
 
 
 def show_table(name: str, rows: Rows) -> None:
-    """Shows the rows of a benchmark."""
     print_table(rows, _TABLES[name])
     if legend := _LEGENDS.get(name):
         print(legend)
@@ -97,8 +97,6 @@ def show_table(name: str, rows: Rows) -> None:
 def print_table(rows: Rows, columns: tuple[str, ...]) -> None:
     """Prints rows under the titles of columns, each written as at the top of this file."""
     from rich.table import Table
-
-    from paceline.terminal import new_console
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     split = [column.partition(": ") for column in columns]
@@ -139,11 +137,6 @@ def show_record(
         echo(record().to_json())
     else:
         show(name, rows)
-
-
-def tell(text: str) -> None:
-    """Tells what is measured now."""
-    echo(text, err=True)
 
 
 class _Benchmarks(TyperGroup):

@@ -18,14 +18,14 @@ import typer
 from paceline.cli.completion import complete_run
 from paceline.cli.options import check_word, print_json, progress_bar
 from paceline.errors import UsageError
-from paceline.terminal import echo, table_lines
+from paceline.plan.layout import STRATEGIES, Layout, Strategy
+from paceline.terminal import echo, excerpt, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.checkpoint.read import Checkpoint
     from paceline.checkpoint.tools.listing import Difference, Listed, Summary
     from paceline.checkpoint.tools.outgoing import Format
-    from paceline.plan.layout import Strategy
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
@@ -138,13 +138,11 @@ def reshard(
     """Rewrite a checkpoint as other ranks would have saved it."""
     from paceline.checkpoint.tools.stream import reshard as write
     from paceline.config.load import config_from_dict
-    from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.parts import cut_of_run
 
     check_word("--strategy", strategy, STRATEGIES)
-    strategy = cast("Strategy", strategy)
-    layout = check_layout(Layout(strategy=strategy, pipeline=pipeline, tensor=tensor), ranks)
+    layout = check_layout(Layout(strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor), ranks)
     checkpoint = _open_whole(source, fast)
     values = checkpoint.manifest.about.get("config")
     cut = None
@@ -333,7 +331,8 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
         if len(ordered) > _FIRST:
             echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
     for title, pairs in (("value", found.values), ("setting", found.settings)):
-        lines = [f"  {title} {name}: {_short(ours)} -> {_short(theirs)}" for name, (ours, theirs) in pairs.items()]
+        shown = [(name, *map(excerpt, map(repr, both))) for name, both in pairs.items()]
+        lines = [f"  {title} {name}: {ours} -> {theirs}" for name, ours, theirs in shown]
         _echo_first(lines, f"  and {{}} more {title}s: --json lists them")
     same = found.num_compared - len(found.tensors)
     word = "the same state, to the last bit" if found.is_same_state else "other states"
@@ -341,7 +340,6 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
 
 
 def show_written(what: str, path: Path, *, as_json: bool) -> None:
-    """Shows where something was written."""
     from paceline.checkpoint.storage import url_of
 
     if as_json:
@@ -363,8 +361,3 @@ def _echo_first(lines: Sequence[str], rest: str) -> None:
         echo(line)
     if len(lines) > _FIRST:
         echo(rest.format(len(lines) - _FIRST))
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -24,7 +24,7 @@ from paceline.cli.options import (
     write_output,
 )
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.terminal import echo
+from paceline.terminal import echo, new_console
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
         return
     from rich.table import Table
     from rich.text import Text
-
-    from paceline.terminal import new_console
 
     styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
     table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
@@ -242,6 +240,7 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Encode text once, into files that runs map into memory."""
+    from paceline.cluster.detect import usable_cores
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
@@ -250,13 +249,12 @@ def prepare(
         tokenizer = "bytes"
         echo("--tokenizer byte: the word is bytes", err=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = PrepareOptions(
         sources=tuple(sources),
         output=output,
         tokenizer=tokenizer,
         field=field,
-        workers=workers or cores,
+        workers=workers or len(usable_cores()),
         on_error="skip" if on_error == "skip" else "stop",
         may_replace=force,
     )

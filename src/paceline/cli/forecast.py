@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import ClusterName, ConfigPath, Overrides, check_file, check_picture, print_json, write_output
+from paceline.cli.simulate import read_slow
 from paceline.errors import UsageError
 from paceline.terminal import echo
-from paceline.units import format_seconds
+from paceline.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.devices import Cluster
@@ -141,7 +142,6 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster."""
-    from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch, layout_of, why_not_sharded
     from paceline.plan.workload import layout_label
@@ -322,7 +322,8 @@ def _show_scores(found: Validation) -> None:
     echo("\nconstant     the error of one FLOP/s figure for each device and precision,")
     echo("             fitted on the very rows it is scored on")
     if found.mean_over_families is not None and found.time is not None:
-        echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_scores(found.time)} over rows")
+        mean = format_percent(found.mean_over_families)
+        echo(f"step time    {mean} mean over families; {_scores(found.time)} over rows")
     for where, errors in (("inside", found.inside), ("outside", found.outside)):
         if errors is not None:
             echo(f"{where:<13}{_scores(errors)} over {errors.rows} rows {where} the calibrated domain")
@@ -336,39 +337,30 @@ def _show_scores(found: Validation) -> None:
     if found.ranking is not None:
         ranking = found.ranking
         echo(
-            f"ranking      Spearman {ranking.spearman:.2f}, regret {_percent(ranking.mean_regret)} (worst "
-            f"{_percent(ranking.worst_regret)}), best among the first three {_percent(ranking.top_three)}; "
+            f"ranking      Spearman {ranking.spearman:.2f}, regret {format_percent(ranking.mean_regret)} (worst "
+            f"{format_percent(ranking.worst_regret)}), best among the first three {format_percent(ranking.top_three)}; "
             f"{ranking.groups} groups of {ranking.alternatives} alternatives"
         )
     if found.scaling is not None:
         scaling = found.scaling
         echo(
             f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
-            f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
+            f"{format_percent(scaling.given_first.mean)}; {scaling.rows} rows"
         )
-        by_family = ", ".join(
-            f"{one.family} {_percent(one.scaling.given_first.mean)}"
-            for one in found.families
-            if one.scaling is not None
-        )
+        known = [(one.family, one.scaling.given_first.mean) for one in found.families if one.scaling is not None]
+        by_family = ", ".join(f"{family} {format_percent(mean)}" for family, mean in known)
         echo(f"             given the smallest run, by family: {by_family}")
 
 
 def _line(each: FamilyScores) -> str:
     time = each.time
-    numbers = "".join(
-        f"{_percent(value):>8}" for value in ((time.mean, time.median, time.p90, time.bias) if time else (None,) * 4)
-    )
+    errors = (time.mean, time.median, time.p90, time.bias) if time else (None,) * 4
+    numbers = "".join(f"{format_percent(value):>8}" for value in errors)
+    more = f"{format_percent(each.baseline):>10}{format_percent(each.memory.mean if each.memory else None):>9}"
     ranking = f"{each.ranking.spearman:.2f}" if each.ranking else "-"
-    memory = _percent(each.memory.mean if each.memory else None)
-    return (
-        f"{each.family:<12}{time.rows if time else 0:>5}{numbers}{_percent(each.baseline):>10}{memory:>9}{ranking:>10}"
-    )
+    return f"{each.family:<12}{time.rows if time else 0:>5}{numbers}{more}{ranking:>10}"
 
 
 def _scores(errors: ErrorScores) -> str:
-    return f"{_percent(errors.mean)} mean, {_percent(errors.median)} median, {_percent(errors.p90)} p90"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+    mean, median, p90 = map(format_percent, (errors.mean, errors.median, errors.p90))
+    return f"{mean} mean, {median} median, {p90} p90"

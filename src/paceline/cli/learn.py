@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import AsJson, IsOpened, Port, print_json
+from paceline.cli.runs import open_browser, require_server
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
 
@@ -70,8 +71,6 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
 @app.command()
 def play(port: Port = None, is_opened: IsOpened = True) -> None:
     """Move sliders, and see the memory and the step time of a model at once."""
-    from paceline.cli.runs import open_browser, require_server
-
     require_server()
     from paceline.learn.play import make_play_app
     from paceline.view.server import listen, make_server
@@ -92,7 +91,6 @@ def state_file() -> Path:
 
 
 def _show(exercise: Exercise, *, as_json: bool) -> None:
-    """Prints what the exercise asks for."""
     if as_json:
         names = ("number", "title", "asks", "answer", "function")
         print_json({name: getattr(exercise, name) for name in names} | {"hints": len(exercise.hints)})

@@ -64,7 +64,6 @@ def load_and_tell(
 
 
 def print_json(value: Any) -> None:
-    """Prints plain values as JSON, for programs."""
     echo(json.dumps(value, indent=2, default=str))
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import socket
+import threading
+import time
 from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from paceline.cli.checkpoint import find_any
 from paceline.cli.completion import complete_run
 from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
-from paceline.terminal import echo
+from paceline.terminal import echo, new_console
 from paceline.untrusted import read_regular
 
 PAGE_TOKEN = "PACELINE_PAGE_TOKEN"  # nosec B105  # the name of a variable
@@ -34,11 +40,8 @@ def report(
     csv: Path | None = typer.Option(None, metavar="FILE.csv", callback=check_table, help="Write a line for each step."),
 ) -> None:
     """Show what limited a run, and what it did."""
-    from itertools import pairwise
-
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
-    from paceline.terminal import new_console
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
@@ -141,8 +144,6 @@ def given_token(path: Path | None) -> str:
 
 def require_server() -> None:
     """Raises UsageError where the packages that serve the page are missing."""
-    from importlib.util import find_spec
-
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"the live page needs {' and '.join(missing)}\n  pip install {' '.join(missing)}")
@@ -150,7 +151,6 @@ def require_server() -> None:
 
 def open_browser(url: str) -> None:
     """Opens a page in the browser of this machine, beside what runs here."""
-    import threading
     import webbrowser
 
     threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
@@ -158,9 +158,6 @@ def open_browser(url: str) -> None:
 
 def _end_with(parent: int) -> None:
     """Ends this process when its parent has ended, however that happened."""
-    import signal
-    import threading
-    import time
 
     def look() -> None:
         while os.getppid() == parent:
@@ -190,7 +187,6 @@ def sample(
     """Write text with the language model of a run."""
     import torch
 
-    from paceline.cli.checkpoint import find_any
     from paceline.comm.solo import SoloCommunicator
     from paceline.comm.torch_dist import connect, disconnect, launched_rank
     from paceline.run.processes import run_processes

@@ -21,15 +21,17 @@ from paceline.cli.options import (
     write_output,
 )
 from paceline.errors import RunFolderError, UsageError
-from paceline.terminal import echo
+from paceline.schedule.grid import Schedule, lower
+from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs, measure_schedule
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+from paceline.schedule.text import draw, format_csv, read_csv, render_text
+from paceline.terminal import echo, new_console
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.rehearse.simulate.run import Conditions, Simulation
-    from paceline.schedule.grid import Schedule
-    from paceline.schedule.measure import ScheduleCosts
 
 _SLOW = re.compile(r"^(rank|link)=(\d+):(\d+(?:\.\d*)?|\.\d+)x?$")
 _UNUSED = ("checkpoints", "logs")  # of a run's folder
@@ -136,7 +138,6 @@ def describe(found: Simulation) -> dict[str, Any]:
 def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.records.report import render
     from paceline.rehearse.simulate.recording import LEGEND, draw_step
-    from paceline.terminal import new_console
 
     if as_json:
         print_json(summary.to_json() | {"simulation": describe(found)})
@@ -196,9 +197,6 @@ def schedule(
         _show_ring(name, stages or 4, is_alone=given.count(None) == len(given), as_json=as_json)
         return
     from paceline.schedule.check import check_schedule
-    from paceline.schedule.grid import lower
-    from paceline.schedule.measure import measure_schedule
-    from paceline.schedule.text import draw, format_csv, render_text
 
     found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
@@ -242,9 +240,6 @@ def _show_ring(name: str, ranks: int, *, is_alone: bool, as_json: bool) -> None:
 
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
-    from paceline.schedule.text import read_csv
-
     if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
         ranks, microbatches = ranks or 4, microbatches or 8
         if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
@@ -261,8 +256,6 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
 
 def _read_costs(text: str | None, communication: float, found: Schedule) -> ScheduleCosts | None:
     """Reads ``1,1.5:3,2:2:1``: a stage's forward; with its backward; or with the two parts of that."""
-    from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs
-
     if text is None:
         return replace(equal_costs(found), communication=communication)
     stages = []

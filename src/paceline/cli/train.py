@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,9 +23,11 @@ from paceline.cli.options import (
     print_json,
     tells_for_host,
 )
-from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.cli.runs import require_server
+from paceline.errors import ConfigError, PacelineError, Problem, UsageError, did_you_mean
 from paceline.health.exit_codes import REFUSED
-from paceline.terminal import echo
+from paceline.run.signals import scratch_folder
+from paceline.terminal import echo, new_console
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -96,11 +100,6 @@ def train(
 @contextmanager
 def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
     """Serves the page of the run's folder meanwhile, in a process of its own; under torchrun rank 0 does."""
-    import os
-    import subprocess
-    import sys
-
-    from paceline.cli.runs import require_server
     from paceline.config import load_config_with_sources
 
     require_server()
@@ -117,7 +116,6 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
 
 
 def show_finding(found: RateFinding, *, as_json: bool) -> None:
-    """Prints a suggested learning rate, and the losses that suggest it."""
     if as_json:
         print_json({"suggestion": found.suggestion, "rates": found.rates, "losses": found.losses})
         return
@@ -131,7 +129,6 @@ def show_finding(found: RateFinding, *, as_json: bool) -> None:
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
     from paceline.records.report import render
-    from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
@@ -154,7 +151,6 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
 
 def write_small_report(folder: Path, summary: RunSummary) -> Path | None:
     """Writes ``report.html`` into a run's folder, unless its records are so large that it would take seconds."""
-    from paceline.errors import PacelineError
     from paceline.view.html import write_report
     from paceline.view.runs import read_runs
 
@@ -281,7 +277,6 @@ def chaos(
     from paceline.chaos.faults import parse_faults
     from paceline.chaos.report import report_lines
     from paceline.config.load import load_config_with_sources
-    from paceline.run.signals import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (faults is None) == (random == 0):
@@ -330,7 +325,6 @@ def profile(
     from paceline.profile.merge import beside as lay_beside
     from paceline.profile.merge import merged_events, summarize_profile
     from paceline.run.processes import PROFILE
-    from paceline.run.signals import scratch_folder
 
     asked = load_and_tell(config, overrides).config
     for path in beside:

@@ -11,11 +11,13 @@ import typer
 
 from paceline.cli.options import Overrides, print_json, with_layout_options
 from paceline.errors import UsageError, did_you_mean
+from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.rule_case import DEGREES
+from paceline.schedule.text import read_csv
+from paceline.terminal import new_console
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.plan.layout import Layout
     from paceline.verify.certificate import Certificate
 
 # Small enough for seconds, rich enough to have several buckets and units, norms, ties and convolutions.
@@ -101,8 +103,6 @@ def _large_enough(options: Mapping[str, Any]) -> list[str]:
 def _layout(config: Config, options: dict[str, Any]) -> Layout:
     """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
     from paceline.config import layout_of
-    from paceline.plan.layout import Compression, Offload
-    from paceline.schedule.text import read_csv
     from paceline.verify.case import SMALL_BUCKETS
 
     asked = layout_of(config)
@@ -140,8 +140,6 @@ def _load(name: str, overrides: list[str]) -> Config:
 
 def _show(certificate: Certificate, name: str) -> None:
     from rich.text import Text
-
-    from paceline.terminal import new_console
 
     console = new_console()
     verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")

@@ -36,7 +36,7 @@ from paceline.learn.exercise import (
     judge_word,
     lessons,
 )
-from paceline.terminal import echo
+from paceline.terminal import echo, excerpt
 from paceline.untrusted import is_count, parse_json_object, read_regular
 
 _MOST_BYTES = 2**16  # of the file
@@ -57,12 +57,9 @@ def find(number: str) -> Exercise:
 def find_check(exercise: Exercise) -> Callable[[Any], Said]:
     """Returns what judges an answer. Only the file that has it is imported: some need torch."""
     if exercise.check:
-        checks: dict[str, Callable[[Any], Said]]
-        checks = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
+        checks: dict[str, Callable[[Any], Said]] = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
         return checks[exercise.number]
-    judges: dict[str, Callable[[Exercise, Any], Said]]
-    judges = {"number": judge_number, "word": judge_word, "function": judge_formula}
-    return partial(judge_first if exercise.needs else judges[exercise.answer], exercise)
+    return partial(judge_first if exercise.needs else _JUDGES[exercise.answer], exercise)
 
 
 def judge(exercise: Exercise, answer: Any) -> Verdict:
@@ -206,11 +203,11 @@ def _function(exercise: Exercise, answer: Any) -> Callable[..., Any]:
 
 
 def _refusal(exercise: Exercise, answer: Any, why: str, asks_for: str, fix: str) -> UsageError:
-    text, number = repr(answer), exercise.number
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return UsageError(f"the answer to {number} is {shown}, which {why}\n  it asks for {asks_for}\n  {fix}")
+    what = f"the answer to {exercise.number} is {excerpt(repr(answer))}, which {why}"
+    return UsageError(f"{what}\n  it asks for {asks_for}\n  {fix}")
 
 
+_JUDGES: dict[str, Callable[..., Said]] = {"number": judge_number, "word": judge_word, "function": judge_formula}
 _CONVERTERS: dict[str, Callable[[Exercise, Any], Any]] = {"number": _number, "word": _word, "function": _function}
 
 

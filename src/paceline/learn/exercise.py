@@ -91,15 +91,12 @@ class Exercise:
 
 
 class Lesson(NamedTuple):
-    """A lesson: its title, and its exercises in order."""
-
     title: str
     exercises: tuple[Exercise, ...]
 
 
 @cache
 def lessons() -> dict[int, Lesson]:
-    """Returns all lessons by number."""
     text = resources.files("paceline.learn").joinpath("exercises.yaml").read_text(encoding="utf-8")
     return {
         number: Lesson(each["title"], tuple(Exercise(**one) for one in each["exercises"]))

@@ -72,7 +72,6 @@ def check_row(one_f_one_b_row: Callable[[int, int, int], Any]) -> Said:
 
 
 def _rows_wrong(rows: Sequence[Any], stages: int, microbatches: int) -> Said | None:
-    """Says what is wrong with the rows of all ranks; None where nothing is."""
     try:
         schedule = _schedule_of(rows, stages, microbatches)
         check_schedule(schedule)

@@ -1,8 +1,12 @@
-"""Checks of functions that run on virtual ranks: those of lessons 1 to 6."""
+"""Checks of functions that run on virtual ranks: those of lessons 1 to 6, and of functions to mend.
+
+What is called ``_..._wrong`` says what is wrong with what it is given; None where nothing is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import Expected, Watched, WatchedCommunicator, all_close, compare, run_watched, shown_calls
+from paceline.learn.watched import (
+    Expected,
+    Watched,
+    WatchedCommunicator,
+    all_close,
+    compare,
+    run_watched,
+    run_with,
+    shown_calls,
+)
 
 
 def _tensor_of(rank: int, elements: int) -> torch.Tensor:
@@ -28,7 +41,7 @@ _ELEMENTS = 3
 def check_all_gather(function: Any) -> Said:
     """Runs the reader's all-gather on one, two and four ranks, and compares with the tensors that the ranks brought."""
     for size in (1, 2, 4):
-        found = run_watched(lambda comm: function(comm, _tensor_of(comm.rank, _ELEMENTS)), size)
+        found = run_with(function, [[_tensor_of(rank, _ELEMENTS)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         for rank, result in enumerate(found.results):
@@ -39,7 +52,6 @@ def check_all_gather(function: Any) -> Said:
 
 
 def _gathered_wrong(result: Any, size: int) -> Said | None:
-    """Says what is wrong with the list that one rank returned; None if nothing is."""
     if not isinstance(result, list | tuple) or not all(isinstance(each, torch.Tensor) for each in result):
         return says("no_list", kind=type(result).__name__)
     if len(result) != size:
@@ -60,8 +72,7 @@ def _gathered_wrong(result: Any, size: int) -> Said | None:
 def check_reduce_scatter(function: Any) -> Said:
     """Runs the reader's reduce-scatter on two, three and four ranks: the values, then the bytes, then the ring."""
     for size in (2, 3, 4):
-        elements = 2 * size
-        found = run_watched(lambda comm, n=elements: function(comm, _tensor_of(comm.rank, n)), size)  # type: ignore[misc]
+        found = run_with(function, [[_tensor_of(rank, 2 * size)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         if said := _slices_wrong(found.results, size) or _messages_wrong(found, size):
@@ -70,7 +81,6 @@ def check_reduce_scatter(function: Any) -> Said:
 
 
 def _slices_wrong(results: list[Any], size: int) -> Said | None:
-    """Says what is wrong with the slices that the ranks returned; None if nothing is."""
     tensors = [_tensor_of(rank, 2 * size) for rank in range(size)]
     expected = torch.stack(tensors).sum(0).chunk(size)
     usual = {
@@ -127,7 +137,6 @@ def _model_with_gradients(rank: int, is_missing: bool) -> nn.Module:
 
 
 def _averages_wrong(results: list[list[torch.Tensor | None]], is_missing: bool) -> Said | None:
-    """Says what is wrong with the gradients that the function left; None if nothing is."""
     models = [_model_with_gradients(rank, is_missing) for rank in range(_RANKS)]
     for place, (name, _) in enumerate(models[0].named_parameters()):
         given, before = [found[place] for found in results], [list(model.parameters())[place].grad for model in models]
@@ -149,11 +158,7 @@ def check_step(function: Any) -> Said:
     before = torch.arange(24, dtype=torch.float64).sin()
     for ranks in (4, 3):
         gradients = [torch.arange(24, dtype=torch.float64).add(7 * rank).cos() for rank in range(ranks)]
-
-        def work(comm: Any, own: list[torch.Tensor] = gradients) -> Any:
-            return function(comm, before.clone(), own[comm.rank].clone(), 0.1)
-
-        found = run_watched(work, ranks)
+        found = run_with(function, [[before, own, 0.1] for own in gradients])
         mean = sum(gradients[1:], gradients[0]) / ranks
         usual = {
             "sum": before - 0.1 * ranks * mean,
@@ -239,7 +244,6 @@ def check_linear(function: Any) -> Said:
 
 
 def _pass_wrong(called: _Called, weight: torch.Tensor, inputs: torch.Tensor, rank: int) -> Said | None:
-    """Says what is wrong with the output of a rank, and with the gradient of x; None if nothing is."""
     x, output = inputs.clone().requires_grad_(), called.output
     expected = x @ weight.T
     is_tensor = isinstance(output, torch.Tensor)
@@ -289,12 +293,8 @@ def check_mlp(function: Any) -> Said:
     x, up, down = parts[0].view(3, 4), parts[1].view(8, 4), parts[2].view(4, 8)
     bias = torch.arange(4, dtype=torch.float64).add(1)
     product = F.gelu(x @ up.T) @ down.T
-
-    def work(comm: Any) -> Any:
-        return function(comm, x.clone(), up.clone(), down.clone(), bias.clone())
-
     for ranks in (2, 4):
-        found = run_watched(work, ranks)
+        found = run_with(function, [[x, up, down, bias]] * ranks)
         usual = {
             "biases": product + ranks * bias,
             "no_bias": product,
@@ -321,11 +321,64 @@ def _sums_wrong(first: WatchedCommunicator, expected: int) -> Said | None:
     return None
 
 
+# Functions that were broken and should be mended, by what all ranks return in the end.
+
+Trial = tuple[Sequence[Any], Expected, Mapping[str, Expected]]  # what ranks bring, should return, and usually do
+
+
+def _judge(function: Any, *trials: Trial) -> Said:
+    """Runs the function with what each rank brings, and compares what the ranks return."""
+    for brings, right, usual in trials:
+        if said := compare(run_with(function, brings).results, right, usual):
+            return said
+    return RIGHT
+
+
+def check_shift(function: Any) -> Said:
+    own = [torch.arange(4.0) + 10 * rank for rank in range(3)]
+    after, before = own[1:] + own[:1], own[-1:] + own[:-1]
+    return _judge(function, ([[each] for each in own], before, {"unchanged": own, "other_way": after}))
+
+
+def check_mean(function: Any) -> Said:
+    def trial(*counts: int) -> Trial:  # samples of each rank
+        losses = torch.arange(1.0, 7).square()
+        parts = torch.split(losses, list(counts))
+        of_means = torch.stack([each.mean() for each in parts]).mean()
+        usual = {"mean_of_means": of_means, "sum": losses.sum(), "per_rank": losses.sum() / len(counts)}
+        return [[each] for each in parts], losses.mean(), usual
+
+    return _judge(function, trial(3, 1, 2), trial(4, 0, 2))
+
+
+def check_step_means(function: Any) -> Said:
+    table = torch.tensor([[4.0, math.nan, math.nan], [1.0, 2.0, 9.0], [7.0, 5.0, math.nan]])
+    brings = [[[loss for loss in row if not loss.isnan()]] for row in table]
+    return _judge(function, (brings, table.nanmean(0), {"all_ranks": table.nansum(0) / 3}))
+
+
+def check_skipped(function: Any) -> Said:
+    """With gradients that are finite, then with one that is not, on one rank."""
+
+    def trial(times: float) -> Trial:
+        gradients = [torch.arange(1.0, 4), torch.arange(3.0) + 2, times * torch.ones(3)]
+        step = 0.1 * torch.stack(gradients).mean(0)
+        usual = {"sum": torch.ones(3) - 3 * step} if math.isfinite(times) else {"taken": torch.ones(3) - step}
+        right = torch.ones(3) - (step if math.isfinite(times) else 0)
+        return [[torch.ones(3), each] for each in gradients], right, usual
+
+    return _judge(function, trial(2.0), trial(math.inf), trial(math.nan))
+
+
 CHECKS = {
     "1.1": check_all_gather,
+    "1.4": check_shift,
     "2.2": check_reduce_scatter,
     "3.1": check_average,
+    "3.4": check_mean,
+    "3.5": check_step_means,
     "4.2": check_step,
     "5.2": check_linear,
     "6.2": check_mlp,
+    "8.4": check_skipped,
 }

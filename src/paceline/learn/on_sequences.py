@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import WatchedCommunicator, compare, run_watched, shown_calls
+from paceline.learn.watched import WatchedCommunicator, compare, run_with, shown_calls
 
 _HEADS, _WIDTH = 2, 4
 _MOST_WORK = 1.15  # of a rank, over the mean: a striped order of 32 tokens has 1.09
@@ -23,11 +23,7 @@ def check_one_query(function: Any) -> Said:
         numbers = torch.arange(2 * sum(counts) * _HEADS * _WIDTH, dtype=torch.float64).mul(1.7).sin()
         keys, values = numbers.view(2, _HEADS, -1, _WIDTH).unbind(0)
         parts = list(zip(torch.split(keys, counts, 1), torch.split(values, counts, 1), strict=True))
-
-        def work(comm: Any, q: torch.Tensor = query, parts: Sequence[Any] = parts) -> Any:
-            return function(comm, q.clone(), *(each.clone() for each in parts[comm.rank]))
-
-        found = run_watched(work, ranks)
+        found = run_with(function, [[query, *own] for own in parts])
         expected = _attend(query, keys, values)
         said = compare(found.results, expected, _usual_mistakes(query, parts, counts)) or _sums_wrong(found.comms[0])
         if said is not None:
@@ -81,7 +77,6 @@ def _shapes_wrong(shares: Sequence[Any], length: int) -> Said | None:
 
 
 def _cut_wrong(shares: Sequence[Any], tokens: torch.Tensor) -> Said | None:
-    """Says what is wrong with the parts of all ranks; None where nothing is."""
     length = tokens.shape[1] - 1
     places = torch.cat([share[2] for share in shares])
     if len(set(places.tolist())) == len(shares[0][2]) and not places.min():

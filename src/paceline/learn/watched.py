@@ -129,6 +129,16 @@ def run_watched(work: Callable[[Any], Any], ranks: int) -> Watched:
     return found
 
 
+def run_with(function: Callable[..., Any], brings: Sequence[Sequence[Any]]) -> Watched:
+    """Runs ``function(comm, *own)`` on a rank for each of ``brings``, with copies of the tensors that it brings."""
+
+    def work(comm: Communicator) -> Any:
+        own = brings[comm.rank]
+        return function(comm, *(each.clone() if isinstance(each, torch.Tensor) else each for each in own))
+
+    return run_watched(work, len(brings))
+
+
 def _run(work: Callable[[Any], Any], ranks: int, *, is_late: bool) -> Watched:
     def watched(comm: Any) -> tuple[Any, WatchedCommunicator]:
         watching = WatchedCommunicator(comm, is_late=is_late)
@@ -145,7 +155,6 @@ def _has_nan(found: Any) -> bool:
 
 
 def shown_calls(calls: Mapping[str, int]) -> str:
-    """Returns how often operations were called, as words."""
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(calls.items())) or "no collective"
 
 

@@ -27,7 +27,7 @@ from paceline.config import Config
 from paceline.config.train_checks import short_run
 from paceline.engines.pipeline import Pipeline
 from paceline.errors import UsageError
-from paceline.profile.merge import ANCHOR, Operator, RankProfile, RankSpans, TraceSpan, place_rank
+from paceline.profile.merge import ANCHOR, Operator, RankProfile, RankSpans, TraceSpan, costliest, place_rank
 from paceline.run.location import RunOptions
 from paceline.run.processes import profile_request
 from paceline.schedule.grid import Action
@@ -37,7 +37,6 @@ from paceline.untrusted import parse_json, read_regular
 
 HOOK = "paceline.profile.hook:StepProfiler"
 WARM_UP = 3
-_MOST_OPERATORS = 50
 _MOST_BYTES = 2**31
 
 
@@ -131,7 +130,7 @@ class StepProfiler:
             clock_error_s=self._clock[1],
             anchor_s=self._anchor_s,
             tracks={**self._spans, "collectives": collectives},
-            operators=tuple(_operators(self._profile)),
+            operators=_operators(self._profile),
         )
         self._profile.export_chrome_trace(str(folder / f"rank-{rank}.torch.json"))
         (folder / f"rank-{rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -139,13 +138,12 @@ class StepProfiler:
         world.barrier()  # the first to leave ends the others, who may still be writing
 
 
-def _operators(found: profile) -> list[Operator]:
-    rows = [
-        Operator(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
+def _operators(found: profile) -> tuple[Operator, ...]:
+    return costliest(
+        (each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
         for each in found.key_averages()
         if each.key not in (ANCHOR, "[memory]") and not each.key.startswith("ProfilerStep")
-    ]
-    return sorted(rows, key=lambda each: -(each.host_s + each.device_s))[:_MOST_OPERATORS]
+    )
 
 
 def profiled_config(config: Config, steps: int, folder: Path) -> Config:

@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TypeGuard
 
+from pydantic import TypeAdapter
+
 from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, span
 from paceline.errors import UsageError
 from paceline.schedule.clock import time_in_all
@@ -78,13 +80,8 @@ class RankSpans:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Reads what ``asdict`` gave."""
-        tracks = {
-            name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
-            for name, spans in values["tracks"].items()
-        }
-        operators = tuple(Operator(**each) for each in values["operators"])
-        return cls(**{**values, "tracks": tracks, "operators": operators})
+        """Reads what ``asdict`` gave. Raises ValueError for anything else."""
+        return TypeAdapter(cls).validate_python(values)
 
     def corrected(self, name: str) -> list[TraceSpan]:
         """Returns the spans of a track on the clock of rank 0."""
@@ -93,14 +90,11 @@ class RankSpans:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchEvent:
-    """An event of torch's profiler on the clock of rank 0, in seconds. ``row`` is its thread or stream."""
+class TorchEvent(TraceSpan):
+    """An event of torch's profiler on the clock of rank 0. ``row`` is its thread or stream."""
 
-    name: str
     category: str
     row: str
-    start_s: float
-    end_s: float
 
     @property
     def is_device_work(self) -> bool:
@@ -187,7 +181,7 @@ def _rank_events(profile: RankProfile, zero_s: float) -> Iterator[Event]:
             "pid": rank,
             "tid": _FIRST_OF_TORCH + rows.index(event.row),
             "ts": round((event.start_s - zero_s) * 1e6, 3),
-            "dur": round((event.end_s - event.start_s) * 1e6, 3),
+            "dur": round(event.seconds * 1e6, 3),
         }
     for point in profile.memory:
         yield counter(rank, f"memory of {point.device}", point.at_s - zero_s, {"bytes": point.num_bytes})
@@ -328,15 +322,15 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
     return ProfileSummary(
         steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
         ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
-        operators=_costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
-        kernels=_costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
+        operators=costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
+        kernels=costliest((each.name, 1, 0.0, each.seconds) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={each.spans.rank: tuple(largest_by_time(each.memory, _POINTS, zero_s)) for each in ranks},
         clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
     )
 
 
-def _costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
+def costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
     """Adds up calls, seconds of the host and of the device by name; the fifty names that took longest."""
     found: dict[str, Operator] = {}
     for name, calls, host_s, device_s in rows:
@@ -394,5 +388,5 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
     return found
 
 
-def _intervals(spans: Sequence[TraceSpan | TorchEvent]) -> list[Interval]:
+def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]

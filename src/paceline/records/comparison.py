@@ -11,7 +11,7 @@ alone make a device faster, whatever the ranks do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,13 @@ from paceline.records.console import format_loss
 from paceline.records.limits import settings_of
 from paceline.records.records import RunRecord, strict_json
 from paceline.records.report import new_table
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from paceline.records.report import RunSummary
 
 _SAME = 0.03  # figures that differ by less are marked as equal: two runs of one config do
+_HIGHER = ("samples_per_s", "mfu", "test_accuracy", "goodput")  # figures of which more is better
 _UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
 
 
@@ -124,8 +125,6 @@ class FigureChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What changed from one run to another: keys of the config, and figures."""
-
     before: str
     after: str
     config: tuple[ConfigChange, ...]
@@ -152,24 +151,19 @@ def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
 
 def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:
     """Yields what both runs know; of a loss, a time or memory the lower one is better."""
-    higher = ("samples_per_s", "mfu", "test_accuracy")
-    # Fewer seconds for fewer steps are no better.
-    lower = ("final_loss", "test_loss", "comm_share", *(["seconds"] if before.steps == after.steps else []))
-    for name in (*higher, *lower):
-        first, second = getattr(before, name), getattr(after, name)
-        if first is not None and second is not None:
-            yield _figure(name, first, second, higher_is_better=name in higher)
-    yield _figure("memory_bytes", before.memory.peak_bytes, after.memory.peak_bytes, higher_is_better=False)
+    names = ["samples_per_s", "mfu", "test_accuracy", "final_loss", "test_loss", "comm_share"]
+    names += ["seconds"] if before.steps == after.steps else []  # fewer of them for fewer steps are no better
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
+    pairs.append(("memory_bytes", before.memory.peak_bytes, after.memory.peak_bytes))
     if before.goodput is not None and after.goodput is not None:
-        yield _figure("goodput", before.goodput.share, after.goodput.share, higher_is_better=True)
-
-
-def _figure(name: str, before: float, after: float, *, higher_is_better: bool) -> FigureChange:
-    # What is not finite is worse than anything that is.
-    is_same = before == after or abs(after - before) <= _SAME * max(abs(before), abs(after))
-    is_better = (after > before) == higher_is_better and after == after
-    mark = "same" if is_same else "better" if is_better else "worse"
-    return FigureChange(name=name, before=float(before), after=float(after), mark=mark)
+        pairs.append(("goodput", before.goodput.share, after.goodput.share))
+    for name, first, second in pairs:
+        if first is not None and second is not None:
+            # What is not finite is worse than anything that is.
+            is_same = first == second or abs(second - first) <= _SAME * max(abs(first), abs(second))
+            is_better = (second > first) == (name in _HIGHER) and second == second
+            mark = "same" if is_same else "better" if is_better else "worse"
+            yield FigureChange(name=name, before=float(first), after=float(second), mark=mark)
 
 
 def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
@@ -177,7 +171,7 @@ def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
     table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency", "")
     for point in points:
         run = (point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}")
-        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %")
+        speed = (f"{point.ideal:g} x", f"{point.speed_up:.2f} x", format_percent(point.efficiency))
         table.add_row(*run, *speed, point.scaling)
     return [table] if points else []
 
@@ -188,7 +182,7 @@ def draw_comparison(found: Comparison) -> RenderableType:
     for each in found.figures:
         change = f"{100 * (each.after / each.before - 1):+.1f} %" if each.before and each.mark != "same" else ""
         style = {"better": "green", "worse": "red"}.get(each.mark, "dim")
-        shown = (_shown(each.name, each.before), _shown(each.name, each.after))
+        shown = map(_FORMATS.get(each.name, "{:,.1f}".format), (each.before, each.after))
         figures.add_row(each.name.replace("_", " "), *shown, change, Text(each.mark, style=style))
     limits = [Text(f"{name}: {why}") for name, why in zip((found.before, found.after), found.limited, strict=True)]
     if not found.config:
@@ -199,11 +193,9 @@ def draw_comparison(found: Comparison) -> RenderableType:
     return Group(figures, *limits, Text(), keys)
 
 
-def _shown(name: str, value: float) -> str:
-    if name == "memory_bytes":
-        return format_bytes(value)
-    if name == "seconds":
-        return format_seconds(value)
-    if name in ("comm_share", "mfu", "goodput", "test_accuracy"):
-        return f"{100 * value:.1f} %"
-    return format_loss(value) if name.endswith("loss") else f"{value:,.1f}"
+_FORMATS: dict[str, Callable[[float], str]] = {  # of figures that are no plain numbers
+    "memory_bytes": format_bytes,
+    "seconds": format_seconds,
+    **dict.fromkeys(("final_loss", "test_loss"), format_loss),
+    **dict.fromkeys(("comm_share", "mfu", "goodput", "test_accuracy"), format_percent),
+}

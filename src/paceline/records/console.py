@@ -23,7 +23,7 @@ from paceline.notebook import cell_display, is_notebook, show_bar
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from paceline.terminal import new_console
-from paceline.units import format_count, format_flops, format_seconds
+from paceline.units import format_count, format_flops, format_percent, format_seconds
 
 _DRAW_EVERY_S = 0.2
 _WINDOW_STEPS = 32
@@ -147,9 +147,10 @@ def format_loss(loss: float | None) -> str:
     return f"{loss:.3e}" if 0 < abs(loss) < 1e-3 or 1e4 <= abs(loss) < float("inf") else f"{loss:.4f}"
 
 
-def format_percent(share: float | None) -> str:
-    """Writes a share of one: ``format_percent(0.972) == '97.2 %'``."""
-    return "-" if share is None else f"{100 * share:.1f} %"
+def scores_text(evaluation: EvalRecord) -> dict[str, str]:
+    """Returns what an evaluation found, written out by name."""
+    scores = evaluation.scores.items()
+    return {name: format_percent(value) if name == "accuracy" else format_loss(value) for name, value in scores}
 
 
 class _RunProgress:
@@ -273,9 +274,7 @@ def _line_of(record: RunRecord | EvalRecord | EventRecord | EndRecord) -> Text:
             parts = (where, size, f"global batch {record.global_batch}", f"{record.total_steps} steps")
             return Text(_GAP.join(parts), style="dim")
         case EvalRecord():
-            told = [f"step {record.step}", "evaluation", f"loss {format_loss(record.loss)}"]
-            told += [f"accuracy {format_percent(record.accuracy)}"] if record.accuracy is not None else []
-            told += [f"{name} {format_loss(value)}" for name, value in record.metrics.items()]
+            told = [f"step {record.step}", "evaluation", *map(" ".join, scores_text(record).items())]
             cost = f"{_GAP}{record.samples} samples in {format_seconds(record.seconds)}"
             return Text(_GAP.join(told)).append(cost, style="dim")
         case EventRecord():

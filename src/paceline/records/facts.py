@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from paceline.health.straggler import Straggler, find_straggler
 from paceline.plan.layout import SHARING
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt, RunRecords, StepTable, final_steps, settled
+from paceline.records.thin import add_comm
 from paceline.untrusted import parse_json_object, read_regular
 
 _MOST_RANKS = 2**16  # records that name more were not written by a run
@@ -175,8 +175,7 @@ def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRec
         for each in (record for attempt in own for record in attempt.records if isinstance(record, CommRecord)):
             by_key[each.kind, each.group, each.ranks].append(each)
         for key, some in by_key.items():
-            calls, size, seconds = (sum(map(attrgetter(name), some)) for name in ("calls", "bytes", "seconds"))
-            found[key].append(replace(some[-1], calls=calls, bytes=size, seconds=seconds))
+            found[key].append(add_comm(some))
     rows = [min(own, key=lambda row: settled(row.seconds / max(row.bytes, 1))) for own in found.values()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.group)))
 

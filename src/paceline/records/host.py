@@ -40,9 +40,6 @@ class Gpus:
         library.nvmlInit()
         self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
 
-    def __len__(self) -> int:
-        return len(self._handles)
-
     def read(self) -> dict[str, float]:
         """Reads all values, named as ``HostRecord`` says: ``hw.gpu.utilization/0``."""
         return {f"{name}/{index}": x for index, handle in enumerate(self._handles) for name, x in self._values(handle)}

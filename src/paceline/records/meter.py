@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import psutil
 import torch
 
-from paceline.clock import CudaMark, DeviceClock, Mark, on_device
+from paceline.clock import CudaMark, DeviceClock, Mark, on_device, seconds_between
 from paceline.comm.ledger import file as cells
 from paceline.comm.ledger.file import LAPS, NUM_CELLS, PHASE, STEP, TIMED_STEPS
 from paceline.comm.traced import Trace
@@ -236,22 +236,21 @@ def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
 
 def _record(issued: _Issued) -> StepRecord:
     facts, on_host, start, laps, end, waits, memory, now, host_s = issued
-    since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
     seconds = {DATA: 0.0, FORWARD: 0.0, BACKWARD: 0.0, OPTIMIZER: 0.0}
     comm_s, last, num_waits = 0.0, start, 0
     for phase, mark, num_waits_then in laps:
-        took = since(mark, last)
+        took = seconds_between(last, mark)
         if num_waits_then > num_waits:
             waited = 0.0
             for begin, then in waits[num_waits:num_waits_then]:
-                waited += since(then, begin)
+                waited += seconds_between(begin, then)
             took, comm_s, num_waits = took - waited, comm_s + waited, num_waits_then
         seconds[phase] += took
         last = mark
     for begin, then in waits[num_waits:]:  # after the last lap
-        comm_s += since(then, begin)
+        comm_s += seconds_between(begin, then)
     data_s, forward_s, backward_s, optimizer_s = seconds.values()
-    step_s = since(end, start)
+    step_s = seconds_between(start, end)
     numbers = map(float, _numbers(facts.outcome)) if on_host is None else on_host.tolist()
     loss_sum, count, grad_norm, loss_scale = numbers
     samples = facts.samples
@@ -280,10 +279,6 @@ def _record(issued: _Issued) -> StepRecord:
         allocated_bytes=memory.allocated,
         reserved_bytes=memory.reserved,
     )
-
-
-def _device_seconds_since(mark: Mark, earlier: Mark) -> float:
-    return mark.seconds_since(earlier)
 
 
 def _memory(device: torch.device, process: psutil.Process) -> _Memory:

@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -49,9 +49,7 @@ def metrics() -> dict[str, str]:
 
 def metrics_text(runs: Sequence[Path]) -> str:
     """Returns the newest numbers of runs in Prometheus's text format. What cannot be read is left out."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Runs(runs))
-    return generate_latest(registry).decode("utf-8")
+    return generate_latest(_Runs(runs)).decode("utf-8")
 
 
 class _Runs(Collector):

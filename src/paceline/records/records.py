@@ -25,6 +25,7 @@ from typing import IO, Any, ClassVar, Literal, get_args
 
 from pydantic_core import from_json, to_json
 
+from paceline.terminal import excerpt
 from paceline.untrusted import is_count, open_regular, parse_json, parse_json_object
 
 SCHEMA_VERSION = 1
@@ -161,6 +162,12 @@ class EvalRecord:
     seconds: float
     time: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Loss, accuracy where it was counted, and metrics, by name."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"loss": self.loss, **accuracy, **self.metrics}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +364,7 @@ def marked(mark: bytes, name: str) -> int:
 
 def _excerpt(line: str | bytes) -> str:
     text = (line if isinstance(line, str) else line.decode("utf-8", "replace")).strip()
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+    return repr(excerpt(text, 80))
 
 
 class _Form:

@@ -30,14 +30,14 @@ from rich.text import Text
 
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
-from paceline.records.console import format_loss, format_percent, parameters_text
+from paceline.records.console import format_loss, parameters_text
 from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run, settled
 from paceline.records.thin import lengths_of, percentile
 from paceline.search.expectation import Compared, compare, read_expectation
-from paceline.units import format_bytes, format_count, format_flops, format_seconds
+from paceline.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from paceline.untrusted import is_number
 
 _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", "bus_bandwidth")
@@ -335,7 +335,7 @@ def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable:
         share = sum(float(getattr(rank, phase)) for rank in known) / total
         ends = (format_seconds(seconds[least]), str(least), format_seconds(seconds[most]), str(most))
         mean = format_seconds(sum(seconds.values()) / len(seconds))
-        rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, f"{100 * share:.1f} %", *ends))
+        rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, format_percent(share), *ends))
     columns = ("phase", "mean", "share", "least", "rank", "most", "rank")
     return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
 
@@ -352,11 +352,11 @@ def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable:
 
 def _memory_table(memory: MemoryUse) -> PlainTable:
     total, sizes = sum(memory.by_category.values()), sorted(memory.by_category.items(), key=lambda each: -each[1])
-    rows = [(name, format_bytes(size), f"{100 * size / total:.1f} %") for name, size in sizes]
+    rows = [(name, format_bytes(size), format_percent(size / total)) for name, size in sizes]
     if rows:
         rows.append(("planned", format_bytes(total), ""))
     if rows and memory.peak_bytes:
-        rows.append(("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %"))
+        rows.append(("measured peak", format_bytes(memory.peak_bytes), format_percent(memory.peak_bytes / total)))
     return PlainTable(title="memory of a rank, as planned", columns=("category", "bytes", "share"), rows=tuple(rows))
 
 

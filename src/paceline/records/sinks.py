@@ -322,10 +322,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
         case StepRecord():
             yield from _of_step(record)
         case EvalRecord():
-            yield "eval/loss", record.loss
-            if record.accuracy is not None:
-                yield "eval/accuracy", record.accuracy
-            yield from ((f"eval/{name}", value) for name, value in record.metrics.items())
+            yield from ((f"eval/{name}", value) for name, value in record.scores.items())
             yield "eval/seconds", record.seconds
         case CommRecord():
             values = {"calls": record.calls, "bytes": record.bytes, "seconds": record.seconds}
@@ -392,8 +389,7 @@ def describe(record: Record, global_batch: int = 0) -> str:
             rate = f"{record.samples_per_s:,.0f} samples/s"
             return f"step {record.step}: {loss}, lr {record.lr:.3g}, {1e3 * record.step_s:.1f} ms, {rate}"
         case EvalRecord():
-            values = {"loss": record.loss, "accuracy": record.accuracy, **record.metrics}
-            told = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+            told = [f"{name} {value:.4f}" for name, value in record.scores.items()]
             return f"evaluation after step {record.step}: {', '.join(told)}"
         case EventRecord(name="histogram" | "scalars"):
             return ""

@@ -18,7 +18,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -133,10 +133,14 @@ def _flushed(blocks: dict[Any, list[bytes]]) -> list[bytes]:
 
 
 def _sum_of(records: list[Any]) -> bytes:
-    if isinstance(last := records[-1], CommRecord):
-        sums = {name: sum(getattr(each, name) for each in records) for name in ("calls", "bytes", "seconds")}
-        return to_line(replace(last, **sums)).encode()
-    return to_line(add_steps(records) if isinstance(last, StepRecord) else add_samples(records)).encode()
+    adders: dict[type, Callable[[Any], Record]] = {CommRecord: add_comm, HostRecord: add_samples}
+    return to_line(adders.get(type(records[-1]), add_steps)(records)).encode()
+
+
+def add_comm(records: Sequence[CommRecord]) -> CommRecord:
+    """Adds up operations of one kind and group."""
+    sums = {name: sum(getattr(each, name) for each in records) for name in ("calls", "bytes", "seconds")}
+    return replace(records[-1], **sums)
 
 
 def add_steps(records: Sequence[StepRecord]) -> SpanRecord:

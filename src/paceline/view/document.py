@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic_core import from_json
 
-from paceline.records.console import format_loss, format_percent
+from paceline.records.console import scores_text
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
 from paceline.records.samples import MOST_SAMPLES
@@ -237,9 +237,7 @@ def _points(run: ShownRun, values: Iterable[_Valued[_Key]]) -> dict[_Key, list[l
 
 def _evaluated(run: ShownRun) -> Iterator[_Valued[str]]:
     for each in run.evaluations:
-        for name, value in {"loss": each.loss, "accuracy": each.accuracy, **each.metrics}.items():
-            if value is not None and math.isfinite(value):
-                yield name, each, [value]
+        yield from ((name, each, [value]) for name, value in each.scores.items() if math.isfinite(value))
 
 
 def _own_scalars(run: ShownRun) -> Iterator[_Valued[str]]:
@@ -278,11 +276,8 @@ def _samples(run: ShownRun) -> list[dict[str, Any]]:
 
 
 def _as_event(evaluation: EvalRecord) -> EventRecord:
-    values = {"loss": format_loss(evaluation.loss)}
-    if evaluation.accuracy is not None:
-        values["accuracy"] = format_percent(evaluation.accuracy)
-    values |= {name: format_loss(value) for name, value in evaluation.metrics.items()}
-    return EventRecord(name="evaluation", step=evaluation.step, detail=values, time=evaluation.time)
+    detail = scores_text(evaluation)
+    return EventRecord(name="evaluation", step=evaluation.step, detail=detail, time=evaluation.time)
 
 
 def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
 from paceline.errors import PacelineError
-from paceline.records.records import parse_line
+from paceline.records.records import STEPS, parse_line
 from paceline.untrusted import file_inside, is_number, open_regular, parse_json_object, read_regular
 
 _MOST_CONFIG_BYTES = 2**20
@@ -143,8 +143,7 @@ def _ends(path: Path, _changed: tuple[int, int]) -> dict[str, Any]:
     found |= {"status": ended if ended in ("done", "failed", "stopped") else "", "step": int(last.get("step", 0))}
     if is_number(first.get("time")) and is_number(last.get("time")):
         found |= {"started": first["time"], "seconds": max(0.0, last["time"] - first["time"])}
-    for kinds, prefix in (((b"step", b"span"), ""), ((b"eval",), "eval_")):
-        marks = tuple(b'{"type":"%b"' % kind for kind in kinds)
+    for marks, prefix in ((STEPS, ""), (b'{"type":"eval"', "eval_")):
         line = next((each for each in reversed(lines) if each.startswith(marks)), None)
         with suppress(ValueError):
             record = None if line is None else parse_line(line)

@@ -325,7 +325,7 @@ class _Api:
             seen = b""
             with self._follower.watched():
                 while (news := self._follower.news) is not None and not self._follower.is_stopped.is_set():
-                    told = await asyncio.to_thread(self._states)
+                    told = to_json(await asyncio.to_thread(self._locked, self._follower.states), inf_nan_mode="null")
                     yield b"data: " + told + b"\n\n" if told != seen else b": still here\n\n"
                     seen = told
                     with suppress(TimeoutError):  # the news were taken before the states were read
@@ -334,10 +334,6 @@ class _Api:
                         return
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
-
-    def _states(self) -> bytes:
-        with self._follower.lock:
-            return to_json(self._follower.states(), inf_nan_mode="null")
 
     async def metrics(self, _: Request) -> Response:
         try:
@@ -361,11 +357,11 @@ class _Api:
         return _not_found()
 
     async def _answer(self, work: Callable[[], Any]) -> Response:
-        def locked() -> Any:
-            with self._follower.lock:
-                return work()
+        return as_response(await asyncio.to_thread(self._locked, work))
 
-        return as_response(await asyncio.to_thread(locked))
+    def _locked(self, work: Callable[[], Any]) -> Any:
+        with self._follower.lock:
+            return work()
 
 
 def _window(request: Request) -> Window:
