@@ -325,7 +325,7 @@ class _Api:
             seen = b""
             with self._follower.watched():
                 while (news := self._follower.news) is not None and not self._follower.is_stopped.is_set():
-                    told = to_json(await asyncio.to_thread(self._locked, self._follower.states), inf_nan_mode="null")
+                    told = await asyncio.to_thread(self._locked, self._states)
                     yield b"data: " + told + b"\n\n" if told != seen else b": still here\n\n"
                     seen = told
                     with suppress(TimeoutError):  # the news were taken before the states were read
@@ -334,6 +334,9 @@ class _Api:
                         return
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
+
+    def _states(self) -> bytes:
+        return to_json(self._follower.states(), inf_nan_mode="null")
 
     async def metrics(self, _: Request) -> Response:
         try:
