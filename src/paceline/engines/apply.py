@@ -114,7 +114,9 @@ def parallelize(
     before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine[Any]
-    groups = _groups_of(model, comm, layout)
+    groups = make_groups(comm, layout)
+    if layout.context_ranks > 1:  # the model will ask those who share its sequences, too
+        groups = replace(groups, sequences=share_sequences(model, groups.context, layout))
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
         engine = combine(model, groups, layout, lambda part: _share(part, groups, layout, policy, None))
@@ -269,14 +271,6 @@ def choose_for_module(
     if not isinstance(decided, Choice):
         raise cast("UsageError", decided)
     return decided
-
-
-def _groups_of(model: nn.Module, comm: Communicator, layout: Layout) -> Groups:
-    """Returns who a rank talks to; where ranks share each sequence, the model will ask them, too."""
-    groups = make_groups(comm, layout)
-    if layout.context_ranks == 1:
-        return groups
-    return replace(groups, sequences=share_sequences(model, groups.context, layout))
 
 
 def _share(

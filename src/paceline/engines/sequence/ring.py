@@ -10,7 +10,7 @@ What travels of two ranks differs in size where their shares do; everyone knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,6 @@ class RingCall:
         with unwatched():
             return received, [run(tensor, peer, tag) for run, tensor, peer in ordered]
 
-    def go_around(self, pair: Tensor) -> Iterator[tuple[RingStep, Tensor]]:
-        """Yields each step with the keys and values that it is about; those of the next are under way meanwhile."""
-        for step in self.steps:
-            if step is self.steps[-1]:
-                yield step, pair
-                return
-            arriving, works = self.pass_on(pair, step, _KEYS)
-            yield step, pair
-            _wait(works)
-            pair = arriving
-
 
 class RingAttention(torch.autograd.Function):
     """Attention (batch, heads, queries, head_dim) of a rank's queries on the keys of all. All call it alike."""
@@ -65,16 +54,21 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RingCall) -> Tensor:
         ctx.call = call
-        widths = [key.shape[3], value.shape[3]]
+        pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
-        for step, pair in call.go_around(torch.cat((key, value), -1)):
+        for step in call.steps:
+            arriving = pair
+            if step is not call.steps[-1]:
+                arriving, works = call.pass_on(pair, step, _KEYS)
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
                 _merge(
                     out, lse, block.queries, *attend_block(block, call.scale, query[:, :, block.queries], keys, values)
                 )
+            _wait(works)
+            pair = arriving
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         return result
@@ -85,9 +79,13 @@ class RingAttention(torch.autograd.Function):
         call: RingCall = ctx.call
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()  # an expanded one has strides that no kernel takes
-        pair, widths, following = torch.cat((key, value), -1), [key.shape[3], value.shape[3]], list[Work]()
-        of_query, of_pair = (torch.zeros_like(each, dtype=lse.dtype) for each in (query, pair))
-        for step, pair in call.go_around(pair):  # of one name, so that what was passed on is freed
+        pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
+        of_query = torch.zeros_like(query, dtype=lse.dtype)
+        of_pair, following = torch.zeros_like(pair, dtype=lse.dtype), list[Work]()
+        for step in call.steps:
+            arriving = pair
+            if step is not call.steps[-1]:
+                arriving, works = call.pass_on(pair, step, _KEYS)
             found = list[tuple[Tokens, tuple[Tensor, ...]]]()
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
@@ -102,6 +100,8 @@ class RingAttention(torch.autograd.Function):
                     _add(total, tokens, each)
             if call.comm.size > 1:
                 of_pair, following = call.pass_on(of_pair, step, _GRADIENTS)
+            _wait(works)
+            pair = arriving
         _wait(following)
         of_key, of_value = torch.split(of_pair.to(key.dtype), widths, -1)
         return of_query.to(query.dtype), of_key, of_value, None
