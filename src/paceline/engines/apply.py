@@ -96,8 +96,7 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
     check_initialised(model)
-    is_auto = strategy == "auto"
-    layout = layout or layout_from(options, None if is_auto else strategy)
+    layout = layout or layout_from(options, None if strategy == "auto" else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
     layout = replace(layout, precision=policy.name)
     if compressor is not None:  # the rules of a layout's own compression hold for it too
@@ -105,7 +104,7 @@ def parallelize(
         layout = replace(layout, compression=Compression(policy=given.policy, error_feedback=given.error_feedback))
     elif layout.compression.is_any:
         compressor = Compressor(layout.compression)
-    if is_auto:
+    if strategy == "auto":
         layout = _choose(model, comm, layout)
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
