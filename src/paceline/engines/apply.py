@@ -96,8 +96,7 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
     check_initialised(model)
-    is_auto = strategy == "auto"
-    layout = layout or layout_from(options, None if is_auto else strategy)
+    layout = layout or layout_from(options, None if strategy == "auto" else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
     layout = replace(layout, precision=policy.name)
     if compressor is not None:  # the rules of a layout's own compression hold for it too
@@ -105,7 +104,7 @@ def parallelize(
         layout = replace(layout, compression=Compression(policy=given.policy, error_feedback=given.error_feedback))
     elif layout.compression.is_any:
         compressor = Compressor(layout.compression)
-    if is_auto:
+    if strategy == "auto":
         layout = _choose(model, comm, layout)
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
@@ -114,7 +113,9 @@ def parallelize(
     before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine[Any]
-    groups = _groups_of(model, comm, layout)
+    groups = make_groups(comm, layout)
+    if layout.context_ranks > 1:  # the model will ask those who share its sequences, too
+        groups = replace(groups, sequences=share_sequences(model, groups.context, layout))
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
         engine = combine(model, groups, layout, lambda part: _share(part, groups, layout, policy, None))
@@ -269,14 +270,6 @@ def choose_for_module(
     if not isinstance(decided, Choice):
         raise cast("UsageError", decided)
     return decided
-
-
-def _groups_of(model: nn.Module, comm: Communicator, layout: Layout) -> Groups:
-    """Returns who a rank talks to; where ranks share each sequence, the model will ask them, too."""
-    groups = make_groups(comm, layout)
-    if layout.context_ranks == 1:
-        return groups
-    return replace(groups, sequences=share_sequences(model, groups.context, layout))
 
 
 def _share(

@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.base import Communicator, Work
 from paceline.engines.blocks import Replay
+from paceline.engines.groups import wait_for_all
 from paceline.errors import UsageError
 
 _HEAD = 2  # in front of the channels: how many values, and the number of the layer (0: this rank stands in)
@@ -242,8 +243,7 @@ class Exchange:
             if number:  # else no rank has samples
                 layer = self.layers[number - 1]
                 layer.move_statistics(self._read(rows, layer.num_features))
-        for work in backward:
-            work.wait()
+        wait_for_all(backward)
 
     def _begin(self, *_: Any) -> None:
         self._remember()

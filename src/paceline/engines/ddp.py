@@ -31,7 +31,7 @@ from paceline.engines.buckets.buckets import BucketPolicy, BucketTuner, Paramete
 from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
 from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.flat.shard import reduce_norm
-from paceline.engines.groups import Groups, reduction, tensors_in
+from paceline.engines.groups import Groups, differentiable_in, reduction, set_flags
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
@@ -89,9 +89,8 @@ class DataParallel(ModuleEngine):
         if self._is_syncing and self.module.training:
             self._share_buffers()
         output = self._forward(*args, **kwargs)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        for tensor in differentiable_in(output):
+            tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -239,10 +238,7 @@ class DataParallel(ModuleEngine):
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
         bucket.fill(bucket.scale)
         if bucket.num_flags:
-            if all(used):
-                bucket.flags.fill_(1.0)
-            else:  # staged by the driver at once, so the host need not wait for the device
-                bucket.flags.copy_(torch.tensor(used, dtype=bucket.flags.dtype), non_blocking=True)
+            set_flags(bucket.flags, used)
 
     def _send(self, bucket: ReplicaBucket) -> None:
         buffer = bucket.buffer

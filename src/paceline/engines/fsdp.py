@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
+from paceline.comm.base import DONE, BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.flat.gathering import Leg, Route, Table
 from paceline.engines.flat.shard import SideStream, clip_pieces, measured_norms
 from paceline.engines.flat.unit import Call, Crossing, Pass, Unit, read_note
-from paceline.engines.groups import Groups, tensors_in
+from paceline.engines.groups import Groups, differentiable_in, set_flags, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -174,7 +174,7 @@ class FullySharded(ModuleEngine):
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Asks to be called when the gradients of a call's inputs are there."""
         now = self._pass
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = differentiable_in((args, kwargs))
         call = Call(unit, now.undone if now.is_backward else now.forward_number, len(inputs))
         for tensor in inputs:
             self._crossing(tensor).ends.append(call)
@@ -225,7 +225,7 @@ class FullySharded(ModuleEngine):
 
     def _mark_outputs(self, unit: Unit, output: Any) -> bool:
         """Asks to be called when backward enters the unit; returns whether it can."""
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        tensors = differentiable_in(output) if torch.is_grad_enabled() else []
         for tensor in tensors:
             crossing = self._crossing(tensor)
             if all(call.unit is not unit for call in crossing.ends):  # else an input that the unit hands on
@@ -448,23 +448,17 @@ class UsedFlags:
     def __init__(self, comm: Communicator, names: Sequence[str]) -> None:
         self._comm = comm
         self._names = tuple(names)
-        self._all_used = torch.ones(len(names), dtype=torch.uint8, device=comm.device)
-        self._sent: tuple[Tensor, Work] | None = None  # the flags live until they have been waited for
+        self._flags = torch.ones(len(names), dtype=torch.uint8, device=comm.device)
+        self._work: Work = DONE
 
     def ask_others(self, used: Collection[str], missing: list[str]) -> list[str]:
         """Sends what was used here; returns the missing that no rank used. Who misses none does not wait for it."""
-        if self._sent is not None:
-            self._sent[1].wait()
-        flags = self._all_used
-        if missing:
-            is_used = [name in used for name in self._names]
-            flags = torch.tensor(is_used, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
-        else:
-            flags.fill_(1)
-        self._sent = (flags, self._comm.all_reduce(flags, "max"))
+        self._work.wait()
+        set_flags(self._flags, [name in used for name in self._names] if missing else ())
+        self._work = self._comm.all_reduce(self._flags, "max")
         if not missing:
             return []
-        self._sent[1].wait()
+        self._work.wait()
         # sync point, for models that leave parameters unused
-        used_anywhere = dict(zip(self._names, flags.tolist(), strict=True))
+        used_anywhere = dict(zip(self._names, self._flags.tolist(), strict=True))
         return [name for name in missing if not used_anywhere[name]]

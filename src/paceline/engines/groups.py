@@ -144,11 +144,15 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], source: int
             together.setdefault(value.dtype, []).append(value)
     flats = [(torch.cat([v.reshape(-1) for v in values]), values) for values in together.values()]
     works += [comm.broadcast(flat, source) for flat, _ in flats]
-    for work in works:
-        work.wait()
+    wait_for_all(works)
     for flat, values in flats:
         for value, piece in zip(values, torch.split(flat, [v.numel() for v in values]), strict=True):
             value.copy_(piece.view(value.shape))
+
+
+def wait_for_all(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -162,6 +166,19 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from tensors_in(getattr(leaf, field.name))
+
+
+def differentiable_in(output: Any) -> list[Tensor]:
+    """Returns those of the tensors that require a gradient."""
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+def set_flags(flags: Tensor, used: Sequence[bool]) -> None:
+    """Writes which parameters were used here, as ones and zeros, without waiting for the device."""
+    if all(used):
+        flags.fill_(1)
+    else:  # staged by the driver at once, so the host need not wait
+        flags.copy_(torch.tensor(used, dtype=flags.dtype), non_blocking=True)
 
 
 T = TypeVar("T")

@@ -285,10 +285,10 @@ class TensorRegion:
         return total
 
     def _scatter_sum(self, x: Tensor) -> Tensor:
-        part, work = _start_scatter(x, self.comm)
+        total = _TensorSum(self.comm)
+        part = total.start_scatter(x)
         with unwatched():
-            work.wait()
-        return part
+            return total.wait(part)
 
     def _gather(self, x: Tensor) -> Tensor:
         parts, part = x.new_empty(self.comm.size, *x.shape), x.detach().contiguous()
@@ -301,7 +301,7 @@ class TensorRegion:
 
 
 class _TensorSum:
-    """The sum of a gradient over the ranks, between the node of backward that starts it and the one that waits."""
+    """A sum over the ranks: of a gradient, between the node of backward that starts it and the one that waits."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -313,15 +313,18 @@ class _TensorSum:
         self._work = self._comm.all_reduce(total)
         return total
 
-    def start_scatter(self, gradient: Tensor) -> Tensor:
-        """Starts the reduce-scatter, of which the result is this rank's part."""
-        part, self._work = _start_scatter(gradient, self._comm)
+    def start_scatter(self, x: Tensor) -> Tensor:
+        """Starts the reduce-scatter along the sequence; returns where this rank's part will be."""
+        parts = torch.stack(x.chunk(self._comm.size, _check_length(x, self._comm)))
+        part = torch.empty_like(parts[0])
+        with unwatched():
+            self._work = self._comm.reduce_scatter(part, parts)
         return part
 
-    def wait(self, gradient: Tensor) -> Tensor:
+    def wait(self, total: Tensor) -> Tensor:
         self._work.wait()
         self._work = DONE
-        return gradient
+        return total
 
 
 class _Share(torch.autograd.Function):
@@ -339,14 +342,6 @@ class _Share(torch.autograd.Function):
         ctx.comm.all_reduce(flat).wait()
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         return None, *(p.view_as(g).to(g.dtype) for p, g in zip(pieces, gradients, strict=True))
-
-
-def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
-    """Starts a reduce-scatter along the sequence; returns where this rank's part will be."""
-    parts = torch.stack(x.chunk(comm.size, _check_length(x, comm)))
-    part = torch.empty_like(parts[0])
-    with unwatched():
-        return part, comm.reduce_scatter(part, parts)
 
 
 def _check_length(x: Tensor, comm: Communicator) -> int:

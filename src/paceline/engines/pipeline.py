@@ -30,7 +30,7 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import LossFunction, OnPhase, Scale
-from paceline.engines.groups import tensors_in
+from paceline.engines.groups import differentiable_in, wait_for_all
 from paceline.engines.loss_sums import DetachedLoss, LossSum, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
@@ -94,7 +94,7 @@ class Pipeline:
     def run(self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, on_phase: OnPhase) -> list[LossSum]:
         """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage."""
         while self._sent:
-            _wait(self._sent.popleft())
+            wait_for_all(self._sent.popleft())
         program = self.program(max(len(microbatches), 1))
         step = _Step(self, microbatches or [None], loss, scale, program)
         self.journal = []
@@ -106,7 +106,7 @@ class Pipeline:
             if action.kind in _PHASES:
                 on_phase(_PHASES[action.kind])
         for works in step.sends.values():
-            _wait(works)
+            wait_for_all(works)
         return step.values
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class Pipeline:
                 works += self._links.send_outputs(stage + 1, key, handed)
         self._sent.append(works)
         if len(self._sent) > 2:
-            _wait(self._sent.popleft())
+            wait_for_all(self._sent.popleft())
         return result
 
     def share_values(self, values: Sequence[LossSum]) -> LossSum:
@@ -228,9 +228,9 @@ class _Step:
                 args, kwargs = ((handed,), {}) if stage else model_inputs(self._loss, batch)
                 output = engine(*args, **kwargs)
                 self._outputs[stage, number] = output
-                roots, gradients = _roots(owner._kept if part else output), None
+                roots, gradients = differentiable_in(owner._kept if part else output), None
         owner._kept = None
-        self._flights[stage, number] = _Flight(_roots(handed), roots, gradients, part)
+        self._flights[stage, number] = _Flight(differentiable_in(handed), roots, gradients, part)
         owner.peak_in_flight = max(owner.peak_in_flight, len(self._flights))
         if not owner._is_end(stage) and owner.placement[stage + 1] == owner.pipe.rank:
             self._handed[Action("RF", stage + 1, number)] = hand_over(self._outputs.pop((stage, number)))
@@ -252,8 +252,8 @@ class _Step:
         total = value.total if self._scale is None else value.total * self._scale
         if not is_split:
             return [total], [None]
-        found = torch.autograd.grad(total, _roots(leaves[0]), allow_unused=True)
-        pairs = zip(_roots(self._owner._kept), found, strict=True)
+        found = torch.autograd.grad(total, differentiable_in(leaves[0]), allow_unused=True)
+        pairs = zip(differentiable_in(self._owner._kept), found, strict=True)
         kept = [(root, gradient) for root, gradient in pairs if gradient is not None]
         return [root for root, _ in kept], [gradient for _, gradient in kept]
 
@@ -326,7 +326,7 @@ class _Step:
             self._post_inputs(self._late[receive.stage].popleft())
         tree = self._arrivals.pop(receive).take()
         for send in self._program.released.get(receive, ()):
-            _wait(self.sends.pop(send, []))
+            wait_for_all(self.sends.pop(send, []))
         return tree
 
     def _take_gradients(self, action: Action, flight: _Flight) -> list[Tensor | None]:
@@ -405,12 +405,3 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
             released[action] = tuple(send for send, _, _ in past)
             open_sends = [each for each in open_sends if each not in past]
     return RankProgram(actions, last, released)
-
-
-def _roots(output: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()

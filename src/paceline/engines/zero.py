@@ -35,7 +35,7 @@ from paceline.engines.buckets.gradients import Arrivals, BufferPool, SlicedBucke
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.shard import clip_pieces, measured_norms
-from paceline.engines.groups import Groups, expert_dim, tensors_in
+from paceline.engines.groups import Groups, differentiable_in, expert_dim, set_flags
 from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
@@ -99,9 +99,8 @@ class ZeroParallel(ModuleEngine):
             self._gathering.end()
         if is_training:
             enter = functools.partial(self._enter_backward, self._gathering.version)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(enter)  # type: ignore[no-untyped-call]
+            for tensor in differentiable_in(output):
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -310,10 +309,7 @@ class _BackwardSummary:
     def send(self, used: Sequence[bool]) -> None:
         """Sends which parameters were used here, and how large this rank's gradients are, to be added up."""
         self._work.wait()
-        if all(used):
-            self._sums[1:].fill_(1)
-        else:
-            self._sums[1:].copy_(torch.tensor(used, dtype=self._sums.dtype), non_blocking=True)
+        set_flags(self._sums[1:], used)
         norms = measured_norms(group.gradients for group in self._groups)
         self._has_squares = norms is not None
         if norms is not None:

@@ -138,20 +138,6 @@ def attention(
         return part.attend(
             *(query, key, value), is_causal=is_causal, documents=documents, mask=mask, dropout=dropout, scale=scale
         )
-    return attend_whole(query, key, value, is_causal, documents, mask, dropout, scale)
-
-
-def attend_whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool = False,
-    documents: Tensor | None = None,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
-    """Does what ``attention`` does where all of each sequence is here."""
-    if documents is not None:
-        return attend_documents(query, key, value, documents, is_causal, dropout, scale)
-    return attend_masked(query, key, value, mask, is_causal, dropout, scale)
+    if mask is not None:
+        return attend_masked(query, key, value, mask, is_causal, dropout, scale)
+    return attend_documents(query, key, value, documents, is_causal, dropout, scale)

@@ -44,13 +44,14 @@ def attend_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor,
+    documents: Tensor | None,
     is_causal: bool = False,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
     """Returns what SDPA gives for each document alone, (batch, heads, length, width); heads of keys may be fewer."""
-    way = choose_way(query, documents, dropout)
+    if documents is None or (way := choose_way(query, documents, dropout)) == "whole":
+        return attend_masked(query, key, value, None, is_causal, dropout, scale)
     if way == "flex":
         block_mask, shares = document_blocks(documents, is_causal), query.shape[1] != key.shape[1]
         return flex_attention(query, key, value, None, block_mask, scale, shares)
@@ -58,8 +59,7 @@ def attend_documents(
         return _by_varlen(query, key, value, documents, is_causal, scale)
     if way == "blocks":
         return _by_blocks(query, key, value, documents, is_causal, dropout, scale)
-    mask = None if way == "whole" else document_mask(documents, is_causal)
-    return attend_masked(query, key, value, mask, mask is None and is_causal, dropout, scale)
+    return attend_masked(query, key, value, document_mask(documents, is_causal), False, dropout, scale)
 
 
 def choose_way(query: Tensor, documents: Tensor, dropout: float) -> Way:

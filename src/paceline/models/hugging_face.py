@@ -80,11 +80,12 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
 
 
 def text_settings(config: HFModelConfig) -> Any:
-    """Returns the library's config of a folder's transformer; models of text and images keep it in a part."""
-    return _text_part(_settings(load_transformers(), config))
+    """Returns the library's config of a folder's transformer."""
+    return text_part(_settings(load_transformers(), config))
 
 
-def _text_part(settings: Any) -> Any:
+def text_part(settings: Any) -> Any:
+    """Returns what a config says of the transformer of texts; models of text and images keep it in a part."""
     return settings.get_text_config() if hasattr(settings, "get_text_config") else settings
 
 
@@ -136,7 +137,7 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
     rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
     rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
     for name, (needed, unit) in rooms.items():
-        has = getattr(_text_part(settings), name, None)
+        has = getattr(text_part(settings), name, None)
         if shape.vocab_size is not None and isinstance(has, int) and needed is not None and needed > has >= 0:
             what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
             rule = "the model needs room for all that the data has"

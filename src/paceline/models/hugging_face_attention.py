@@ -89,8 +89,5 @@ def _with_places(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple
     tokens = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
     places = positions(tokens.shape[1], tokens.device)
     known = {"position_ids": places if places.ndim > 1 else places.unsqueeze(0)} if len(args) < 3 else {}
-    return args, {**known, **_given(options), "use_cache": False}  # of no use, and checkpointing would fill it twice
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
+    return args, {**known, **given, "use_cache": False}  # of no use, and checkpointing would fill it twice

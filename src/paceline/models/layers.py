@@ -35,15 +35,15 @@ class PipelineLayer:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Modules that are called one after another. An object, not a closure: a deep copy of a model runs its own."""
+    """Calls one after another, of modules say. An object, not a closure: a deep copy of a model runs its own."""
 
-    modules: tuple[nn.Module, ...]
+    calls: tuple[Callable[..., Any], ...]
 
-    def __call__(self, *args: Any) -> Any:
-        first, *others = self.modules
-        x = first(*args)
-        for module in others:
-            x = module(x)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self.calls
+        x = first(*args, **kwargs)
+        for call in others:
+            x = call(x)
         return x
 
 

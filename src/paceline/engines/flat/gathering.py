@@ -40,13 +40,14 @@ Table = dict[str, nn.Parameter | None]
 
 
 class AskingTable(Table):
-    """A module's table of parameters that asks at each read whether those of ``whole`` are there, or its own hold.
+    """A module's table of parameters that asks at each read whether those now in ``whole`` are there, or its own hold.
 
     ``module.weight`` looks into ``module._parameters``. This table in its place notices whoever reads a weight.
     """
 
-    def __init__(self, table: Table, whole: Table, ask: Callable[[], bool]) -> None:
-        super().__init__(table)
+    def __init__(self, whole: Table, ask: Callable[[], bool]) -> None:
+        """Keeps as its own what ``whole`` has at this moment."""
+        super().__init__(whole)
         self._whole, self._ask = whole, ask
 
     def _current(self) -> Table:
@@ -127,7 +128,7 @@ class Gathering:
             if place >= 0:
                 self._tables[place].append((module.__dict__, table))
                 wait = functools.partial(self._wait_for, place)
-                self._awaited.append((module.__dict__, AskingTable(table, table, wait)))
+                self._awaited.append((module.__dict__, AskingTable(table, wait)))
 
     @property
     def version(self) -> int:
@@ -137,7 +138,10 @@ class Gathering:
     def begin(self, *, is_overlapped: bool) -> None:
         """Starts a call of the model: parameters are current, or will be when they are read."""
         if self.may_have_changed or self.version != self._seen_version:
-            self._start()
+            self._seen_version = self.version
+            self.may_have_changed = False
+            self._works = [group.gather() for group in self._groups]
+            self._num_ready = 0
             if is_overlapped and self._last_early < len(self._groups) - 1:
                 for attributes, awaited in self._awaited:
                     attributes["_parameters"] = awaited  # setattr would take twenty times as long
@@ -155,12 +159,6 @@ class Gathering:
         """Gathers and waits, if parameters may have changed. All ranks call it."""
         self.begin(is_overlapped=False)
         self.end()
-
-    def _start(self) -> None:
-        self._seen_version = self.version
-        self.may_have_changed = False
-        self._works = [group.gather() for group in self._groups]
-        self._num_ready = 0
 
     def _wait_for(self, place: int) -> bool:
         """Waits for the groups up to ``place``, which are there then; gives modules that are ready their own tables."""

@@ -32,6 +32,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.whole_updates import update_whole
+from paceline.engines.groups import wait_for_all
 from paceline.errors import UsageError
 from paceline.shards import load_own_state, own_optimizer_state
 
@@ -229,8 +230,7 @@ def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = 
         if not rank0_only:
             found.update(broadcast_object(comm, parcel, rank))
         elif rank and comm.rank == rank:
-            for work in send_object(comm, parcel, 0):
-                work.wait()
+            wait_for_all(send_object(comm, parcel, 0))
         elif rank and comm.rank == 0:
             found.update(receive_object(comm, rank))
     return found

@@ -23,7 +23,7 @@ from paceline.engines.flat.flat import FlatGroup, Float8Group, is_alone
 from paceline.engines.flat.gathering import AskingTable, Route, Table, keeps_second_list
 from paceline.engines.flat.shard import ShardGradients
 from paceline.engines.float8 import travels_as_float8
-from paceline.engines.groups import Groups, expert_dim, reduction
+from paceline.engines.groups import Groups, expert_dim, reduction, wait_for_all
 from paceline.engines.precision import Precision
 from paceline.models.registry import called_parts
 from paceline.plan.layout import Offload
@@ -104,7 +104,7 @@ class Unit:
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for module in {place.module: None for place, _, _ in self.places}:
             whole = module._parameters
-            asking = AskingTable(whole, whole, partial(on_read, module))
+            asking = AskingTable(whole, partial(on_read, module))
             module.__dict__["_parameters"] = asking
             self._tables.append((module.__dict__, whole, asking))
             tables[module] = (whole, asking)
@@ -128,8 +128,7 @@ class Unit:
         self._works += [group.gather() if small is None else group.gather_within(small) for group in self.groups]
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        wait_for_all(self._works)
         self._works.clear()
 
     def use(self) -> None:

@@ -25,6 +25,7 @@ from paceline.engines.sequence.part import SequenceRank
 from paceline.errors import UsageError
 from paceline.models.attention import current_part, use_part
 from paceline.models.dropout import Dropout
+from paceline.models.hugging_face import text_part
 from paceline.models.hugging_face_attention import is_transformers, share_attention
 from paceline.plan.layout import Layout
 from paceline.schedule.ring import split_sequence
@@ -180,9 +181,7 @@ def share_sequences(model: nn.Module, comm: Communicator, layout: Layout) -> Seq
 
 def _heads(model: nn.Module) -> int:
     """Returns how many heads ask in an attention of the model, by its config; 0: that is not known."""
-    settings: Any = getattr(model, "config", None)
-    if hasattr(settings, "get_text_config"):
-        settings = settings.get_text_config()
+    settings = text_part(getattr(model, "config", None))
     found = getattr(settings, "heads", None) or getattr(settings, "num_attention_heads", None)
     return found if isinstance(found, int) else 0
 

@@ -25,8 +25,8 @@ from paceline.engines.sequence.kernels import attend_dropped, takes_segments
 from paceline.engines.sequence.ring import RingAttention, RingCall
 from paceline.engines.sequence.rows import Rows, blocks_of, cut_rows, join_blocks
 from paceline.errors import UsageError
-from paceline.models.attention import Asked, attend_whole
-from paceline.models.document_attention import repeat_heads
+from paceline.models.attention import Asked
+from paceline.models.document_attention import attend_documents, attend_masked, repeat_heads
 from paceline.schedule.ring import SequenceSplit, ring_schedule
 
 
@@ -126,7 +126,7 @@ class SequenceRank:
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         query, key, value = exchange(comm, (counts, others, others), query, key, value, to_heads=True)
         if ring.size == 1:
-            mixed = attend_whole(query, key, value, is_causal, rows.documents, scale=scale)
+            mixed = attend_documents(query, key, value, rows.documents, is_causal, scale=scale)
         else:
             mixed = self._attend_on_ring(query, key, value, request)
         return exchange(comm, (counts,), mixed, to_heads=False)[0]
@@ -158,7 +158,7 @@ class SequenceRank:
             masks.append(rows.own_documents[:, None, :, None] == rows.documents[:, None, None])
         mask = masks[0] & masks[1] if len(masks) > 1 else next(iter(masks), None)
         if not dropout:
-            return attend_whole(query, key, value, mask=mask, scale=scale)
+            return attend_masked(query, key, value, mask, False, dropout, scale)
         queries = rows.length * torch.arange(len(query), device=own.device)[:, None] + own
         return attend_dropped(query, key, value, mask, dropout, scale, queries)
 

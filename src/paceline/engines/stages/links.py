@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import receive_object, send_object
-from paceline.engines.groups import tensors_in
+from paceline.engines.groups import tensors_in, wait_for_all
 from paceline.errors import UsageError
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -50,8 +50,7 @@ class Channel:
     def open(self, *, is_sender: bool) -> None:
         """Passes one number: NCCL connects with the first message, and both ends must be there for that."""
         number = [torch.zeros(1, device=self.comm.device)]
-        for work in self.send(number) if is_sender else self.receive(number):
-            work.wait()
+        wait_for_all(self.send(number) if is_sender else self.receive(number))
 
     def send(self, tensors: Iterable[Tensor]) -> list[Work]:
         return [self.comm.send(tensor.detach().contiguous(), self.peer, self.tag) for tensor in tensors]
@@ -68,8 +67,7 @@ class Arrival:
     works: list[Work]
 
     def take(self) -> Any:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works)
         self.works = []
         return self.tree
 

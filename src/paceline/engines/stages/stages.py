@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.engines.flat.materialize import reset_modules
 from paceline.errors import UsageError
-from paceline.models.layers import PipelineLayer, model_layers
+from paceline.models.layers import Chain, PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.plan.workload import stage_layers
 
@@ -45,6 +45,7 @@ class Stage(nn.Module):
         self.index = index
         self.num_stages = total
         self.layers = tuple(layers)
+        self._chain = Chain(tuple(layer.run for layer in layers))
         self._roles = roles
         self._borrowed: Places = ()
         for name, each in held:
@@ -56,11 +57,7 @@ class Stage(nn.Module):
                 self._container(path)._parameters[last] = each
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *others = self.layers
-        x = first.run(*args, **kwargs)
-        for layer in others:
-            x = layer.run(x)
-        return x
+        return self._chain(*args, **kwargs)
 
     # What models/registry.py asks of a model: its repeated blocks, the layers around them, and what is read apart.
 
