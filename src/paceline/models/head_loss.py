@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from typing import Any, cast
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,22 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
 
 
+class _Options(TypedDict, total=False):
+    """Options of ``head_loss`` that do not say what it returns."""
+
+    ignored: int
+    smoothing: float
+    rows: int | None
+
+
+@overload
+def head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, counts: Literal[False] = ..., **options: Unpack[_Options]
+) -> Tensor: ...
+@overload
+def head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, counts: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -47,8 +63,8 @@ def head_loss(
     smoothing: float = 0.0,
     rows: int | None = None,
     counts: bool = False,
-) -> Any:
-    """Returns the summed cross entropy of ``hidden @ weight.T``; with ``counts`` a pair with the right answers.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the summed cross entropy of ``hidden @ weight.T``; with ``counts`` the number of right answers too.
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
     nothing; ``smoothing`` is torch's. ``rows`` are computed at once (None: as many as make a GiB of logits). Under
