@@ -30,7 +30,7 @@ HEAD = """# Judges from outside
 
 Our own tests prove what we thought of. A judge is a test or a catalogue that somebody else wrote, run against our
 engines. `make judges` runs every case (minutes) and writes this page; `make test` runs a tenth of them, another one
-each day.
+each day (`python -m pytest --judges-day 3` runs that of another day).
 
 A case is passed when our result is that of one process, refused when Paceline says before anything is trained that
 it cannot do it, with the rule and a fix, and skipped when the case does not concern us. A failed case is a bug of

@@ -44,6 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The judges of tests/judges: all cases, a file for what came out, and where those for a GPU compute."""
     parser.addoption("--all-judges", action="store_true", help="run all cases of the judges, not only today's part")
+    parser.addoption("--judges-day", type=int, metavar="N", help="run the part of the judges of day N, not today's")
     parser.addoption("--judges-record", metavar="FILE", help="write what each judge found to this file")
     parser.addoption("--judges-device", default="cuda", choices=["cuda", "cpu"], help="cpu: rehearse those for a GPU")
 

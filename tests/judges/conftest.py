@@ -1,7 +1,8 @@
 """The judges: other people's tests and catalogues, run against ours. See docs/judges.md, and ``make judges``.
 
-By default a tenth of the cases runs, another one each day, and of a case with many inputs a few of these;
-``--all-judges`` runs them all, and ``--judges-record FILE`` keeps what came out.
+By default a tenth of the cases runs, another one each day, and of a case with many inputs a few of these:
+``--judges-day N`` runs those of another day, so that ten runs see all cases. ``--all-judges`` runs them all, and
+``--judges-record FILE`` keeps what came out.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leaves to ``make judges`` the cases whose turn it is not."""
     yield
     definition, is_all = metafunc.definition, metafunc.config.getoption("--all-judges")
+    turn = day_of(metafunc.config) % TURNS
     for case in metafunc._calls if definition.get_closest_marker("judge") and not is_all else ():
-        if zlib.crc32(f"{definition.nodeid}[{case.id}]".encode()) % TURNS != today() % TURNS:
+        if zlib.crc32(f"{definition.nodeid}[{case.id}]".encode()) % TURNS != turn:
             case.marks.append(pytest.mark.exhaustive.mark)
 
 
-def today() -> int:
-    return datetime.datetime.now(tz=datetime.UTC).toordinal()
+def day_of(config: pytest.Config) -> int:
+    asked = config.getoption("--judges-day")
+    return datetime.datetime.now(tz=datetime.UTC).toordinal() if asked is None else int(asked)
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def of_turn(pytestconfig: pytest.Config) -> Callable[[Sequence[Any]], Sequence[A
 
     def some(inputs: Sequence[Any]) -> Sequence[Any]:
         stride = min(len(inputs), max(TURNS, -(-len(inputs) // MOST_INPUTS)))
-        return inputs[today() // TURNS % stride :: stride] if inputs else inputs  # others at the case's next turn
+        return inputs[day_of(pytestconfig) // TURNS % stride :: stride] if inputs else inputs  # others at the case's next turn
 
     return some
 
