@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from paceline.config.schema import Config, EarlyStopConfig, OptimConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import CheckpointConfig, RecoveryConfig
 from paceline.errors import Problem, did_you_mean
+from paceline.imports import IMPORT_PATH
 from paceline.plan.rule_case import no_effect
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_warmup(config: Config) -> Iterator[Problem]:
@@ -148,7 +147,7 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
 
 def check_trackers(config: Config) -> Iterator[Problem]:
     for name in config.monitor.trackers:
-        if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
+        if name not in _TRACKERS and IMPORT_PATH.fullmatch(name) is None:
             rule = f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name"
             fix = did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves")
             yield Problem(what=f"monitor.trackers has {name!r}, which is no tracker", rule=rule, fix=fix)

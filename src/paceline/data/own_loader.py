@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
@@ -29,7 +28,7 @@ from paceline.data.datasets import Batch, MapDataset, check_map_style
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
-from paceline.data.own_stream import OwnStream
+from paceline.data.own_stream import OwnStream, without_rows
 from paceline.data.samplers import SampledOrder, are_alike, sampled_order
 from paceline.errors import DataError, UsageError
 
@@ -193,7 +192,7 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
         )
     dataset: Any = batches.dataset
     if isinstance(dataset, IterableDataset) and batches.batch_size is not None:
-        return OwnStream(batches, comm, seed=seed, empty=without_rows)
+        return OwnStream(batches, comm, seed=seed)
     if batches.batch_sampler is None:
         raise UsageError(
             "shard() of a DataLoader with batch_size=None\n  ranks share batches out sample by sample\n"
@@ -231,21 +230,6 @@ def _check_alike(order: SampledOrder, comm: Any) -> None:
             f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
             "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"
         )
-
-
-def without_rows(batch: Batch) -> Batch:
-    """Returns a batch of the same form without samples: tensors and arrays with no rows, lists of strings empty."""
-
-    def is_strings(tree: Any) -> bool:
-        return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(each, str | bytes) for each in tree)
-
-    def cut(leaf: Any) -> Any:
-        if is_strings(leaf) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim):
-            return leaf[:0]
-        kind: Any = type(leaf)  # a mapping that is no dict, as tokenizers return it
-        return kind({key: without_rows(leaf[key]) for key in leaf}) if isinstance(leaf, Mapping) else leaf
-
-    return tree_map(cut, batch, is_leaf=is_strings)
 
 
 def _share_out(

@@ -42,7 +42,7 @@ class StreamSource:
 
     def open(self) -> Any:
         what = f"data.factory = {self.factory!r}"
-        made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
+        made = call_factory(self.factory, self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
             rule = "the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
             raise DataError(f"{what} returned a {type(made).__name__}\n  {rule}")
@@ -78,8 +78,6 @@ class _Cursor:
     def __init__(self, source: StreamSource, *, is_kept: bool) -> None:
         self._source, self._is_kept = source, is_kept
         self._kept = 0 if is_kept else source.kept  # that each pass begins with, and that are not counted
-        self._samples: Iterator[Any] | None = None
-        self._first = self._place = 0
         self._begin(0)
 
     def read(self, number: int) -> Any:
@@ -98,7 +96,7 @@ class _Cursor:
 
     def _begin(self, number: int) -> None:
         """Begins a pass, whose first sample after those that are kept has this number."""
-        self._samples = None
+        self._samples: Iterator[Any] | None = None
         self._first = number - self._kept
         self._place = 0  # samples of this pass that are behind
 
@@ -138,8 +136,9 @@ class _Cursor:
         self._begin(self._first + self._place)
 
 
-def call_factory(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
+def call_factory(path: str, args: dict[str, Any], what: str) -> Any:
     """Calls the user's factory. Only arguments that do not fit are our business; its own errors pass as they are."""
+    factory = import_from_path(path, "data.factory")
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:
