@@ -36,6 +36,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def is_changed(self, key: str) -> bool:
+        """Says whether a key has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
 
 class _Model(Section):
     kind: str  # first, so that it stands first in a dump; each model narrows it

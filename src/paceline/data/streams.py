@@ -78,6 +78,8 @@ class _Cursor:
     def __init__(self, source: StreamSource, *, is_kept: bool) -> None:
         self._source, self._is_kept = source, is_kept
         self._kept = 0 if is_kept else source.kept  # that each pass begins with, and that are not counted
+        self._samples: Iterator[Any] | None = None
+        self._first = self._place = 0
         self._begin(0)
 
     def read(self, number: int) -> Any:
@@ -96,7 +98,7 @@ class _Cursor:
 
     def _begin(self, number: int) -> None:
         """Begins a pass, whose first sample after those that are kept has this number."""
-        self._samples: Iterator[Any] | None = None
+        self._samples = None
         self._first = number - self._kept
         self._place = 0  # samples of this pass that are behind
 
