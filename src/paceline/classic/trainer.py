@@ -411,7 +411,8 @@ class DistributedTrainer:
             batch = next(batches, None)
             if isinstance(loader, OwnLoader) and any(not each.numel() for each in tensors_in(batch)):
                 batch = None  # others have samples
-            if not reduce_number(comm, batch is not None, "max"):  # sync point
+            is_left = batch is not None
+            if not (reduce_number(comm, is_left, "max") if comm.size > 1 else is_left):  # sync point
                 return
             yield batch
 

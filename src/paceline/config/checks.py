@@ -303,10 +303,9 @@ def check_text_file(config: Config) -> Iterator[Problem]:
 
 
 def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
-    near = near_files(Path(path))
     what = f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}"
     rule = f"it is {kind}, and a relative path starts at {Path.cwd()}"
-    return Problem(what=what, rule=rule, fix=f"did you mean {' or '.join(near)}?" if near else otherwise)
+    return Problem(what=what, rule=rule, fix=near_files(Path(path), otherwise))
 
 
 CHECKS: tuple[Check, ...] = (

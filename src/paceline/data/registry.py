@@ -375,8 +375,10 @@ def _parts(train: MapDataset, plain: MapDataset, config: Any, seed: int, shape: 
 
 
 def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
+    from paceline.imports import import_from_path
+
     what = f"data.factory = {config.factory!r}"
-    made = call_factory(config.factory, config.args, what)
+    made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
     if not isinstance(made, DataSplits):
         if isinstance(made, tuple) and len(made) != 2:
             raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")

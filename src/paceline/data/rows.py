@@ -244,22 +244,19 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content: bytes | None = None  # of a file that is compressed
-        starts, place, is_start = [], 0, True
+        starts, place = [np.zeros(1, dtype=np.int64)], 0
         try:
             if path.suffix in COMPRESSED:
                 self._content = _content(path)
             with self._opened() as file:
                 while block := file.read(_BLOCK):
-                    ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place
-                    starts += [np.array([place])] if is_start else []
-                    starts.append(ends)
-                    place, is_start = place + len(block), False
+                    starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place)
+                    place += len(block)
         except OSError as error:
             rule = f"it is a file of JSON lines; a relative path starts at {Path.cwd()}"
             fix, why = "check the path", getattr(error, "strerror", None) or error
             raise DataError(f"data.path = {str(path)!r} cannot be read: {why}\n  {rule}\n  {fix}") from error
-        found = np.concatenate([*starts, np.array([place])]) if starts else np.zeros(1, dtype=np.int64)
-        self._starts = np.unique(found).astype(np.int64)  # the last is the end of the file
+        self._starts = np.unique(np.concatenate([*starts, np.array([place])]))  # the last is the end of the file
 
     def __len__(self) -> int:
         return len(self._starts) - 1

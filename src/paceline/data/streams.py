@@ -42,7 +42,7 @@ class StreamSource:
 
     def open(self) -> Any:
         what = f"data.factory = {self.factory!r}"
-        made = call_factory(self.factory, self.args, what)
+        made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
             rule = "the factory of a stream returns an iterable of samples, such as a generator or an IterableDataset"
             raise DataError(f"{what} returned a {type(made).__name__}\n  {rule}")
@@ -138,9 +138,8 @@ class _Cursor:
         self._begin(self._first + self._place)
 
 
-def call_factory(path: str, args: dict[str, Any], what: str) -> Any:
+def call_factory(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
     """Calls the user's factory. Only arguments that do not fit are our business; its own errors pass as they are."""
-    factory = import_from_path(path, "data.factory")
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as error:

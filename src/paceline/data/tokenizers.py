@@ -134,10 +134,9 @@ class FolderTokenizer(Tokenizer):
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1
-        named = [each for each in (_named(folder, "eos_token"), *_END_TOKENS) if each in tokens]
-        self.end_token = tokens[named[0]] if named else None
-        padding = [each for each in (_named(folder, "pad_token"), *_PAD_TOKENS) if each in tokens]
-        self.pad_token = tokens[padding[0]] if padding else None
+        ends, pads = (_named(folder, "eos_token"), *_END_TOKENS), (_named(folder, "pad_token"), *_PAD_TOKENS)
+        self.end_token = next((tokens[each] for each in ends if each in tokens), None)
+        self.pad_token = next((tokens[each] for each in pads if each in tokens), None)
 
     def encode_sample(self, texts: Sequence[str], context: int) -> tuple[list[int], list[int]]:
         parts = [self._inner.encode(text, add_special_tokens=False) for text in texts]
