@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import UsageError, did_you_mean
 
-_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def import_from_path(spec: str, what: str) -> Callable[..., Any]:
@@ -21,7 +21,7 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
     The current working directory is searched first, and stays on ``sys.path``: code may import neighbours later, and
     worker processes inherit it. Raises UsageError for another form, module or name, or what cannot be called.
     """
-    if _FORM.fullmatch(spec) is None:
+    if IMPORT_PATH.fullmatch(spec) is None:
         rule = "the form is package.module:name"
         raise UsageError(f"{what} = {spec!r} does not name a function or class\n  {rule}\n  {_suggest_form(spec)}")
     module_name, _, path = spec.partition(":")

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from paceline.comm.objects import mean
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.data.own_loader import OwnLoader, loader, shard, without_rows
+from paceline.data.own_loader import OwnLoader, loader, shard
+from paceline.data.own_stream import without_rows
 from paceline.engines.apply import parallelize
 from paceline.errors import DataError, UsageError
 

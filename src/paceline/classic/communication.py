@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.classic.config import check_count, expect, plain_number, refuse
@@ -233,15 +233,13 @@ def compress_gradients(gradients: Any, compression_ratio: float = 0.1) -> Any:
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     (checks.enable if checks.is_enabled() else checks.disable)()  # as it is; torch 2.11 warns until somebody says so
 
-    def compress(gradient: Any) -> Any:
-        if not isinstance(gradient, torch.Tensor):
-            return gradient
+    def compress(gradient: torch.Tensor) -> torch.Tensor:
         flat = gradient.detach().reshape(-1)
         kept = flat.abs().topk(num_kept(compression_ratio, flat.numel())).indices.sort().values
         places = torch.stack(torch.unravel_index(kept, gradient.shape)) if gradient.ndim else kept.new_zeros(0, 1)
         return torch.sparse_coo_tensor(places, flat[kept], gradient.shape, is_coalesced=True, check_invariants=True)
 
-    return tree_map(compress, list(gradients) if isinstance(gradients, Iterator) else gradients)
+    return tree_map_only(torch.Tensor, compress, list(gradients) if isinstance(gradients, Iterator) else gradients)
 
 
 def auto_scale_batch_size(world_size: int, base_batch_size: int) -> int:

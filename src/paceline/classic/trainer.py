@@ -45,7 +45,7 @@ from paceline.classic.config import check_arguments, check_count, make_engine, r
 from paceline.classic.monitor import DistributedMonitor, StepMetrics, TimedCalls
 from paceline.clock import on_device
 from paceline.comm.base import clock_of
-from paceline.comm.objects import ask_first_rank, gather_objects, mean
+from paceline.comm.objects import ask_first_rank, gather_objects, mean, reduce_number
 from paceline.comm.torch_dist import connect
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
@@ -181,9 +181,7 @@ class DistributedTrainer:
         """
         self._use(optimizer)
         self._calls.start()
-        total = on_device(self._pending_samples, self.engine.device)
-        self.engine.comm.all_reduce(total).wait()
-        has_gradients = total.item() > 0  # sync point
+        has_gradients = reduce_number(self.engine.comm, self._pending_samples, "sum") > 0  # sync point
         if has_gradients:
             self._update(optimizer, [])
         self._forget_gradients()
@@ -413,10 +411,8 @@ class DistributedTrainer:
             batch = next(batches, None)
             if isinstance(loader, OwnLoader) and any(not each.numel() for each in tensors_in(batch)):
                 batch = None  # others have samples
-            left = torch.tensor([float(batch is not None)], device=comm.device)
-            if comm.size > 1:
-                comm.all_reduce(left).wait()
-            if not left.item():  # sync point
+            is_left = batch is not None
+            if not (reduce_number(comm, is_left, "max") if comm.size > 1 else is_left):  # sync point
                 return
             yield batch
 

@@ -122,8 +122,7 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         return
     needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor", "context_method": "context"}
     for key in ("pipeline", "context", "tensor", *needs):
-        value, default = getattr(parallel, key), type(parallel).model_fields[key].default
-        if value == default:
+        if not parallel.is_changed(key):
             continue
         degree = needs.get(key, key)
         rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
@@ -132,7 +131,8 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         if degree == "context":
             rule = "auto chooses among layouts in which a rank has its samples whole"
         fix = f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}")
-        yield Problem(what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}", rule=rule, fix=fix)
+        what = f"parallel.strategy = auto with parallel.{key} = {text_of(getattr(parallel, key))}"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
@@ -142,8 +142,8 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
     if parallel.pipeline == 1:
         rule, instead = "it belongs to pipeline parallelism", "set parallel.pipeline = 2"
         yield no_effect("parallel.schedule_file", file, "with parallel.pipeline = 1", rule, instead)
-    for key, default in {"schedule": "1f1b", "chunks": None}.items():
-        if getattr(parallel, key) != default:
+    for key in ("schedule", "chunks"):
+        if parallel.is_changed(key):
             what = f"parallel.schedule_file and parallel.{key} = {getattr(parallel, key)} are both given"
             fix = f"remove parallel.{key}, or parallel.schedule_file"
             yield Problem(what=what, rule="the file says what each rank does, and with which stages", fix=fix)
@@ -201,10 +201,11 @@ def check_mixture(config: Config) -> Iterator[Problem]:
         yield Problem(what=what, rule=f"the sources are {', '.join(data.sources)}", fix=fix)
     for place, source in sources_of(data).items():
         for key in _OF_THE_WHOLE:
-            value = getattr(source, key)
-            if value != type(source).model_fields[key].default:
+            if source.is_changed(key):
                 rule = "batches of a mixture are read and ordered together"
-                yield no_effect(f"{place}.{key}", value, "in a source of a mixture", rule, f"set data.{key}")
+                yield no_effect(
+                    f"{place}.{key}", getattr(source, key), "in a source of a mixture", rule, f"set data.{key}"
+                )
 
 
 def check_documents(config: Config) -> Iterator[Problem]:
@@ -302,10 +303,9 @@ def check_text_file(config: Config) -> Iterator[Problem]:
 
 
 def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
-    near = near_files(Path(path))
     what = f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}"
     rule = f"it is {kind}, and a relative path starts at {Path.cwd()}"
-    return Problem(what=what, rule=rule, fix=f"did you mean {' or '.join(near)}?" if near else otherwise)
+    return Problem(what=what, rule=rule, fix=near_files(Path(path), otherwise))
 
 
 CHECKS: tuple[Check, ...] = (

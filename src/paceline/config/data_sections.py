@@ -233,8 +233,7 @@ def are_apart(data: TokensDataConfig | RowsDataConfig) -> bool:
 
 def is_packed(data: DataConfig) -> bool:
     """Says whether rows are made of documents by their lengths: not windows of a stream, nor rows of a file as is."""
-    asked = getattr(data, "packing", None)
-    return asked is not None and asked != type(data).model_fields["packing"].default
+    return isinstance(data, TokensDataConfig | RowsDataConfig) and data.is_changed("packing")
 
 
 def may_ignore(data: DataConfig) -> bool:

@@ -221,12 +221,11 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
         return
     folder = Path(model.path)
     if not (folder / "config.json").is_file():
-        near = near_files(folder)
         fix = "name a folder that save_pretrained wrote, or that was downloaded; nothing is fetched from a network"
         yield Problem(
             what=f"model.path = {model.path!r} {'has no config.json' if folder.is_dir() else 'is no folder'}",
             rule=f"a model of Hugging Face is a local folder with config.json; a relative path starts at {Path.cwd()}",
-            fix=f"did you mean {' or '.join(near)}?" if near and not folder.is_dir() else fix,
+            fix=fix if folder.is_dir() else near_files(folder, fix),
         )
         return
     try:

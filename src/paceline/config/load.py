@@ -228,7 +228,7 @@ def _read(path: Path) -> str:
 
 def _suggest_file(path: Path) -> str:
     if near := near_files(path):
-        return f"did you mean {' or '.join(near)}?"
+        return near
     if near_name := did_you_mean(path.stem, shipped_configs(), cutoff=0.7):
         return f"{near_name} It comes with Paceline: paceline config copy writes it out"
     if not path.parent.is_dir():

@@ -107,6 +107,6 @@ def lora_problems(lora: LoraConfig, *, is_pretrained: bool) -> Iterator[Problem]
         return
     for key in ("rank", "alpha", "targets"):
         own, given = getattr(found, key), getattr(lora, key)
-        if given not in (own, getattr(LoraConfig(), key)):
+        if lora.is_changed(key) and given != own:
             what, rule = f"model.lora.{key} = {given} with model.lora.path", f"the adapters of the folder have {own}"
             yield Problem(what=what, rule=rule, fix=f"leave model.lora.{key} out")

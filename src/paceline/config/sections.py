@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
 
 from paceline.errors import Problem
+from paceline.imports import IMPORT_PATH
 from paceline.plan.layout import Compile
 from paceline.plan.model_shape import ModelShape
 
@@ -24,7 +25,7 @@ Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Factor: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-ImportPath: TypeAlias = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+ImportPath: TypeAlias = Annotated[str, Field(pattern=f"^{IMPORT_PATH.pattern}$")]
 GPTSize: TypeAlias = Literal[
     "gpt-nano", "gpt-micro", "gpt-mini", "gpt-11m", "gpt-124m", "gpt-350m", "gpt-1.1b", "gpt-3b", "gpt-7b"
 ]
@@ -34,6 +35,10 @@ class Section(BaseModel):
     """Base of every section: frozen, strict, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def is_changed(self, key: str) -> bool:
+        """Says whether a key has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 class _Model(Section):

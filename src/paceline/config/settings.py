@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.bounded_yaml import load_shipped
 from paceline.errors import Problem, did_you_mean
+from paceline.plan.rule_case import text_of
 
 if TYPE_CHECKING:
     from paceline.config.schema import CommConfig, Config
@@ -67,14 +68,11 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
             found[variable] = setting  # NCCL's own key, below, takes its place
     for variable, row in nccl_variables().items():
         given, key = getattr(comm.nccl, row["key"]), f"comm.nccl.{row['key']}"
+        value = ",".join(given) if isinstance(given, tuple) else str(given)
         if isinstance(given, bool):
-            value, written = str(int(given != variable.endswith("_DISABLE"))), str(given).lower()
-        elif isinstance(given, tuple):
-            value, written = ",".join(given), f"[{', '.join(given)}]"
-        else:
-            value = written = str(given)
+            value = str(int(given != variable.endswith("_DISABLE")))
         if given is not None:
-            found[variable] = BackendSetting(variable=variable, value=value, key=key, written=written)
+            found[variable] = BackendSetting(variable=variable, value=value, key=key, written=text_of(given))
     return found
 
 

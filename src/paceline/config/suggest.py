@@ -90,13 +90,14 @@ def _texts(fields: Iterable[KnownField], kinds: Mapping[str, str | None]) -> lis
     return texts
 
 
-def near_files(path: Path) -> list[str]:
-    """Returns up to three files of like names, in the same folder or in its ``configs``; the same name comes first."""
+def near_files(path: Path, otherwise: str = "") -> str:
+    """Asks for up to three files of like names, in the same folder or in its ``configs``; the same name comes first."""
     found = []
     for folder in (path.parent, path.parent / "configs"):
         names = [each.name for each in folder.glob("*") if each.is_file()]
         found += [folder / name for name in difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)]
-    return [str(each) for each in sorted(found, key=lambda each: each.name != path.name)][:3]
+    near = [str(each) for each in sorted(found, key=lambda each: each.name != path.name)][:3]
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def near_folders(path: Path) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from paceline.config.schema import Config, EarlyStopConfig, OptimConfig, ScheduleConfig, TrainConfig
+from paceline.config.schema import Config, EarlyStopConfig, ScheduleConfig
 from paceline.config.sections import CheckpointConfig, RecoveryConfig
 from paceline.errors import Problem, did_you_mean
+from paceline.imports import IMPORT_PATH
 from paceline.plan.rule_case import no_effect
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_warmup(config: Config) -> Iterator[Problem]:
@@ -75,12 +74,12 @@ _READ_BY = {
 
 
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:
-    optim, defaults = config.optim, OptimConfig()
+    optim = config.optim
     for key, kinds in _READ_BY.items():
         is_read = optim.kind in kinds or (optim.kind not in _OPTIMIZERS and key != "muon")
-        if not is_read and (value := getattr(optim, key)) != getattr(defaults, key):
+        if not is_read and optim.is_changed(key):
             rule, where = f"it belongs to {kinds[0]}", f"with optim.kind = {optim.kind}"
-            yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
+            yield no_effect(f"optim.{key}", getattr(optim, key), where, rule, "change optim.kind")
     for pattern, group in optim.groups.items() if optim.kind == "muon" else ():
         given = {"lr": group.lr, "weight_decay": group.weight_decay}
         if unread_keys := [f"{key} = {value:g}" for key, value in given.items() if value is not None]:
@@ -97,14 +96,14 @@ def check_precision(config: Config) -> Iterator[Problem]:
         what = f"train.precision = {train.precision} with train.dtype = float64"
         fix = "set train.dtype = float32, or train.precision = fp32"
         yield Problem(what=what, rule="lower precision is for speed and memory, float64 for exactness", fix=fix)
-    if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
+    if train.precision != "fp16" and train.is_changed("loss_scale"):
         rule = "only fp16 scales the loss: its small gradients would vanish"
         where, instead = f"with train.precision = {train.precision}", "set train.precision = fp16"
         yield no_effect("train.loss_scale", f"{train.loss_scale:g}", where, rule, instead)
 
 
 def check_recovery_keys(config: Config) -> Iterator[Problem]:
-    given, defaults = config.recovery, RecoveryConfig()
+    given = config.recovery
     answers = {given.on_nan, given.on_spike}
     spikes = (given.on_spike != "ignore", "it belongs to spikes of the loss", "recovery.on_spike = note")
     goes_back = bool(answers & {"roll_back", "lower_rate"})
@@ -118,8 +117,8 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
     again = (given.max_restarts > 0, "it belongs to runs that are started again", "recovery.max_restarts = 3")
     readers["max_stalled_restarts"] = readers["restart_window"] = again
     for name, (is_read, rule, fix) in readers.items():
-        if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
-            yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
+        if given.is_changed(name) and not is_read:
+            yield no_effect(f"recovery.{name}", getattr(given, name), "here", rule, f"set {fix}")
 
 
 def check_roll_back(config: Config) -> Iterator[Problem]:
@@ -148,7 +147,7 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
 
 def check_trackers(config: Config) -> Iterator[Problem]:
     for name in config.monitor.trackers:
-        if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
+        if name not in _TRACKERS and IMPORT_PATH.fullmatch(name) is None:
             rule = f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name"
             fix = did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves")
             yield Problem(what=f"monitor.trackers has {name!r}, which is no tracker", rule=rule, fix=fix)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from paceline.config import Config
-from paceline.config.data_sections import IMAGE_SIZE
+from paceline.config.data_sections import IMAGE_SIZE, OnBad
 from paceline.config.hf_folder import PREPROCESSOR, ImageSettings, image_size, read_class_names, read_image_settings
 from paceline.config.sections import HFModelConfig
 from paceline.data.datasets import IGNORED, MEAN, STD, Batch, DataShape, MapDataset
@@ -56,6 +56,13 @@ def check_own(batch: Batch, rules: SampleRules, name: str, numbers: list[int]) -
         sample = f"sample {numbers[row]}" if row < len(numbers) else "a sample"
         rule = "mend it in the data set; where targets are something else, name a loss of your own: train.loss"
         raise BadSampleError(f"{name}: {sample} cannot be used: {reason}\n{_RULE}\n  {rule}")
+
+
+def refuse_sample(what: str, rule: str, on_bad: OnBad, cause: Exception | None = None) -> None:
+    """Raises ``BadSampleError``, or warns that the run goes on without the sample where ``on_bad`` says so."""
+    if on_bad == "stop":
+        raise BadSampleError(f"{what}\n  {rule}, or go on without such ones: data.on_bad = skip") from cause
+    warnings.warn(f"{what}; it does not count", stacklevel=4)
 
 
 def check_classes(count: int, where: str) -> None:

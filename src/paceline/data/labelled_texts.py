@@ -9,7 +9,6 @@ of; the longer text loses its end first.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +16,12 @@ import numpy as np
 import torch
 
 from paceline.config.data_sections import OnBad
+from paceline.data.checked import refuse_sample
 from paceline.data.datasets import IGNORED, EpochDataset, Pair
 from paceline.data.order import Indices
-from paceline.data.rows import Rows
+from paceline.data.rows import Rows, read_row
 from paceline.data.tokenizers import Tokenizer
-from paceline.errors import BadSampleError, DataError
+from paceline.errors import DataError
 from paceline.untrusted import reason_of
 
 _CHUNK = 4096  # rows that are read together
@@ -62,23 +62,14 @@ class LabelledTexts(EpochDataset):
 
     def _sample(self, index: int) -> tuple[list[int], list[int], int]:
         try:
-            row = self.rows.read(np.array([index]))[0]
-            texts, label = self._found(row)
+            texts, label = self._found(read_row(self.rows, index, self.fields))
             return *self.tokenizer.encode_sample(texts, self.context), self.numbers[label]
         except (ValueError, DataError) as error:
-            what = f"{self.rows.place(index)} cannot be used: {reason_of(error)}"
-            if self.on_bad == "stop":
-                raise BadSampleError(
-                    f"{what}\n  data.inputs (and data.text_pair) name texts of a row, and data.targets its class\n"
-                    "  mend the row, or go on without such ones: data.on_bad = skip"
-                ) from error
-            warnings.warn(f"{what}; it does not count", stacklevel=3)
+            rule = "data.inputs (and data.text_pair) name texts of a row, and data.targets its class\n  mend the row"
+            refuse_sample(f"{self.rows.place(index)} cannot be used: {reason_of(error)}", rule, self.on_bad, error)
             return [pad_token(self.tokenizer)], [0], IGNORED
 
     def _found(self, row: dict[str, Any]) -> tuple[list[str], Any]:
-        missing = [name for name in self.fields if row.get(name) is None]
-        if missing:
-            raise ValueError(f"it has no {missing[0]!r}, of {', '.join(map(repr, row))}")
         *texts, label = (row[name] for name in self.fields)
         for name, text in zip(self.fields, texts, strict=False):
             if not isinstance(text, str) or not text.strip():

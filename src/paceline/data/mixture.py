@@ -12,10 +12,8 @@ With weights 1 : 1, the smaller of two sources begins its next pass while the la
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,18 +134,12 @@ def common_tokenizer(tokenizers: Mapping[str, Tokenizer | None]) -> Tokenizer | 
     found = known[first]
     for name in others:
         both_bytes = found.name == known[name].name == "bytes"  # one of them may have an end token
-        if not both_bytes and _files(found) != _files(known[name]):
+        if not both_bytes and found.files() != known[name].files():
             what = f"data.sources.{first} and data.sources.{name} have different tokenizers"
             rule = "a token stands for the same in all sources"
             raise DataError(f"{what}\n  {rule}\n  prepare them with one tokenizer: paceline data prepare")
         found = max(found, known[name], key=lambda each: each.vocab_size)
     return found
-
-
-def _files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return {each.name: each.read_bytes() for each in Path(folder).iterdir()}
 
 
 def _join(parts: dict[str, Batch], rows: Indices) -> Batch:

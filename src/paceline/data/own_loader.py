@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
@@ -29,7 +28,7 @@ from paceline.data.datasets import Batch, MapDataset, check_map_style
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
-from paceline.data.own_stream import OwnStream
+from paceline.data.own_stream import OwnStream, without_rows
 from paceline.data.samplers import SampledOrder, are_alike, sampled_order
 from paceline.errors import DataError, UsageError
 
@@ -53,7 +52,8 @@ class OwnLoader:
         self.dataset = dataset.dataset if isinstance(dataset, _Collated) else dataset
         self._read_from, self._device = dataset, device
         self._loader, self.order = loader, loader.order
-        self._position = 0  # samples consumed by all ranks
+        self.global_batch = loader.order.global_batch
+        self.position = 0  # samples that all ranks have consumed, those of the batch that the loop has among them
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
         self._first = 0  # where the iteration began
         self._stream: Generator[StepBatch, None, None] | None = None
@@ -65,18 +65,9 @@ class OwnLoader:
         return self.order.steps_per_epoch
 
     @property
-    def position(self) -> int:
-        """How many samples all ranks have consumed, those of the batch that the loop has last among them."""
-        return self._position
-
-    @property
     def num_epochs(self) -> float:
         """How many epochs all ranks have consumed, with the part of the one that is read."""
-        return self._position / self.order.samples_per_epoch
-
-    @property
-    def global_batch(self) -> int:
-        return self.order.global_batch
+        return self.position / self.order.samples_per_epoch
 
     def turn(self, batches: int) -> tuple[int, int, int]:
         """Says of the batch that the loop has which of ``batches`` it is, of how many, and how many samples they have.
@@ -89,8 +80,8 @@ class OwnLoader:
                 "engine.accumulate() with the batches of a batch_sampler\n  they may differ in size, so that nobody "
                 "knows the samples of an update\n  use engine.no_sync() and engine.loss_scale() by hand"
             )
-        done = -((self._position - self._first) // -size)
-        if not self._first < self._position <= end:
+        done = -((self.position - self._first) // -size)
+        if not self._first < self.position <= end:
             raise UsageError(
                 "engine.accumulate() outside of a loop over its loader\n  it counts the batches that the loop has had\n"
                 "  call it inside: for batch in loader"
@@ -118,7 +109,7 @@ class OwnLoader:
             if step.epoch * size >= end:  # what is left of an epoch, loaded with another batch size, is dropped
                 self.close()
                 break
-            self._position = self._stream_at = position = step.next_position
+            self.position = self._stream_at = position = step.next_position
             batch = step.microbatches[0]
             if batch is None:  # as the step's, without its rows: made of one sample, when it is first needed
                 if self._empty is None:
@@ -136,7 +127,7 @@ class OwnLoader:
     def state_dict(self) -> dict[str, int]:
         """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
         sizes = {"length": self.order.length, "epoch_samples": self.order.samples_per_epoch}
-        return {"position": self._position, "seed": self.order.seed, **sizes}
+        return {"position": self.position, "seed": self.order.seed, **sizes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks."""
@@ -147,7 +138,7 @@ class OwnLoader:
                 rule = "the order of samples follows from it"
                 raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
-        self._position = self._next = self._first = state["position"]
+        self.position = self._next = self._first = state["position"]
 
 
 def loader(
@@ -193,7 +184,7 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
         )
     dataset: Any = batches.dataset
     if isinstance(dataset, IterableDataset) and batches.batch_size is not None:
-        return OwnStream(batches, comm, seed=seed, empty=without_rows)
+        return OwnStream(batches, comm, seed=seed)
     if batches.batch_sampler is None:
         raise UsageError(
             "shard() of a DataLoader with batch_size=None\n  ranks share batches out sample by sample\n"
@@ -231,21 +222,6 @@ def _check_alike(order: SampledOrder, comm: Any) -> None:
             f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
             "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"
         )
-
-
-def without_rows(batch: Batch) -> Batch:
-    """Returns a batch of the same form without samples: tensors and arrays with no rows, lists of strings empty."""
-
-    def is_strings(tree: Any) -> bool:
-        return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(each, str | bytes) for each in tree)
-
-    def cut(leaf: Any) -> Any:
-        if is_strings(leaf) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim):
-            return leaf[:0]
-        kind: Any = type(leaf)  # a mapping that is no dict, as tokenizers return it
-        return kind({key: without_rows(leaf[key]) for key in leaf}) if isinstance(leaf, Mapping) else leaf
-
-    return tree_map(cut, batch, is_leaf=is_strings)
 
 
 def _share_out(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -30,8 +30,7 @@ from paceline.errors import DataError, UsageError
 class OwnStream:
     """Iterates over one pass of a stream at a time; every rank gets its share of each batch, in the stream's order."""
 
-    def __init__(self, loader: Any, comm: Any, *, seed: int, empty: Callable[[Batch], Batch]) -> None:
-        """``empty`` makes a batch without rows of one that has some, for ranks without a sample."""
+    def __init__(self, loader: Any, comm: Any, *, seed: int) -> None:
         if loader.num_workers:
             warnings.warn(
                 f"shard() of a stream reads it in this process: num_workers = {loader.num_workers} is not used, "
@@ -39,7 +38,7 @@ class OwnStream:
                 stacklevel=4,
             )
         self.dataset, self._collate, self._drops = loader.dataset, loader.collate_fn, loader.drop_last
-        self.global_batch, self._seed, self._comm, self._empty = loader.batch_size, seed, comm, empty
+        self.global_batch, self._seed, self._comm = loader.batch_size, seed, comm
         self.epoch = 0  # that the next iteration reads
         self.position = 0  # samples consumed by all ranks
         self._place = 0  # those of the epoch that is read
@@ -124,7 +123,7 @@ class OwnStream:
         comm = self._comm
         numbers = share(np.arange(len(samples)), comm.rank, comm.size)
         mine = [samples[number] for number in numbers]
-        batch = self._collate(mine) if mine else self._empty(self._collate(samples[:1]))
+        batch = self._collate(mine) if mine else without_rows(self._collate(samples[:1]))
         batch = tuple(batch) if isinstance(batch, list) else batch
         if comm.device.type != "cuda":
             return batch
@@ -150,6 +149,21 @@ class _OwnDraws:
         finally:
             self._states = random_states()
             set_random_states(outside)
+
+
+def without_rows(batch: Batch) -> Batch:
+    """Returns a batch of the same form without samples: tensors and arrays with no rows, lists of strings empty."""
+
+    def is_strings(tree: Any) -> bool:
+        return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(each, str | bytes) for each in tree)
+
+    def cut(leaf: Any) -> Any:
+        if is_strings(leaf) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim):
+            return leaf[:0]
+        kind: Any = type(leaf)  # a mapping that is no dict, as tokenizers return it
+        return kind({key: without_rows(leaf[key]) for key in leaf}) if isinstance(leaf, Mapping) else leaf
+
+    return tree_map(cut, batch, is_leaf=is_strings)
 
 
 def _checksum(samples: list[Any], before: int) -> int:

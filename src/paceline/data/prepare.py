@@ -26,7 +26,7 @@ import numpy as np
 
 from paceline.data import tokenizers
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
-from paceline.data.token_files import MANIFEST, DataManifest, TokenShard
+from paceline.data.token_files import MANIFEST, DataManifest, TokenShard, file_dtype
 from paceline.errors import DataError, UsageError
 from paceline.untrusted import parse_json_object, read_regular
 
@@ -87,7 +87,7 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
         (notes / _FAILED).touch()
         raise
     manifest = DataManifest(
-        dtype=_dtype(tokenizer),
+        dtype=file_dtype(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
         end_token=tokenizer.end_token,
         tokenizer=tokenizer.name,
@@ -203,7 +203,7 @@ def _encode_piece(number: int, piece: Piece, *, tokenizer: tokenizers.Tokenizer,
             for row, each in zip(encoded, texts, strict=True):
                 rows += [row, end] if each.ends else [row]
                 documents += each.ends
-            content = np.concatenate(rows, dtype=_dtype(tokenizer), casting="unsafe")
+            content = np.concatenate(rows, dtype=file_dtype(tokenizer.vocab_size), casting="unsafe")
             known.update(content.data)
             file.write(content.data)
             tokens += len(content)
@@ -227,10 +227,6 @@ def _batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
             batch, held = [], 0
     if batch:
         yield batch
-
-
-def _dtype(tokenizer: tokenizers.Tokenizer) -> str:
-    return "uint16" if tokenizer.vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
 
 
 class _Skipped:

@@ -56,11 +56,10 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int, need
     """
     seed = seed if config.seed is None else config.seed
     if config.kind == "digits":
-        raw, raw_eval = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
-        train, evaluation = raw, raw_eval
+        train, evaluation = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
         if config.standardize:
-            train = datasets.standardized(raw, raw)
-            evaluation = None if raw_eval is None else datasets.standardized(raw_eval, raw)
+            evaluation = None if evaluation is None else datasets.standardized(evaluation, train)
+            train = datasets.standardized(train, train)
         return DataSplits(train=train, eval=evaluation, shape=sections.known_shape(config))
     if config.kind == "text":
         return _text(config, context, seed, needs)
@@ -220,17 +219,21 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
 
 def open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
     place = Path(path).expanduser()
-    columns = tuple(name for name in (config.inputs, config.text_pair, config.targets) if name is not None)
     rows: Rows
     if config.kind == "jsonl":
         rows = JsonLines(place)
     elif config.kind == "csv":
         rows = CsvRows(place)
     else:
-        rows = ArrowRows(place, config.kind, columns)
+        rows = ArrowRows(place, config.kind, _fields(config))
     if not len(rows):
         raise DataError(f"data.path = {path!r} has no rows\n  a run needs samples\n  check the path")
     return rows
+
+
+def _fields(config: sections.RowsDataConfig) -> tuple[str, ...]:
+    """Returns what a row is read by: the text, the second one of a pair, the target."""
+    return tuple(name for name in (config.inputs, config.text_pair, config.targets) if name is not None)
 
 
 def _labelled_texts(
@@ -253,9 +256,8 @@ def _labelled_texts(
         raise DataError(f"{what}\n  a model has an output for each class\n  set data.classes")
 
     def open_texts(rows: Rows) -> LabelledTexts:
-        fields = [name for name in (config.inputs, config.text_pair, config.targets) if name is not None]
         return LabelledTexts(
-            rows, fields=tuple(fields), numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
+            rows, fields=_fields(config), numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
         )
 
     train = open_texts(rows)

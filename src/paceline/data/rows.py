@@ -19,9 +19,8 @@ import gzip
 import importlib
 import io
 import re
-import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
@@ -31,11 +30,11 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from paceline.config.data_sections import OnBad
-from paceline.data.checked import SampleRules, find_bad
+from paceline.data.checked import SampleRules, find_bad, refuse_sample
 from paceline.data.datasets import IGNORED, EpochDataset, Pair
 from paceline.data.order import Indices, random_words
 from paceline.data.tokenizers import Tokenizer
-from paceline.errors import BadSampleError, DataError
+from paceline.errors import DataError
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
 
 _BLOCK = 2**22
@@ -87,7 +86,7 @@ class RowDataset(EpochDataset):
 
     def _sample(self, index: int) -> Pair | None:
         try:
-            row = self._row(index)
+            row = read_row(self.rows, index, (self.inputs, self.targets))
             if self.targets is None:
                 return self._text(row[self.inputs])
             inputs, targets = _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
@@ -106,13 +105,6 @@ class RowDataset(EpochDataset):
             self._refuse(index, reason_of(error), error)
             return None
 
-    def _row(self, index: int) -> dict[str, Any]:
-        row = self.rows.read(np.array([index]))[0]
-        for name in (self.inputs, self.targets):
-            if name is not None and row.get(name) is None:
-                raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
-        return row
-
     def _formed(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
         assert self._first is not None
         if value.shape != like.shape:
@@ -125,14 +117,11 @@ class RowDataset(EpochDataset):
 
     def _refuse(self, index: int, reason: str, cause: Exception | None = None) -> None:
         """Raises ``BadSampleError`` with the place of a row, or warns that the run goes on without it."""
-        what = f"{self.rows.place(index)} cannot be used: {reason}"
-        if self.on_bad == "stop":
-            raise BadSampleError(
-                f"{what}\n  data.inputs and data.targets name the fields of a sample; all rows have the same form,\n"
-                "  numbers that are finite, and tokens and classes that the model has\n"
-                "  mend the row, or go on without such ones: data.on_bad = skip"
-            ) from cause
-        warnings.warn(f"{what}; it does not count", stacklevel=3)
+        rule = (
+            "data.inputs and data.targets name the fields of a sample; all rows have the same form,\n"
+            "  numbers that are finite, and tokens and classes that the model has\n  mend the row"
+        )
+        refuse_sample(f"{self.rows.place(index)} cannot be used: {reason}", rule, self.on_bad, cause)
 
     def document(self, index: int, end_token: int | None) -> Pair | None:
         """Returns the tokens of a row and the target of each, for ``packing.py``; None for one that cannot be used.
@@ -140,7 +129,7 @@ class RowDataset(EpochDataset):
         Of a row with targets, those are its targets. The ``end_token`` is the last one, here and nowhere else.
         """
         try:
-            row = self._row(index)
+            row = read_row(self.rows, index, (self.inputs, self.targets))
             tokens = self._tokens(row[self.inputs])
             targets = tokens[1:] if self.targets is None else _tensor(row[self.targets], self.targets)
             if self.targets is None:
@@ -255,22 +244,19 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content: bytes | None = None  # of a file that is compressed
-        starts, place, is_start = [], 0, True
+        starts, place = [np.zeros(1, dtype=np.int64)], 0
         try:
             if path.suffix in COMPRESSED:
                 self._content = _content(path)
             with self._opened() as file:
                 while block := file.read(_BLOCK):
-                    ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place
-                    starts += [np.array([place])] if is_start else []
-                    starts.append(ends)
-                    place, is_start = place + len(block), False
+                    starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place)
+                    place += len(block)
         except OSError as error:
             rule = f"it is a file of JSON lines; a relative path starts at {Path.cwd()}"
             fix, why = "check the path", getattr(error, "strerror", None) or error
             raise DataError(f"data.path = {str(path)!r} cannot be read: {why}\n  {rule}\n  {fix}") from error
-        found = np.concatenate([*starts, np.array([place])]) if starts else np.zeros(1, dtype=np.int64)
-        self._starts = np.unique(found).astype(np.int64)  # the last is the end of the file
+        self._starts = np.unique(np.concatenate([*starts, np.array([place])]))  # the last is the end of the file
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -352,6 +338,17 @@ class ArrowRows:
 
 
 Rows: TypeAlias = JsonLines | CsvRows | ArrowRows
+
+
+def read_row(rows: Rows, index: int, fields: Iterable[str | None]) -> dict[str, Any]:
+    """Reads a row. Raises ValueError for one that has nothing in one of the ``fields``."""
+    row = rows.read(np.array([index]))[0]
+    for name in fields:
+        if name is not None and row.get(name) is None:
+            raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
+    return row
+
+
 _KINDS = {
     "parquet": "a file of parquet, or a folder of them",
     "hf_dataset": "a folder that save_to_disk of a Dataset wrote, with state.json; of a DatasetDict, one split's",
@@ -420,10 +417,8 @@ class ImageFolder(EpochDataset):
                 images[row] = self._decode(self.files[index], word)
             except Exception as error:  # pillow has errors of its own for some, such as images that are too large
                 what = f"{self.files[index]} (sample {index}) does not decode: {error}"
-                if self.on_bad == "stop":
-                    fix = "mend or remove it, or go on without such ones: data.on_bad = skip"
-                    raise BadSampleError(f"{what}\n  every file with the name of an image is one\n  {fix}") from error
-                warnings.warn(f"{what}; it does not count", stacklevel=2)
+                rule = "every file with the name of an image is one\n  mend or remove it"
+                refuse_sample(what, rule, self.on_bad, error)
                 targets[row] = IGNORED
         return torch.from_numpy(images), targets
 

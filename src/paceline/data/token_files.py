@@ -61,15 +61,11 @@ class MappedTokens:
         found = np.empty((len(starts), length), dtype=np.int64)
         numbers = np.searchsorted(self._ends, starts, side="right")
         for row, (start, number) in enumerate(zip(starts.tolist(), numbers.tolist(), strict=True)):
-            first = start - (int(self._ends[number - 1]) if number else 0)
-            part = self._map(number)[first : first + length]
-            found[row, : len(part)] = part
-            done = len(part)
-            while done < length:  # a window that reaches into the next files
-                number += 1
-                part = self._map(number)[: length - done]
+            first, done = start - (int(self._ends[number - 1]) if number else 0), 0
+            while done < length:  # once, but for a window that reaches into the next files
+                part = self._map(number)[first : first + length - done]
                 found[row, done : done + len(part)] = part
-                done += len(part)
+                number, first, done = number + 1, 0, done + len(part)
         is_beyond = found.size and int(found.max()) >= self.vocab_size
         if is_beyond or (self._may_be_negative and found.size and int(found.min()) < 0):
             self._refuse(found, starts)
@@ -139,8 +135,13 @@ def open_tokens(
         rule = "raw tokens do not say how many there may be"
         fix = "set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
         raise DataError(f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n  {rule}\n  {fix}")
-    kind = dtype or ("uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32")
+    kind = dtype or file_dtype(vocab_size)
     return OpenedTokens(tokens=_joined([open_file(each, kind) for each in found], vocab_size, path))
+
+
+def file_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Returns the type of the tokens in a file: the smallest of the two that hold the vocabulary."""
+    return "uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
 
 
 def open_file(path: Path, dtype: Literal["uint16", "uint32"]) -> TokenFile:

@@ -7,7 +7,6 @@ tokenizer.json    read by the package ``tokenizers``, which only this kind needs
 from __future__ import annotations
 
 import json
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from functools import lru_cache
@@ -60,7 +59,15 @@ class Tokenizer(ABC):
         """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None: ...
+    def files(self) -> dict[str, bytes]:
+        """Returns the files that ``open_tokenizer`` reads, by name."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the files; those that are there already, such as in the tokenizer's own folder, are left alone."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+                (folder / name).write_bytes(content)
 
 
 class ByteTokenizer(Tokenizer):
@@ -79,8 +86,8 @@ class ByteTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
-    def save(self, folder: Path) -> None:
-        _write(folder, {"kind": "bytes", "end_token": self.end_token})
+    def files(self) -> dict[str, bytes]:
+        return _vocabulary({"kind": "bytes", "end_token": self.end_token})
 
 
 class CharTokenizer(Tokenizer):
@@ -115,8 +122,8 @@ class CharTokenizer(Tokenizer):
             found.append(tokens)
         return found
 
-    def save(self, folder: Path) -> None:
-        _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
+    def files(self) -> dict[str, bytes]:
+        return _vocabulary({"kind": "char", "characters": self.characters, "end_token": self.end_token})
 
 
 class FolderTokenizer(Tokenizer):
@@ -127,10 +134,9 @@ class FolderTokenizer(Tokenizer):
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1
-        named = [each for each in (_named(folder, "eos_token"), *_END_TOKENS) if each in tokens]
-        self.end_token = tokens[named[0]] if named else None
-        padding = [each for each in (_named(folder, "pad_token"), *_PAD_TOKENS) if each in tokens]
-        self.pad_token = tokens[padding[0]] if padding else None
+        ends, pads = (_named(folder, "eos_token"), *_END_TOKENS), (_named(folder, "pad_token"), *_PAD_TOKENS)
+        self.end_token = next((tokens[each] for each in ends if each in tokens), None)
+        self.pad_token = next((tokens[each] for each in pads if each in tokens), None)
 
     def encode_sample(self, texts: Sequence[str], context: int) -> tuple[list[int], list[int]]:
         parts = [self._inner.encode(text, add_special_tokens=False) for text in texts]
@@ -149,11 +155,9 @@ class FolderTokenizer(Tokenizer):
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in found]
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (TOKENIZER, *_BESIDE):
-            if (self.folder / name).is_file() and (self.folder / name).resolve() != (folder / name).resolve():
-                shutil.copyfile(self.folder / name, folder / name)
+    def files(self) -> dict[str, bytes]:
+        paths = [self.folder / name for name in (TOKENIZER, *_BESIDE)]
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def __reduce__(self) -> tuple[Any, tuple[Path, int]]:
         return _reopen, (self.folder, (self.folder / TOKENIZER).stat().st_mtime_ns)
@@ -192,10 +196,8 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     raise DataError(f"{folder} {what}\n  {rule}\n  give a folder with one of them, or bytes, or char")
 
 
-def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
-    if vocab_size <= np.iinfo(np.uint8).max + 1:
-        return np.uint8
-    return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
@@ -205,10 +207,9 @@ def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
         raise DataError(f"{what}\n  tokens are decoded by the tokenizer that made them")
 
 
-def _write(folder: Path, values: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def _vocabulary(values: dict[str, Any]) -> dict[str, bytes]:
     text = json.dumps({name: value for name, value in values.items() if value is not None}, ensure_ascii=False)
-    (folder / VOCABULARY).write_text(text + "\n", encoding="utf-8")
+    return {VOCABULARY: f"{text}\n".encode()}
 
 
 def _read_vocabulary(path: Path) -> Tokenizer:

@@ -32,7 +32,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.cluster.detect import Machine, detect_machine
@@ -226,13 +226,11 @@ def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: to
     with torch.utils._python_dispatch._disable_current_modes():
         real = fetch_batch(data.train, torch.arange(samples).remainder(len(data.train)).numpy())
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def fake(value: torch.Tensor) -> torch.Tensor:
         return torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device=device)
 
     with mode:
-        return tree_map(fake, real)
+        return tree_map_only(torch.Tensor, fake, real)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -283,16 +281,14 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
     """Counts the FLOPs of forward and backward over a batch, without values. Raises what the model's code raises."""
     shadow, values = on_meta(model), KnownValues()
 
-    def place(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def place(value: torch.Tensor) -> torch.Tensor:
         placed = value.to("meta")
         if not value.is_floating_point():  # token ids, which a model may look for padding in
             values.tell(placed, lambda: value)
         return placed
 
     with FlopCounterMode(display=False) as counter, answering(values), _MaskedHalves() as masked:
-        total = loss(shadow, tree_map(place, batch)).total
+        total = loss(shadow, tree_map_only(torch.Tensor, place, batch)).total
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
     return float(counter.get_total_flops() - masked.flops)

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,9 +195,7 @@ def kept_files(model: nn.Module, data: DataSplits) -> dict[str, bytes]:
     """Returns the files of a model, before an engine has it."""
     files: dict[str, bytes] = {}
     if data.tokenizer is not None:
-        with tempfile.TemporaryDirectory() as name:
-            data.tokenizer.save(Path(name))
-            files |= {TOKENIZER + each.name: each.read_bytes() for each in sorted(Path(name).iterdir())}
+        files |= {TOKENIZER + name: content for name, content in sorted(data.tokenizer.files().items())}
     beside = folder_files(model)
     if beside and data.shape.mean is not None:
         beside.setdefault(PREPROCESSOR, _preprocessor(data.shape))

@@ -185,19 +185,18 @@ def _tokenizer(checkpoint: Checkpoint, folder: Path) -> Tokenizer | None:
 
 def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     """Returns the config of the run; a Hugging Face model is built from what the checkpoint keeps of its folder."""
-    values: dict[str, Any] = dict(checkpoint.manifest.about.get("config") or {})
     kind = checkpoint.manifest.setting("model", "kind")
     if kind in ("mlp", "resnet"):
         raise UsageError(f"{checkpoint.path}: model.kind = {kind} is no language model\n  only these write text")
-    if not isinstance(values.get("model"), dict):
+    model = checkpoint.manifest.setting("model")
+    if not isinstance(model, dict):
         what = f"{checkpoint.path} does not say which model it is of"
         raise UsageError(f"{what}\n  checkpoints of paceline train do\n  name the folder of such a run")
-    model = dict(values["model"])
-    if model.get("kind") == "hf":
-        model |= {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}
-        model["lora"] = _adapters(checkpoint)
-    train = values.get("train")
-    kept = {"dtype": train["dtype"]} if isinstance(train, dict) and "dtype" in train else {}
+    if kind == "hf":
+        here: dict[str, Any] = {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}
+        model = {**model, **here, "lora": _adapters(checkpoint)}
+    dtype = checkpoint.manifest.setting("train", "dtype")
+    kept = {} if dtype is None else {"dtype": dtype}
     data = {"kind": "factory", "factory": "no:data"}  # none are made
     try:
         return config_from_dict({"model": model, "data": data, "train": {**kept, "steps": 1}})
