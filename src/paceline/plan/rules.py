@@ -15,16 +15,7 @@ from dataclasses import fields
 from paceline.errors import Problem, UsageError
 from paceline.plan.compute_rules import COMPUTE_RULES
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.rule_case import (
-    ANY_MODEL,
-    RuleCase,
-    field_problems,
-    named_twice,
-    nearest_divisor,
-    no_effect,
-    text_of,
-)
+from paceline.plan.rule_case import RuleCase, field_problems, named_twice, nearest_divisor, no_effect, text_of
 from paceline.schedule.schedules import CHUNKS
 
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
@@ -36,11 +27,9 @@ def rules(case: RuleCase, only: Callable[[tuple[str, ...]], bool] = lambda _: Tr
     return [problem for rule, reads in RULES.items() if only(reads) for problem in rule(case)]
 
 
-def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelShape | None = None) -> Layout:
+def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None) -> Layout:
     """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
-    case = RuleCase(layout, ranks=ranks, node_ranks=node_ranks, model=model or ANY_MODEL)
-    problems = field_problems(layout) or rules(case)
-    if problems:
+    if problems := field_problems(layout) or rules(RuleCase(layout, ranks=ranks, node_ranks=node_ranks)):
         raise UsageError("\n".join(map(str, problems)))
     return layout.for_ranks(ranks, node_ranks)
 
