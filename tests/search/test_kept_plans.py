@@ -12,7 +12,7 @@ from unittest.mock import patch
 from kept_cases import BERT, GPT, GPT2, IMAGES, LLAMA, MIXTRAL, QWEN, SHORT, TOKENS, make_config
 from kept_figures import assert_kept, through_json, told
 
-from paceline.cluster.devices import load_cluster
+from paceline.cluster.devices import load_cluster, resized
 from paceline.config import Config
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import RunMachine
@@ -28,7 +28,7 @@ from paceline.search.request import (
     with_length,
 )
 from paceline.search.result import PlanResult, plan_for
-from paceline.search.scaling import draw_scaling, resized, scaling_rows
+from paceline.search.scaling import draw_scaling, scaling_rows
 from paceline.search.search import budget_of, host_bytes, node_bytes, search, smallest_changes, what_would_fit
 from paceline.units import GIB
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, TypeAlias
 
-from paceline.cluster.devices import Cluster
+from paceline.cluster.devices import Cluster, resized
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN, MemoryEstimate
@@ -222,9 +222,7 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     each, devices, batch = cluster.node.devices, cluster.devices, task.global_batch
 
     def has_mesh(count: int) -> bool:
-        node = replace(cluster.node, devices=min(count, each))
-        other = replace(cluster, nodes=max(1, count // each), node=node)
-        return next(candidates_for(task, other, Counter()), None) is not None
+        return next(candidates_for(task, resized(cluster, count), Counter()), None) is not None
 
     sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
     below = next((count for count in reversed(sizes) if count < devices and has_mesh(count)), None)

@@ -318,7 +318,6 @@ class KnownCalls:
         return found
 
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> Operation:
-        """Returns fused attention on query, key, value and all else; the last tensor is written."""
         self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
         return self._operators.attention(tensors, is_causal=is_causal, is_back=is_back)
 
