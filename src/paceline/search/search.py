@@ -103,7 +103,7 @@ def search(
     """
     left_out: Counter[str] = Counter()
     fitting: list[Candidate] = []
-    nearest: Candidate | None = None
+    nearest: list[Candidate] = []  # of each layout that does not fit, the form that needs least
     any_mesh, by_memory = False, attrgetter("memory_bytes")
     for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
@@ -115,8 +115,7 @@ def search(
         if not found:
             left_out[HOST_TOO_SMALL if any(each.rejected == HOST_TOO_SMALL for each in forms) else TOO_LARGE] += 1
             too_large = [each for each in forms if each.rejected == TOO_LARGE]
-            least = min(too_large, key=by_memory, default=Candidate(layout=layout, memory=_NO_MEMORY))
-            nearest = least if nearest is None else min(nearest, least, key=by_memory)
+            nearest.append(min(too_large, key=by_memory, default=Candidate(layout=layout, memory=_NO_MEMORY)))
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
@@ -136,7 +135,7 @@ def search(
         ranked=tuple(ranked),
         num_fit=num_fit,
         left_out=dict(left_out),
-        nearest=None if fitting else nearest,
+        nearest=None if fitting else min(nearest, key=by_memory, default=None),
         host_memory=host_memory,
     )
 

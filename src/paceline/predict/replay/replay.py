@@ -200,7 +200,7 @@ class _Actor:
             self.found.loop, self.found.launch_wait = loop_s, step_s
             for phase, seconds in (("loop", loop_s), ("forward", step_s)):
                 if seconds:
-                    self.found.phases[phase] += seconds
+                    self.found.add_phase(phase, seconds)
 
     def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait | OnHost]:
         """Puts kernels of one phase together that follow one another; those of repeated actions are known by then."""
@@ -233,7 +233,7 @@ class _Actor:
             clock.compute = max(clock.compute + stretch.work, clock.host + stretch.late)
             clock.host += stretch.launch
             found.launch_wait += clock.compute - before - stretch.work
-        found.phases[stretch.phase] += clock.compute - before
+        found.add_phase(stretch.phase, clock.compute - before)
         found.compute += stretch.work
 
     def run(self, kernel: Run, work: float, launch: float) -> None:
@@ -248,7 +248,7 @@ class _Actor:
         beside = [min(start + work, each.end) - max(start, each.start) for each in self.busy_lanes]
         lost = self.contention * max(0.0, *beside, 0.0)  # what communication beside a kernel costs it
         end = start + work + lost
-        found.phases[phase] += end - clock.compute + (launch if self.is_cpu else 0.0)
+        found.add_phase(phase, end - clock.compute + (launch if self.is_cpu else 0.0))
         found.compute += work
         found.contention += lost
         clock.compute = end
@@ -271,8 +271,9 @@ class _Actor:
         if event.kind not in COPIES:  # the bus has engines of its own
             self.busy_lanes.append(meeting)
         moved = round(event.num_bytes * event.share)
-        self.found.communication[event.kind] += meeting.end - meeting.start
-        self.found.moved[event.kind] += moved
+        seconds, sizes = self.found.communication, self.found.moved
+        seconds[event.kind] = seconds.get(event.kind, 0.0) + (meeting.end - meeting.start)
+        sizes[event.kind] = sizes.get(event.kind, 0) + moved
         if self.spans is not None:
             size = f"{moved / 1e6:.1f} MB on {len(event.ranks)}"
             self.spans.append(Span(f"lane {lane}", f"{event.kind} {size}", meeting.start, meeting.end))
@@ -282,7 +283,7 @@ class _Actor:
         stood = meeting.end - now
         if stood <= 0:
             return
-        self.found.phases[event.phase] += meeting.end - clock.compute
+        self.found.add_phase(event.phase, meeting.end - clock.compute)
         self.found.launch_wait += now - clock.compute
         kind = meeting.event.kind
         if kind in ("send", "recv"):
@@ -305,7 +306,7 @@ class _Actor:
             return
         waited, worked = max(0.0, start - clock.compute), clock.host - max(start, clock.compute)
         found = self.found
-        found.phases[event.phase] += clock.host - clock.compute
+        found.add_phase(event.phase, clock.host - clock.compute)
         found.exposed += waited if event.waits else 0.0
         found.launch_wait += 0.0 if event.waits else waited
         found.on_host += worked

@@ -9,10 +9,8 @@ MFU     = model FLOPs of a rank / (step x the device's peak)
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,13 @@ class ReplayedRank:
     launch_wait: float = 0.0
     on_host: float = 0.0  # what the host computes itself, while the device stands still
     loop: float = 0.0  # of a run: the next batch, times, records, hooks
-    phases: dict[str, float] = field(default_factory=partial(defaultdict, float))
-    communication: dict[str, float] = field(default_factory=partial(defaultdict, float))  # seconds by kind
-    moved: dict[str, int] = field(default_factory=partial(defaultdict, int))  # bytes by kind
+    phases: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, float] = field(default_factory=dict)  # seconds by kind
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by kind
     spans: tuple[Span, ...] = ()
+
+    def add_phase(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     @property
     def hidden(self) -> float:
