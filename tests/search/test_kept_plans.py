@@ -12,11 +12,11 @@ from unittest.mock import patch
 from kept_cases import BERT, GPT, GPT2, IMAGES, LLAMA, MIXTRAL, QWEN, SHORT, TOKENS, make_config
 from kept_figures import assert_kept, through_json, told
 
-from paceline.cluster.devices import load_cluster, resized
+from paceline.cluster.devices import load_cluster
 from paceline.config import Config
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import RunMachine
-from paceline.search.candidates import TrainingTask, candidates_for
+from paceline.search.candidates import TrainingTask, candidates_for, resized
 from paceline.search.request import (
     decided_config,
     make_plan,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.devices import load_cluster, resized
+from paceline.cluster.devices import load_cluster
 from paceline.errors import UsageError
+from paceline.search.candidates import resized
 from paceline.search.expectation import FILE, Compared, Expectation, compare, read_expectation
 
 

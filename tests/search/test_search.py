@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.devices import Cluster, load_cluster, resized
+from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload, Strategy
@@ -21,7 +21,7 @@ from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
-from paceline.search.candidates import TrainingTask, candidates_for
+from paceline.search.candidates import TrainingTask, candidates_for, resized
 from paceline.search.scaling import scaling_rows
 from paceline.search.search import (
     HOST_TOO_SMALL,

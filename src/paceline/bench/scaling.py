@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from paceline.charts import Line, draw_lines, save_picture
 from paceline.cluster.detect import usable_cores
-from paceline.cluster.devices import Cluster, resized
+from paceline.cluster.devices import Cluster
 from paceline.config import Config, check_ranks, run_checks
 from paceline.config.schema import ParallelConfig
 from paceline.config.train_checks import short_run
@@ -32,6 +32,7 @@ from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.location import RunOptions
 from paceline.run.signals import scratch_folder
 from paceline.run.train import train
+from paceline.search.candidates import resized
 
 Kind = Literal["measured", "simulated", "predicted"]
 MODES = ("strong", "weak")

@@ -27,7 +27,7 @@ from paceline.bounded_yaml import load_shipped
 from paceline.calibrate.timing import Stopwatch, measure_loop, recorded
 from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
-from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily
+from paceline.cluster.kernels import ATTENTION_BACKWARD, MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
@@ -290,7 +290,7 @@ def attention_rates(device: torch.device, shapes: Shapes, watch: Stopwatch) -> I
         needed = [each.requires_grad_() for each in parts]
         out = attend()
         backward = partial(torch.autograd.grad, out, needed, torch.randn_like(out), retain_graph=True)
-        rate = 2.5 * flops / watch.time(backward, f"{name} backward")
+        rate = ATTENTION_BACKWARD * flops / watch.time(backward, f"{name} backward")
         yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=rate)
 
 

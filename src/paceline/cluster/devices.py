@@ -200,23 +200,6 @@ class Cluster:
         return self.devices * self.device.memory_bytes
 
 
-def resized(cluster: Cluster, devices: int) -> Cluster:
-    """Returns the cluster with another number of devices: a part of one node, or whole nodes."""
-    each = cluster.node.devices
-    if 1 <= devices <= each:
-        return replace(
-            cluster, name=f"{devices} of {cluster.node.name}", nodes=1, node=replace(cluster.node, devices=devices)
-        )
-    if devices < 1 or devices % each:
-        near = [max(1, devices // each) * each, -(-max(devices, 1) // each) * each]
-        raise UsageError(
-            f"{devices} devices of {cluster.node.name}, which has {each}\n"
-            "  beyond one node they are whole nodes, so that a mesh fits them\n"
-            f"  try {' or '.join(str(count) for count in sorted(set(near)))}"
-        )
-    return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
-
-
 def load_cluster(text: str) -> Cluster:
     """Reads a cluster from a name and a count, as the top of this file shows. Raises UsageError with the nearest."""
     over = _OVER.match(text)

@@ -27,7 +27,7 @@ from paceline.cluster.devices import Cluster, Device, load_cluster
 from paceline.cluster.wires import over_backend
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.plan.plan import MemoryEstimate
+from paceline.plan.plan import MARGIN, MemoryEstimate
 from paceline.plan.workload import config_values, layout_text
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
@@ -180,7 +180,7 @@ def _with_cores(device: Device, cores: float) -> Device:
     )
 
 
-NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
+NEAR = 1 - MARGIN  # of the memory there is
 _TOLD = 3  # categories, the largest
 
 

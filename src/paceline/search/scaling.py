@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.charts import Line, draw_lines, save_picture
-from paceline.cluster.devices import Cluster, resized
+from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.predict.formulas.step import Prediction
-from paceline.search.candidates import TrainingTask
+from paceline.search.candidates import TrainingTask, resized
 from paceline.search.search import Order, search
 
 

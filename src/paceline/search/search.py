@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, TypeAlias
 
-from paceline.cluster.devices import Cluster, resized
+from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN, MemoryEstimate
@@ -32,7 +32,7 @@ from paceline.predict.formulas.engine_costs import (
 )
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.candidates import Candidate, TrainingTask, candidates_for
+from paceline.search.candidates import Candidate, TrainingTask, candidates_for, resized
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
