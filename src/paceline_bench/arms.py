@@ -51,7 +51,6 @@ class BenchWorkload:
         return self.batch * max(self.context, 1)
 
     def make_model(self, device: torch.device) -> nn.Module:
-        """Builds the model with fixed weights."""
         torch.manual_seed(0)
         if self.model == "mlp":
             return MLPClassifier(784, 512, 10, dropout=0.0).to(device)
@@ -59,7 +58,6 @@ class BenchWorkload:
             return GPT(gpt_config(self.model, dropout=0.0, tied=self.tied))
 
     def make_batch(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes a rank's batch."""
         generator = torch.Generator().manual_seed(rank)
         if self.model == "mlp":
             inputs = torch.randn(self.batch, 784, generator=generator)
@@ -133,7 +131,6 @@ class TrainingStep:
         self._losses: list[torch.Tensor] = []
 
     def __call__(self) -> None:
-        """Trains on the batch once."""
         parts = self._passes()
         if parts and len(self._losses) < self._num_losses:
             self._losses.append(torch.stack(list(parts)).detach().sum())

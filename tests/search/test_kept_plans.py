@@ -16,7 +16,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import RunMachine
-from paceline.search.candidates import TrainingTask, candidates_for
+from paceline.search.candidates import TrainingTask, candidates_for, resized
 from paceline.search.request import (
     decided_config,
     make_plan,
@@ -28,7 +28,7 @@ from paceline.search.request import (
     with_length,
 )
 from paceline.search.result import PlanResult, plan_for
-from paceline.search.scaling import draw_scaling, resized, scaling_rows
+from paceline.search.scaling import draw_scaling, scaling_rows
 from paceline.search.search import budget_of, host_bytes, node_bytes, search, smallest_changes, what_would_fit
 from paceline.units import GIB
 

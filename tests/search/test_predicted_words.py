@@ -10,8 +10,8 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.errors import UsageError
+from paceline.search.candidates import resized
 from paceline.search.expectation import FILE, Compared, Expectation, compare, read_expectation
-from paceline.search.scaling import resized
 
 
 def lines_of(expected: dict[str, Any], step_s: float | None, memory: int | None = None) -> list[str]:

@@ -21,8 +21,8 @@ from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
-from paceline.search.candidates import TrainingTask, candidates_for
-from paceline.search.scaling import resized, scaling_rows
+from paceline.search.candidates import TrainingTask, candidates_for, resized
+from paceline.search.scaling import scaling_rows
 from paceline.search.search import (
     HOST_TOO_SMALL,
     TOO_LARGE,

@@ -34,7 +34,7 @@ from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.location import RunOptions
 from paceline.run.signals import scratch_folder
 from paceline.run.train import train
-from paceline.search.scaling import resized
+from paceline.search.candidates import resized
 
 Kind = Literal["measured", "simulated", "predicted"]
 MODES = ("strong", "weak")

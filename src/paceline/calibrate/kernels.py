@@ -27,7 +27,7 @@ from paceline.bounded_yaml import load_shipped
 from paceline.calibrate.timing import Stopwatch, measure_loop, recorded
 from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
-from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily
+from paceline.cluster.kernels import ATTENTION_BACKWARD, MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
@@ -58,7 +58,6 @@ class FamilyFigures:
 
 
 def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwatch) -> FamilyFigures:
-    """Measures all families at tensors of so many bytes."""
     watch = replace(watch, spreads={})
     rates: dict[str, tuple[tuple[int, float], ...]] = {}
     for family in MEMORY_FAMILIES:
@@ -73,19 +72,13 @@ def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwa
             points.append((counted, counted / max(seconds - empty, 0.1 * seconds)))
         rates[family] = tuple(points)
     tensor_s = _tensor(device, watch)
-    if device.type != "cpu":
-        operation_s = _operation(device, watch, tensor_s)
-        return FamilyFigures(rates=rates, operation_s=operation_s, tensor_s=tensor_s, spreads=watch.spreads)
-    watch.meet()
-    loop = measure_loop(tensor_s, rounds=3 * watch.samples)
-    return FamilyFigures(
-        rates=rates,
-        operation_s=loop.operation_s,
-        tensor_s=tensor_s,
-        step_s=loop.step_s,
-        loop_s=loop.loop_s,
-        spreads=watch.spreads | {"operations": loop.spread},
-    )
+    if device.type == "cpu":
+        watch.meet()
+        host = measure_loop(tensor_s, rounds=3 * watch.samples)._asdict()
+        watch.spreads["operations"] = host.pop("spread")
+    else:
+        host = {"operation_s": _operation(device, watch, tensor_s)}
+    return FamilyFigures(rates=rates, tensor_s=tensor_s, spreads=watch.spreads, **host)
 
 
 def make_call(family: MemoryFamily, device: torch.device, num_bytes: int) -> Call:
@@ -297,7 +290,7 @@ def attention_rates(device: torch.device, shapes: Shapes, watch: Stopwatch) -> I
         needed = [each.requires_grad_() for each in parts]
         out = attend()
         backward = partial(torch.autograd.grad, out, needed, torch.randn_like(out), retain_graph=True)
-        rate = 2.5 * flops / watch.time(backward, f"{name} backward")
+        rate = ATTENTION_BACKWARD * flops / watch.time(backward, f"{name} backward")
         yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=rate)
 
 

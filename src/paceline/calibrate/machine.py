@@ -269,7 +269,6 @@ def _busy(comm: Communicator, watch: Stopwatch) -> float:
 
 
 def ring_seconds(num_bytes: float, ranks: int, latency_s: float, bandwidth: float) -> float:
-    """Returns what a ring takes for an all-reduce."""
     return 2 * (ranks - 1) * (latency_s + num_bytes / (ranks * bandwidth))
 
 

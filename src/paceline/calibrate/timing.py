@@ -205,7 +205,6 @@ def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
 
 
 def looped_step(trainer: Trainer) -> Callable[[], None]:
-    """Returns a step as the trainer makes it, with its hooks."""
     steps = trainer.steps()
 
     def run() -> None:

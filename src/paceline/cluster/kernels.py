@@ -120,7 +120,7 @@ FUSED: frozenset[str] = frozenset(
 _FEW_CHANNELS = 0.054
 _POOLING_BACKWARD = 0.28
 _FLOOR = 0.9
-_BACKWARD_FLOPS = 2.5  # of attention, over its forward
+ATTENTION_BACKWARD = 2.5  # FLOPs of fused attention's backward, over those of its forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class Operation:
         if self.family.startswith("attention"):
             batch, heads, length, size = self.sizes
             forward = 4.0 * batch * heads * length * (self.keys or length) * size / (2 if self.is_causal else 1)
-            return forward * (_BACKWARD_FLOPS if self.family == "attention_backward" else 1.0)
+            return forward * (ATTENTION_BACKWARD if self.family == "attention_backward" else 1.0)
         return 0.0
 
     @property

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TypeAlias
 
+from paceline.cluster.kernels import ATTENTION_BACKWARD
 from paceline.plan.layout import Layout
 from paceline.schedule.ring import SequenceMethod, SequenceSplit, split_sequence, ulysses_sizes
 
 WireCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # of a kind, bytes and the ranks of a group
-_BACKWARD = 2.5  # of the products in forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def sequence_waits(
         whole = 2 * work.bytes(work.kv_heads, 1)
         undone = work.compute_s if work.is_causal else 0.0
         forward = undone + cost("all_gather", whole, tuple(ranks))
-        return forward, _BACKWARD * undone + cost("reduce_scatter", whole, tuple(ranks))
+        return forward, ATTENTION_BACKWARD * undone + cost("reduce_scatter", whole, tuple(ranks))
     heads = work.kv_heads * size // gcd(work.kv_heads, size)
     exchanged = 0.0
     if size > 1:
@@ -72,7 +72,7 @@ def sequence_waits(
     gradients = max(cost("send", pair * max(4, work.itemsize) // work.itemsize, link) for link in links)
     step_s = work.compute_s / split.ring
     forward = (split.ring - 1) * max(0.0, keys - step_s)
-    return exchanged + forward, exchanged + split.ring * max(0.0, keys + gradients - _BACKWARD * step_s)
+    return exchanged + forward, exchanged + split.ring * max(0.0, keys + gradients - ATTENTION_BACKWARD * step_s)
 
 
 def choose_split(work: AttentionWork, ranks: Sequence[int], cost: WireCost, node_ranks: int = 0) -> SequenceSplit:

@@ -15,16 +15,7 @@ from dataclasses import fields
 from paceline.errors import Problem, UsageError
 from paceline.plan.compute_rules import COMPUTE_RULES
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.rule_case import (
-    ANY_MODEL,
-    RuleCase,
-    field_problems,
-    named_twice,
-    nearest_divisor,
-    no_effect,
-    text_of,
-)
+from paceline.plan.rule_case import RuleCase, field_problems, named_twice, nearest_divisor, no_effect, text_of
 from paceline.schedule.schedules import CHUNKS
 
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
@@ -36,11 +27,9 @@ def rules(case: RuleCase, only: Callable[[tuple[str, ...]], bool] = lambda _: Tr
     return [problem for rule, reads in RULES.items() if only(reads) for problem in rule(case)]
 
 
-def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelShape | None = None) -> Layout:
+def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None) -> Layout:
     """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
-    case = RuleCase(layout, ranks=ranks, node_ranks=node_ranks, model=model or ANY_MODEL)
-    problems = field_problems(layout) or rules(case)
-    if problems:
+    if problems := field_problems(layout) or rules(RuleCase(layout, ranks=ranks, node_ranks=node_ranks)):
         raise UsageError("\n".join(map(str, problems)))
     return layout.for_ranks(ranks, node_ranks)
 
@@ -129,13 +118,10 @@ def _enough_layers(case: RuleCase) -> Iterator[Problem]:
     if chunks > 1 and layers // chunks <= 1:  # a pipeline of one rank is none
         fewer = f"{case.key('chunks')} = {max(1, layers // layout.pipeline)}"
     noun = "linear layers" if case.model.kind == "mlp" else "layers, blocks and both ends"
-    yield Problem(
-        what=case.said("pipeline")
-        + (f" x {case.key('chunks')} = {chunks}" if chunks > 1 else "")
-        + f" makes {stages} stages of a model with {layers} {noun}",
-        rule="every stage runs at least one whole layer",
-        fix=f"try {fewer}, or a deeper model",
-    )
+    times = f" x {case.key('chunks')} = {chunks}" if chunks > 1 else ""
+    what = f"{case.said('pipeline')}{times} makes {stages} stages of a model with {layers} {noun}"
+    rule = "every stage runs at least one whole layer"
+    yield Problem(what=what, rule=rule, fix=f"try {fewer}, or a deeper model")
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
@@ -157,34 +143,29 @@ def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
 
 
 def _tensor_fits(case: RuleCase) -> Iterator[Problem]:
-    degree, model = case.layout.tensor, case.model
+    degree, model, key = case.layout.tensor, case.model, case.key
     if degree == 1:
         return
     if model.kind in ("mlp", "resnet"):
-        yield Problem(
-            what=f"{case.said('tensor')} with model.kind = {model.kind}",
-            rule="layers are split by a plan, and there are plans for gpt and for transformers of your own code",
-            fix=f"set {case.key('tensor')} = 1, and {case.key('pipeline')} = "
-            f"{min(degree, 3 if model.kind == 'mlp' else 10)} to split it by layers",
-        )
+        stages = min(degree, 3 if model.kind == "mlp" else 10)
+        what = f"{case.said('tensor')} with model.kind = {model.kind}"
+        rule = "layers are split by a plan, and there are plans for gpt and for transformers of your own code"
+        fix = f"set {key('tensor')} = 1, and {key('pipeline')} = {stages} to split it by layers"
+        yield Problem(what=what, rule=rule, fix=fix)
     for name, heads in (("heads", model.heads), ("kv_heads", model.kv_heads)):
         if heads and heads % degree and (name == "heads" or heads != model.heads):
-            yield Problem(
-                what=f"{case.said('tensor')} does not divide {case.key(name)} = {heads}",
-                rule="every rank has the same number of whole heads",
-                fix=f"try {case.key('tensor')} = {nearest_divisor(heads, degree)}, or a multiple of {degree} as "
-                f"{case.key(name)}",
-            )
+            what = f"{case.said('tensor')} does not divide {key(name)} = {heads}"
+            rule = "every rank has the same number of whole heads"
+            fix = f"try {key('tensor')} = {nearest_divisor(heads, degree)}, or a multiple of {degree} as {key(name)}"
+            yield Problem(what=what, rule=rule, fix=fix)
     parts = degree * (1 if case.layout.context_ranks == 1 else 2 * case.layout.context_ranks)
     if case.layout.sequence_parallel and model.context and model.context % parts:
         is_one = case.layout.context_ranks == 1
         asked = case.said("tensor") if is_one else f"{case.said('context_ranks', 'tensor')}, with two parts for each,"
-        yield Problem(
-            what=f"{asked} does not divide the {model.context} tokens of a sample",
-            rule="sequence parallelism gives every rank the same number of tokens",
-            fix=f"try {case.key('context')} = {max(1, model.context // parts) * parts}, or "
-            f"{case.key('sequence_parallel')} = false",
-        )
+        what = f"{asked} does not divide the {model.context} tokens of a sample"
+        rule = "sequence parallelism gives every rank the same number of tokens"
+        fix = f"try {key('context')} = {max(1, model.context // parts) * parts}, or {key('sequence_parallel')} = false"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
@@ -211,24 +192,22 @@ def _split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
-    layout, ranks, parts = case.layout, case.ranks, case.layout.degree
+    layout, ranks, parts, key = case.layout, case.ranks, case.layout.degree, case.key
     if ranks is None:
         return
     if ranks % parts:
-        fix = f"try {case.key('ranks')} = {-(-ranks // parts) * parts}"
+        fix = f"try {key('ranks')} = {-(-ranks // parts) * parts}"
         split = case.split_by
         if len(split) == 1:
-            fix += f", or {case.key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
-        what = f"{case.degrees} {'do' if len(split) > 1 else 'does'} not divide {case.key('ranks')} = {ranks}"
+            fix += f", or {key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
+        what = f"{case.degrees} {'do' if len(split) > 1 else 'does'} not divide {key('ranks')} = {ranks}"
         rule = "ranks = pipeline x data x context x tensor, and data is a whole number"
         yield Problem(what=what, rule=rule, fix=fix)
     elif layout.data and layout.data * parts != ranks:
-        yield Problem(
-            what=f"{case.said('data')} with {case.degrees} on {case.key('ranks')} = {ranks}",
-            rule=f"ranks = pipeline x data x context x tensor, and here that is {layout.data * parts}",
-            fix=f"try {case.key('data')} = {ranks // parts}, or {case.key('ranks')} = {layout.data * parts}; "
-            "or leave data out",
-        )
+        what = f"{case.said('data')} with {case.degrees} on {key('ranks')} = {ranks}"
+        rule = f"ranks = pipeline x data x context x tensor, and here that is {layout.data * parts}"
+        fix = f"try {key('data')} = {ranks // parts}, or {key('ranks')} = {layout.data * parts}; or leave data out"
+        yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _groups_divide(case: RuleCase) -> Iterator[Problem]:
@@ -277,19 +256,17 @@ def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
 
 
 def _several_hosts(case: RuleCase) -> Iterator[Problem]:
-    ranks, asked = case.ranks, case.layout.node_ranks
+    ranks, asked, key = case.ranks, case.layout.node_ranks, case.key
     if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
         return
     if (case.node_ranks == 0 and not asked) or (asked or case.node_ranks or ranks) < ranks:
         return
     half = next((size for size in range(ranks // 2, 0, -1) if ranks % size == 0), 1)
-    yield Problem(
-        what=f"{case.said('algorithm')} on {ranks} ranks with "
-        + (f"{case.key('node_ranks')} = {asked}" if asked else "one host"),
-        rule="it reduces inside hosts and then across them, so that it takes two hosts at least",
-        fix=f"set {case.key('node_ranks')} = {half} to treat the ranks as several hosts, or "
-        f"{case.key('algorithm')} = auto",
-    )
+    there = f"{key('node_ranks')} = {asked}" if asked else "one host"
+    what = f"{case.said('algorithm')} on {ranks} ranks with {there}"
+    rule = "it reduces inside hosts and then across them, so that it takes two hosts at least"
+    fix = f"set {key('node_ranks')} = {half} to treat the ranks as several hosts, or {key('algorithm')} = auto"
+    yield Problem(what=what, rule=rule, fix=fix)
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:

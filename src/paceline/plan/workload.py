@@ -156,46 +156,32 @@ def mesh_text(layout: Layout) -> str:
 
 def config_values(layout: Layout, *, names_precision: bool = False) -> dict[str, Value]:
     """Returns the keys of a config that say a layout, without the global batch and those that have no effect."""
-    found: dict[str, Value] = {"parallel.strategy": layout.strategy}
-    if layout.strategy == "hybrid":
-        found["parallel.shard_ranks"] = layout.shards
-    found["parallel.pipeline"] = layout.pipeline
-    if layout.pipeline > 1:
-        found["parallel.schedule"] = layout.schedule_name
-    if layout.chunks > 1:
-        found["parallel.chunks"] = layout.chunks
-    if layout.context_ranks > 1:
-        found["parallel.context"] = layout.context_ranks
-        found["parallel.context_method"] = layout.context_method
-    found["parallel.tensor"] = layout.tensor
-    if layout.tensor > 1:
-        found["parallel.sequence_parallel"] = layout.sequence_parallel
-    if not layout.reshard_after_forward:
-        found["parallel.reshard_after_forward"] = False
-    found["memory.checkpoint_activations"] = layout.checkpoint_activations
-    if layout.mlp_tiles != 1:
-        found["memory.mlp_tiles"] = layout.mlp_tiles or "auto"
-    if layout.offload.is_any:
-        found["memory.offload"] = list(layout.offload.parts)
-    if layout.bucket_mb != _USUAL.bucket_mb:
-        found["comm.bucket_mb"] = layout.bucket_mb
-    if names_precision:
-        found["train.precision"] = layout.precision
-    found["train.microbatch"] = layout.microbatch
-    return found
+    rows: tuple[tuple[str, Value, bool], ...] = (  # a key, its value, and whether it has an effect
+        ("parallel.strategy", layout.strategy, True),
+        ("parallel.shard_ranks", layout.shards, layout.strategy == "hybrid"),
+        ("parallel.pipeline", layout.pipeline, True),
+        ("parallel.schedule", layout.schedule_name, layout.pipeline > 1),
+        ("parallel.chunks", layout.chunks, layout.chunks > 1),
+        ("parallel.context", layout.context_ranks, layout.context_ranks > 1),
+        ("parallel.context_method", layout.context_method, layout.context_ranks > 1),
+        ("parallel.tensor", layout.tensor, True),
+        ("parallel.sequence_parallel", layout.sequence_parallel, layout.tensor > 1),
+        ("parallel.reshard_after_forward", False, not layout.reshard_after_forward),
+        ("memory.checkpoint_activations", layout.checkpoint_activations, True),
+        ("memory.mlp_tiles", layout.mlp_tiles or "auto", layout.mlp_tiles != 1),
+        ("memory.offload", list(layout.offload.parts), layout.offload.is_any),
+        ("comm.bucket_mb", layout.bucket_mb, layout.bucket_mb != _USUAL.bucket_mb),
+        ("train.precision", layout.precision, names_precision),
+        ("train.microbatch", layout.microbatch, True),
+    )
+    return {key: value for key, value, is_read in rows if is_read}
 
 
 def count_differences(one: Layout, other: Layout) -> int:
     """Counts the decisions in which two layouts differ; those that follow from others are not counted."""
     decided = (
-        "pipeline",
-        "context_ranks",
-        "tensor",
-        "microbatch",
-        "precision",
-        "checkpoint_activations",
-        "offload",
-        "bucket_mb",
+        *("pipeline", "context_ranks", "tensor", "microbatch", "precision"),
+        *("checkpoint_activations", "offload", "bucket_mb"),
     )
 
     def decisions(layout: Layout) -> list[object]:

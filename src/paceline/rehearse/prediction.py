@@ -86,10 +86,9 @@ def predict_decided(
     keeps_spans: bool = False,
 ) -> tuple[Config, ReplayedStep]:
     """Returns the config with what was decided for it, and the step; ``keeps_spans`` for a time line."""
-    slow_ranks = dict(slow or {})
     cluster = over_backend(cluster, config.comm.backend) if ranks > 1 else cluster
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for
-    check_slow(slow_ranks, ranks)
+    check_slow(slow or {}, ranks)
     if rank is not None and rank >= ranks:
         raise UsageError(f"rank = {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try rank = {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
@@ -109,6 +108,6 @@ def predict_decided(
         config, _ = resolve_strategy(config.with_values("parallel", device=device, ranks=ranks), there, cluster)
     config = with_context_method(config, cluster, ranks)
     (recorded, programs), rough = with_stand_in(config, record)
-    found = replay(programs, cluster, slow=slow_ranks, keeps_spans=keeps_spans, with_loop=True)
+    found = replay(programs, cluster, slow=slow, keeps_spans=keeps_spans, with_loop=True)
     config = config.with_values("train", microbatch=recorded.train.microbatch)
     return config, replace(found, shown=rank, rough=rough)

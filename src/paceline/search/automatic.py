@@ -46,7 +46,8 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.plan import MARGIN, RunMachine
-from paceline.predict.formulas.engine_costs import price
+from paceline.plan.workload import RECOMPUTES
+from paceline.predict.formulas.engine_costs import AGAIN_OF_STEP, price
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.facts import ModelFacts, stage_bounds
 from paceline.predict.memory.memory import StateFacts, estimate_memory, largest_microbatch
@@ -82,7 +83,6 @@ _PLAIN: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "sequence_parallel": 
 _PLAIN |= {"stages": "estimated", "stage_layers": None}
 _INSIDE = 128.0  # operations in the time in which a byte is sent inside a host
 _BETWEEN = 8 * _INSIDE
-_RECOMPUTED = {"none": 0.0, "matmuls": 0.1, "full": 1 / 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,7 +423,7 @@ def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize
     time = _INSIDE * inside
     time += (_INSIDE if data * tensor <= machine.local_ranks else _BETWEEN) * averaged
     time += (_INSIDE if machine.ranks <= machine.local_ranks else _BETWEEN) * sent
-    recomputed = _RECOMPUTED.get(layout.checkpoint_activations, 1 / 3)
+    recomputed = AGAIN_OF_STEP[RECOMPUTES[layout.checkpoint_activations]]
     return (pipeline - 1) / count + recomputed + time / max(computing, 1.0)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.cluster.devices import Cluster
+from paceline.errors import UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
@@ -101,6 +102,23 @@ class Candidate:
             "offload": layout.offload.parts,
             "memory": self.memory.to_json(),
         }
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster:
+    """Returns the cluster with another number of devices: a part of one node, or whole nodes."""
+    each = cluster.node.devices
+    if 1 <= devices <= each:
+        return replace(
+            cluster, name=f"{devices} of {cluster.node.name}", nodes=1, node=replace(cluster.node, devices=devices)
+        )
+    if devices < 1 or devices % each:
+        near = [max(1, devices // each) * each, -(-max(devices, 1) // each) * each]
+        raise UsageError(
+            f"{devices} devices of {cluster.node.name}, which has {each}\n"
+            "  beyond one node they are whole nodes, so that a mesh fits them\n"
+            f"  try {' or '.join(str(count) for count in sorted(set(near)))}"
+        )
+    return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
 def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:

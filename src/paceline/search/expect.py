@@ -17,8 +17,7 @@ bytes of a rank there x ranks of the host <= what is free.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
@@ -28,7 +27,7 @@ from paceline.cluster.devices import Cluster, Device, load_cluster
 from paceline.cluster.wires import over_backend
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.plan.plan import MemoryEstimate
+from paceline.plan.plan import MARGIN, MemoryEstimate
 from paceline.plan.workload import config_values, layout_text
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
@@ -181,7 +180,7 @@ def _with_cores(device: Device, cores: float) -> Device:
     )
 
 
-NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
+NEAR = 1 - MARGIN  # of the memory there is
 _TOLD = 3  # categories, the largest
 
 
@@ -237,7 +236,7 @@ def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = Fa
     who = f"1 {name} needs" if ranks == 1 else f"{ranks} {name}s need"
     if config.parallel.device == "cuda" and not in_turns:
         stages, ranks, who = (max(stages, key=lambda each: each.device_bytes),), 1, "a rank needs"
-    names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
+    names = [field.name for field in fields(MemoryEstimate) if field.name != "host"]
     # As many ranks of each stage; the framework is there once.
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
     parts["framework"] = int(stages[0].framework)
@@ -276,11 +275,11 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     try:
         cluster, _ = present_cluster(config, machine, config.parallel.decided_ranks, None, entry)
         share = verdict.has_bytes / (1 if is_gpu else cluster.devices)  # which CPU ranks have of one memory
-        node = dataclasses.replace(cluster.node, device=dataclasses.replace(cluster.device, memory_bytes=share))
-        cluster = dataclasses.replace(cluster, node=node)
+        node = replace(cluster.node, device=replace(cluster.device, memory_bytes=share))
+        cluster = replace(cluster, node=node)
         request = request_for(config, cluster)
         if is_gpu:
-            request = dataclasses.replace(request, host_memory=machine.memory_bytes)
+            request = replace(request, host_memory=machine.memory_bytes)
         found = plan_for(request)
     except (UsageError, ConfigError) as error:
         return [

@@ -24,7 +24,7 @@ from paceline.config import Config, check_ranks, config_batch, config_from_dict,
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.layout import Compression, Layout, Offload
+from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import Plan, RunMachine
 from paceline.plan.workload import Compute, Workload, config_values
@@ -46,7 +46,6 @@ _DECIDED = (
     *("stages", "stage_layers", "schedule_file", "sequence_parallel", "device", "threads", "node_ranks"),
     *("reshard_after_forward", "context", "context_method"),
 )
-_OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +217,7 @@ def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict
     parallel = {key: value for key, value in values.get("parallel", {}).items() if key not in _DECIDED}
     layout = workload.layout
     if not layout.is_fully_sharded:
-        parallel = {key: value for key, value in parallel.items() if key not in _OF_FULL_SHARDING}
+        parallel = {key: value for key, value in parallel.items() if key not in OF_FULL_SHARDING}
     comm = {key: value for key, value in values.get("comm", {}).items() if key != "bucket_mb" or value == "auto"}
     sections: dict[str, dict[str, Any]] = {
         "parallel": {"ranks": layout.ranks},

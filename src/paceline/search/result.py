@@ -220,8 +220,6 @@ def _search(request: PlanRequest, order: Order) -> Search:
     found = [
         search(task, request.cluster, order=order, host_memory=request.host_memory, keep=keep) for task in request.tasks
     ]
-    if len(found) == 1:
-        return found[0]
     ranked = [each for one in found for each in one.ranked]
     ranked.sort(key=lambda each: each.memory_bytes if order == "memory" else each.seconds)  # stable: as they are asked
     nearest = min((one.nearest for one in found if one.nearest), key=lambda each: each.memory_bytes, default=None)

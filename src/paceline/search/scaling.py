@@ -13,7 +13,7 @@ from paceline.charts import Line, draw_lines, save_picture
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.predict.formulas.step import Prediction
-from paceline.search.candidates import TrainingTask
+from paceline.search.candidates import TrainingTask, resized
 from paceline.search.search import Order, search
 
 
@@ -57,23 +57,6 @@ def scaling_rows(
             row = replace(row, best=found.ranked[0], why="", efficiency=rate / first)
         rows.append(row)
     return rows
-
-
-def resized(cluster: Cluster, devices: int) -> Cluster:
-    """Returns the cluster with another number of devices: a part of one node, or whole nodes."""
-    each = cluster.node.devices
-    if 1 <= devices <= each:
-        return replace(
-            cluster, name=f"{devices} of {cluster.node.name}", nodes=1, node=replace(cluster.node, devices=devices)
-        )
-    if devices < 1 or devices % each:
-        near = [max(1, devices // each) * each, -(-max(devices, 1) // each) * each]
-        raise UsageError(
-            f"{devices} devices of {cluster.node.name}, which has {each}\n"
-            "  beyond one node they are whole nodes, so that a mesh fits them\n"
-            f"  try {' or '.join(str(count) for count in sorted(set(near)))}"
-        )
-    return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
 _IDEAL = {"color": "grey", "linestyle": "--", "linewidth": 0.8}

@@ -32,7 +32,7 @@ from paceline.predict.formulas.engine_costs import (
 )
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.candidates import Candidate, TrainingTask, candidates_for
+from paceline.search.candidates import Candidate, TrainingTask, candidates_for, resized
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
@@ -103,7 +103,7 @@ def search(
     """
     left_out: Counter[str] = Counter()
     fitting: list[Candidate] = []
-    nearest: Candidate | None = None
+    nearest: list[Candidate] = []  # of each layout that does not fit, the form that needs least
     any_mesh, by_memory = False, attrgetter("memory_bytes")
     for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
@@ -115,8 +115,7 @@ def search(
         if not found:
             left_out[HOST_TOO_SMALL if any(each.rejected == HOST_TOO_SMALL for each in forms) else TOO_LARGE] += 1
             too_large = [each for each in forms if each.rejected == TOO_LARGE]
-            least = min(too_large, key=by_memory, default=Candidate(layout=layout, memory=_NO_MEMORY))
-            nearest = least if nearest is None else min(nearest, least, key=by_memory)
+            nearest.append(min(too_large, key=by_memory, default=Candidate(layout=layout, memory=_NO_MEMORY)))
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
@@ -136,7 +135,7 @@ def search(
         ranked=tuple(ranked),
         num_fit=num_fit,
         left_out=dict(left_out),
-        nearest=None if fitting else nearest,
+        nearest=None if fitting else min(nearest, key=by_memory, default=None),
         host_memory=host_memory,
     )
 
@@ -222,9 +221,7 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     each, devices, batch = cluster.node.devices, cluster.devices, task.global_batch
 
     def has_mesh(count: int) -> bool:
-        node = replace(cluster.node, devices=min(count, each))
-        other = replace(cluster, nodes=max(1, count // each), node=node)
-        return next(candidates_for(task, other, Counter()), None) is not None
+        return next(candidates_for(task, resized(cluster, count), Counter()), None) is not None
 
     sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
     below = next((count for count in reversed(sizes) if count < devices and has_mesh(count)), None)

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
-from paceline.comm.shared.communicator import share_memory
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
@@ -317,13 +315,8 @@ def _run(case: Case, settings: Settings) -> list[list[StepValues]]:
     try:
         if settings.backend == "virtual":
             return run_virtual(lambda comm: run_distributed(comm, case, settings), settings.ranks)
-        work = _sharing_memory if settings.backend == "shared_memory" else run_distributed
-        return run_processes(work, settings.ranks, args=(case, settings), threads=1)
+        return run_processes(run_distributed, settings.ranks, args=(case, settings), threads=1)
     except RankFailedError as error:
         if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
             raise error.__cause__ from None
         raise
-
-
-def _sharing_memory(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
-    return run_distributed(share_memory(comm), case, settings)

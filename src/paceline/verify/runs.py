@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator
+from paceline.comm.shared.communicator import share_memory
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
@@ -65,6 +66,7 @@ class StepValues:
 
 
 def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
+    comm = share_memory(comm) if settings.backend == "shared_memory" else comm
     with casts_cached(settings.caches_casts):
         model, names, dropping = prepare(case, settings.dtype)
         restore_dropout(dropping, settings)

@@ -150,10 +150,8 @@ def _model(row: Row) -> ModelShape:
 
 
 def _cluster(row: Row) -> Cluster:
-    devices, text = (
-        row.whole("n_gpus"),
-        row.text["gpus_per_node"],
-    )  # a number, or a text such as "4 per tray / 72 per NVLink domain"
+    devices = row.whole("n_gpus")
+    text = row.text["gpus_per_node"]  # a number, or a text such as "4 per tray / 72 per NVLink domain"
     if re.search(r"[a-z]", text.lower()):
         node_devices = max((int(each) for each in re.findall(r"\d+", text)), default=0)
     else:

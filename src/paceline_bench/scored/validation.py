@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.plan.workload import Shown
-from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import model_flops
 from paceline_bench.scored.measured_table import Row, RowError, Table
 from paceline_bench.scored.published import in_metric, predict_case, read_case
@@ -196,15 +195,15 @@ class Validation(FamilyScores):
         return any(each.predicted is not None and (each.measured is not None or each.ran_out) for each in self.rows)
 
 
-def validate(table: Table, split: str | None = None, sets: ConstantSets | None = None) -> Validation:
+def validate(table: Table, split: str | None = None) -> Validation:
     """Predicts the rows of a table, then scores them. Raises UsageError for a split that it does not have."""
     chosen = table.of_split(split)
-    predicted = [_predict(row, shown, sets) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
+    predicted = [_predict(row, shown) for row, shown in zip(chosen.rows, _shown(chosen.rows), strict=True)]
     rows = tuple(_with_result(each, text) for each, text in zip(predicted, chosen.measured, strict=True))
     # Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row".
     have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
     references = [
-        _with_result(_predict(row, "all", sets), text)
+        _with_result(_predict(row, "all"), text)
         for row, text in zip(table.rows, table.measured, strict=True)
         if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
     ]
@@ -256,13 +255,13 @@ def _shown(rows: Sequence[Row]) -> list[Shown]:
     ]
 
 
-def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
+def _predict(row: Row, shown: Shown) -> Scored:
     try:
         case = read_case(row)
     except RowError as error:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
     case = replace(case, workload=replace(case.workload, run=replace(case.workload.run, shown=shown)))
-    prediction = predict_case(case, sets)
+    prediction = predict_case(case)
     workload = prediction.workload
     # Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time.
     tokens = 1 if workload.model.is_sampled else workload.run.seq_len

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import (
+    ATTENTION_BACKWARD,
     attention_rate,
     attention_seconds,
     long_attention_seconds,
@@ -63,7 +64,6 @@ PASSES: dict[Framework, MemoryPasses] = {
     "megatron": MemoryPasses(hidden=12, ffn=2, gate=1, scores=6, logits=56, kernels=26, optimizer_bytes=36),
 }
 BACKWARD_PASSES = 1.6
-FUSED_BACKWARD = 2.5
 MASKED = 0.15
 FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
@@ -208,13 +208,13 @@ class BlockModel:
             sizes = (samples, heads, self.run.seq_len, model.head_width)
             ahead, back = (attention_rate(self.device, sizes, kind, self.other) for kind in _ATTENTION)
             if self.as_measured and ahead and back:
-                return flops / ahead, FUSED_BACKWARD * flops / back
+                return flops / ahead, ATTENTION_BACKWARD * flops / back
             if self.is_ours:
                 known = (self.device, self.constants, flops, self.run.seq_len, self.other)
                 ahead, back = (long_attention_seconds(*known, is_back=each) for each in (False, True))
-                return ahead, FUSED_BACKWARD * back
+                return ahead, ATTENTION_BACKWARD * back
             forward = attention_seconds(self.device, self.constants, flops, self.run.seq_len, self.other)
-            return forward, FUSED_BACKWARD * forward
+            return forward, ATTENTION_BACKWARD * forward
         head = model.query_width // model.heads
         batch = max(1, round(self.workload.micro_batch * model.heads / self.layout.tensor))
         length = self.run.seq_len

@@ -54,7 +54,7 @@ _BUSES = {"volta": "pcie3-x16", "turing": "pcie3-x16", "hopper": "pcie5-x16", "b
 _OTHER_BUS = "pcie4-x16"
 # What backward computes again: in forwards; and of a model known by its samples, as a share of a step's computing.
 _AGAIN: dict[Recompute, float] = {"none": 0.0, "selective": 0.5, "attention": 0.2, "full": 1.0}
-_AGAIN_OF_STEP: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attention": 0.1, "full": 1 / 3}
+AGAIN_OF_STEP: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attention": 0.1, "full": 1 / 3}
 
 
 def price(workload: Workload, cluster: Cluster) -> Prediction:
@@ -182,7 +182,7 @@ def context_method(workload: Workload, cluster: Cluster) -> SequenceMethod:
 def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
     """Shares the states of a model known by its samples, on the event core: a microbatch in units, all alike."""
     layout, count, is_fully = workload.layout, workload.microbatches, workload.layout.is_fully_sharded
-    step = replace(step, compute=step.compute * (1 + _AGAIN_OF_STEP[workload.recompute] * workload.recomputed_blocks))
+    step = replace(step, compute=step.compute * (1 + AGAIN_OF_STEP[workload.recompute] * workload.recomputed_blocks))
     if layout.strategy == "ddp":
         return step
     num_bytes = 4 * part_params(workload) / _PIECES

@@ -216,8 +216,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants,
     if layout.pipeline > 1:
         # Tensor ranks send a part each, and gather behind the link.
         num_bytes = workload.tokens * model.width * 2 / layout.tensor
-        alone = collective_seconds("send", num_bytes, Group(2, 2 if leaves_node else 1), cluster)
-        message = (alone + CALL_S) * constants.slowdown
+        message = in_training("send", num_bytes, Group(2, 2 if leaves_node else 1), cluster, constants)
     # Across nodes a rank waits for each; inside a node it hides behind compute but while the pipeline fills and drains.
     waits = message if leaves_node else 0.0
     stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
@@ -359,20 +358,17 @@ class _DataParallelTime:
         ends_reduce = self._collective("reduce_scatter", self.end_params * reduce_bytes, shards)
         timeline = Timeline()
         last = timeline.add("compute", costs.embed.seconds, after=(timeline.add("link", ends),))
-        ahead = timeline.add("link", gather)
-        for _ in range(self.layers):
-            here = ahead
-            # One block is gathered ahead: its buffer is free when the block before the last one is done.
-            ahead = timeline.add("link", gather, after=(last,))
-            last = timeline.add("compute", costs.forward.seconds, after=(here,))
-        last = timeline.add("compute", costs.head_forward.seconds + costs.head_backward.seconds)
-        ahead = timeline.add("link", gather)
-        for _ in range(self.layers):
-            here = ahead
-            ahead = timeline.add("link", gather, after=(last,))
-            last = timeline.add("compute", costs.backward.seconds, after=(here,))
-            timeline.add("link", reduce, after=(last,))
-        last = timeline.add("compute", costs.embed.seconds)
+        head = costs.head_forward.seconds + costs.head_backward.seconds
+        for each, end in ((costs.forward, head), (costs.backward, costs.embed.seconds)):
+            ahead = timeline.add("link", gather)
+            for _ in range(self.layers):
+                here = ahead
+                # One block is gathered ahead: its buffer is free when the block before the last one is done.
+                ahead = timeline.add("link", gather, after=(last,))
+                last = timeline.add("compute", each.seconds, after=(here,))
+                if each is costs.backward:
+                    timeline.add("link", reduce, after=(last,))
+            last = timeline.add("compute", end)
         timeline.add("link", ends_reduce, after=(last,))
         # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
         times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches

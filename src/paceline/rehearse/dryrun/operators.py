@@ -73,6 +73,11 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(tuple(tree.values()))
 
 
+def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns what an operator was given, by the names of its arguments."""
+    return dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+
+
 # Attention forward as an operator of its own, so that checkpointing keeps what it makes where it keeps products.
 ATTENTION = "_scaled_dot_product_recorded"
 _FUSED_ATTENTION = (ATTENTION, "_scaled_dot_product_flash_attention")  # of those that ranks share, torch's own
@@ -110,8 +115,7 @@ class Operators:
         return [self._memory(name, args, inputs, outputs)]
 
     def _fused_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Operation:
-        names = [each.name for each in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = arguments_of(func, args, kwargs)
         inputs = [given[name] for name in ("query", "key", "value", "out", "grad_out") if name in given]
         outputs = tensors_of(result) if "grad_out" in given else [next(tensors_of(result))]
         return self.attention([*inputs, *outputs], is_causal=bool(given.get("is_causal")), is_back="grad_out" in given)
@@ -314,7 +318,6 @@ class KnownCalls:
         return found
 
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> Operation:
-        """Returns fused attention on query, key, value and all else; the last tensor is written."""
         self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
         return self._operators.attention(tensors, is_causal=is_causal, is_back=is_back)
 

@@ -105,10 +105,8 @@ def build_parts(
     is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
     talker: Communicator = comm
     if config.comm.algorithm != "native" and comm.size > 1:
-        topology, path = (
-            from_names([rank // layout.node_ranks for rank in range(comm.size)]),
-            config.comm.algorithm_table,
-        )
+        topology = from_names([rank // layout.node_ranks for rank in range(comm.size)])
+        path = config.comm.algorithm_table
         table = None if path is None else read_table(Path(path), topology.placement)
         talker = DryAlgorithmCommunicator(comm, config.comm.algorithm, topology, table=table)
     engine = parallelize(model, talker, layout=layout, compressor=compressor)

@@ -32,7 +32,6 @@ from paceline.errors import PacelineError, UsageError
 from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.plan.plan import MARGIN
 from paceline.predict.replay.program import (
     END,
     LOSS,
@@ -51,6 +50,7 @@ from paceline.rehearse.dryrun.operators import KnownCalls, dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
 from paceline.rehearse.dryrun.recorder import MetaFunctions, Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action, RankProgram
+from paceline.search.search import budget_of
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
@@ -331,13 +331,13 @@ def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, ran
     """Returns a config with the largest microbatch that leaves some memory free, as a run's own search does."""
     if config.train.microbatch != "auto":
         return config
-    calls, limit = KnownCalls(), cluster.device.memory_bytes * (1 - MARGIN)
+    calls = KnownCalls()
     layout = _layout_of(config, ranks, min(ranks, cluster.node.devices))
     samples = layout.microbatch * layout.accumulate
 
     def is_too_large(size: int) -> bool:
         smaller = replace(layout, microbatch=size, accumulate=samples // size)
-        return replay(_Recording(config, smaller, calls).stages(rank), cluster).total_memory > limit
+        return replay(_Recording(config, smaller, calls).stages(rank), cluster).total_memory > budget_of(cluster)
 
     sizes = divisors(samples)
     found = sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)]

@@ -23,7 +23,7 @@ from paceline.models.measured import operator_flops
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.kernel_costs import KernelCosts
 from paceline.predict.replay.program import Run
-from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
+from paceline.rehearse.dryrun.operators import Operators, arguments_of, is_free, tensors_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -76,9 +76,7 @@ class KernelPrices:
         is_back = "backward" in name
         four = [tensor for tensor in tensors_of(args) if tensor.ndim == 4][1 if is_back else 0 :]
         written = [tensor for tensor in tensors_of(result) if tensor.ndim == 4]
-        names = [each.name for each in func._schema.arguments]
-        place = names.index("is_causal") if "is_causal" in names else len(args)
-        is_causal = bool(args[place]) if place < len(args) else bool(kwargs.get("is_causal", False))
+        is_causal = bool(arguments_of(func, args, kwargs).get("is_causal"))
         return [self._operators.attention([*four, written[0]], is_causal=is_causal, is_back=is_back)]
 
 

@@ -33,7 +33,7 @@ from paceline.errors import RunFolderError
 from paceline.notebook import Shown
 from paceline.records.meter import StepFacts, StepMeter
 from paceline.records.records import EndRecord, EvalRecord, Record, RunRecord, StepRecord
-from paceline.records.sinks import JsonlSink, Sink
+from paceline.records.sinks import Fanout, JsonlSink, Sink
 from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.simulate.prices import KernelPrices
 from paceline.schedule.clock import time_in_all
@@ -41,12 +41,13 @@ from paceline.train.trainer import Trainer
 from paceline.units import format_seconds
 
 
-class KeptRecords:
+class KeptRecords(Fanout):
     """A sink that keeps what it is given, dated by a rank's clock if there is one, and shows it to another sink."""
 
     def __init__(self, clock: VirtualClock | None = None, view: Sink | None = None) -> None:
+        super().__init__([] if view is None else [view])
         self.records: list[Record] = []
-        self._clock, self._view = clock, view
+        self._clock = clock
 
     def write(self, *records: Record) -> None:
         if self._clock is not None:
@@ -54,16 +55,7 @@ class KeptRecords:
             now_s = self._clock.now_s
             records = tuple(each if isinstance(each, StepRecord) else replace(each, time=now_s) for each in records)
         self.records += records
-        if self._view is not None:
-            self._view.write(*records)
-
-    def flush(self) -> None:
-        if self._view is not None:
-            self._view.flush()
-
-    def close(self) -> None:
-        if self._view is not None:
-            self._view.close()
+        super().write(*records)
 
 
 @dataclass(frozen=True, slots=True)

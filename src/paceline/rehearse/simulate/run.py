@@ -80,8 +80,7 @@ class Conditions:
         if cluster is not None:
             cluster = over_backend(cluster, self.backend) if ranks > 1 else cluster
         cost = wire_cost(cluster, ranks, config.parallel.node_ranks if cluster is None else None)
-        is_measured = self.compute == "measured"
-        return VirtualTime(cost=cost, measures=is_measured, slow=self.slow, slow_links=self.slow_links)
+        return VirtualTime(cost=cost, measures=self.compute == "measured", slow=self.slow, slow_links=self.slow_links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
