@@ -52,8 +52,7 @@ class OwnLoader:
         self.dataset = dataset.dataset if isinstance(dataset, _Collated) else dataset
         self._read_from, self._device = dataset, device
         self._loader, self.order = loader, loader.order
-        self.global_batch = loader.order.global_batch
-        self.position = 0  # samples that all ranks have consumed, those of the batch that the loop has among them
+        self._position = 0  # samples consumed by all ranks
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
         self._first = 0  # where the iteration began
         self._stream: Generator[StepBatch, None, None] | None = None
@@ -65,9 +64,18 @@ class OwnLoader:
         return self.order.steps_per_epoch
 
     @property
+    def position(self) -> int:
+        """How many samples all ranks have consumed, those of the batch that the loop has last among them."""
+        return self._position
+
+    @property
+    def global_batch(self) -> int:
+        return self.order.global_batch
+
+    @property
     def num_epochs(self) -> float:
         """How many epochs all ranks have consumed, with the part of the one that is read."""
-        return self.position / self.order.samples_per_epoch
+        return self._position / self.order.samples_per_epoch
 
     def turn(self, batches: int) -> tuple[int, int, int]:
         """Says of the batch that the loop has which of ``batches`` it is, of how many, and how many samples they have.
@@ -80,8 +88,8 @@ class OwnLoader:
                 "engine.accumulate() with the batches of a batch_sampler\n  they may differ in size, so that nobody "
                 "knows the samples of an update\n  use engine.no_sync() and engine.loss_scale() by hand"
             )
-        done = -((self.position - self._first) // -size)
-        if not self._first < self.position <= end:
+        done = -((self._position - self._first) // -size)
+        if not self._first < self._position <= end:
             raise UsageError(
                 "engine.accumulate() outside of a loop over its loader\n  it counts the batches that the loop has had\n"
                 "  call it inside: for batch in loader"
@@ -109,7 +117,7 @@ class OwnLoader:
             if step.epoch * size >= end:  # what is left of an epoch, loaded with another batch size, is dropped
                 self.close()
                 break
-            self.position = self._stream_at = position = step.next_position
+            self._position = self._stream_at = position = step.next_position
             batch = step.microbatches[0]
             if batch is None:  # as the step's, without its rows: made of one sample, when it is first needed
                 if self._empty is None:
@@ -127,7 +135,7 @@ class OwnLoader:
     def state_dict(self) -> dict[str, int]:
         """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
         sizes = {"length": self.order.length, "epoch_samples": self.order.samples_per_epoch}
-        return {"position": self.position, "seed": self.order.seed, **sizes}
+        return {"position": self._position, "seed": self.order.seed, **sizes}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks."""
@@ -138,7 +146,7 @@ class OwnLoader:
                 rule = "the order of samples follows from it"
                 raise DataError(f"{what}\n  {rule}\n  give the same data set, seed and drop_last")
         self.close()
-        self.position = self._next = self._first = state["position"]
+        self._position = self._next = self._first = state["position"]
 
 
 def loader(
