@@ -50,7 +50,8 @@ def of_turn(pytestconfig: pytest.Config) -> Callable[[Sequence[Any]], Sequence[A
 
     def some(inputs: Sequence[Any]) -> Sequence[Any]:
         stride = min(len(inputs), max(TURNS, -(-len(inputs) // MOST_INPUTS)))
-        return inputs[day_of(pytestconfig) // TURNS % stride :: stride] if inputs else inputs  # others at the case's next turn
+        first = day_of(pytestconfig) // TURNS  # others at the case's next turn
+        return inputs[first % stride :: stride] if inputs else inputs
 
     return some
 
