@@ -36,7 +36,7 @@ LINES = {
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_200,  # single_tensors.py came from classic
     "config": 3_610,
-    "data": 4_950,  # streams are compared between ranks; generators of samplers; packing
+    "data": 4_975,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 900,
     "engines": 11_450,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
     "health": 1_500,
@@ -51,7 +51,7 @@ LINES = {
     "run": 7_480,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_570,
-    "train": 4_820,  # streams of random numbers, by the ranks that read samples
+    "train": 4_960,  # streams of random numbers, by the ranks that read samples; shown.py
     "verify": 1_150,
     "view": 2_000,  # texts, failures, tags and notes of a run; the table of all runs
 }

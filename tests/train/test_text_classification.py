@@ -253,6 +253,24 @@ def refused(config: Any) -> list[str]:
     return [str(each) for each in find_unreachable(config)]
 
 
+def test_a_folder_that_is_not_there_is_told_once(made: Path, tmp_path: Path) -> None:
+    """Whoever reads the config says that there is no folder; the library's words on it say nothing more."""
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    config = config_of(other, path=made.parent / "rows.jsonl", tokenizer=str(made))
+    shutil.rmtree(other)
+    assert not [each for each in refused(config) if "transformers" in each]
+
+
+def test_a_context_that_the_model_lacks_names_its_key(made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 4}))
+    with pytest.raises(ConfigError, match=r"set data\.context to what the model has"):
+        build_trainer(config_of(other, path=made.parent / "rows.jsonl"), run_virtual(lambda comm: comm, 1)[0])
+
+
 def test_config_check_finds_what_a_start_refuses(made: Path, tmp_path: Path) -> None:
     assert refused(config_of(made)) == []
     bare = tmp_path / "bare"

@@ -29,7 +29,6 @@ from paceline.cli.train import chaos, profile, train
 from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
-from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.terminal import echo
 
 app = typer.Typer(
@@ -95,6 +94,7 @@ def run_command(verbs: typer.Typer = app, program: str = "paceline") -> None:
         _command_line(verbs)(prog_name=program)
     except PacelineError as error:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
+        from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
         from paceline.run.whereami import SOURCE
 
         is_of_rank = isinstance(error, ConfigError) and error.source == SOURCE

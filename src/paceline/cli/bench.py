@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 
 from paceline.cli.options import ConfigPath, Overrides, check_file, check_picture, load_and_tell
 from paceline.errors import UsageError
-from paceline.records.event_words import fill
-from paceline.terminal import echo, new_console
+from paceline.terminal import echo
 
 Rows = list[dict[str, Any]]
 
@@ -97,6 +96,9 @@ def show_table(name: str, rows: Rows) -> None:
 def print_table(rows: Rows, columns: tuple[str, ...]) -> None:
     """Prints rows under the titles of columns, each written as at the top of this file."""
     from rich.table import Table
+
+    from paceline.records.event_words import fill
+    from paceline.terminal import new_console
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     split = [column.partition(": ") for column in columns]

@@ -56,6 +56,8 @@ def main(*, holds_interrupts: bool = False) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "OMPI_COMM_WORLD_RANK" in os.environ:  # Open MPI gives ranks a terminal, also where their output goes to a file
         os.environ["TERM"] = "dumb"
+    if "_PACELINE_COMPLETE" in os.environ:  # of the shell; a search of all packages for plugins takes a tenth of it
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if sys.argv[1:2] == ["train"]:
         from paceline.run.signals import leave_early
 

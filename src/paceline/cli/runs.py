@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import signal
 import socket
 import threading
@@ -93,6 +92,8 @@ def watch(
 ) -> None:
     """Show runs on a page that follows them."""
     require_server()
+    import secrets
+
     from paceline.view.gate import is_loopback
     from paceline.view.server import Follower, listen, make_app, make_server
 

@@ -232,5 +232,6 @@ class MonitorConfig(Section):
     sample_s: Positive | None = 1.0
     trace: bool = False
     histograms: NotNegativeCount | None = None
+    samples: Annotated[int, Field(ge=0, le=12)] = 6
     hang_s: Positive | None = 60.0
     hang_setup_s: Positive = 600.0

@@ -38,6 +38,7 @@ _SPLIT_EPOCH = -1
 # The distance between centres in standard deviations of the noise: about 5 % of the samples lie nearer to a wrong one.
 _CENTRE_DISTANCE = 5.0
 PATTERN_AMPLITUDE = 0.5
+_DARKEST, _DIGIT_SIDE = 16, 8  # of scikit-learn's digits
 _NUM_SUCCESSORS = 4
 _TOKEN_NOISE = 0.1
 _ROWS = 1024  # sequences that are made at a time
@@ -177,10 +178,24 @@ def load_digits() -> TensorPairs:
 
 def standardized(dataset: TensorPairs, reference: TensorPairs) -> TensorPairs:
     """Returns each feature with mean 0 and variance 1 in ``reference``; one that is constant there is only centred."""
-    values = reference.inputs.double()
-    mean, deviation = values.mean(0), values.std(0, correction=0)
-    deviation = torch.where(deviation == 0, torch.ones_like(deviation), deviation)
+    mean, deviation = _scales(reference)
     return TensorPairs(((dataset.inputs.double() - mean) / deviation).float(), dataset.targets)
+
+
+def digit_pictures(inputs: torch.Tensor, reference: TensorPairs | None) -> torch.Tensor:
+    """Returns digits as images from 0 to 1; ``reference``: the data that standardized them, None of plain ones."""
+    pixels = inputs.double()
+    if reference is not None:
+        mean, deviation = _scales(reference)
+        pixels = pixels * deviation + mean
+    return (pixels / _DARKEST).clamp(0, 1).float().reshape(len(inputs), 1, _DIGIT_SIDE, _DIGIT_SIDE)
+
+
+def _scales(reference: TensorPairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what standardizes each feature: its mean, and its deviation or 1."""
+    values = reference.inputs.double()
+    deviation = values.std(0, correction=0)
+    return values.mean(0), torch.where(deviation == 0, torch.ones_like(deviation), deviation)
 
 
 def synthetic_classification(*, samples: int, features: int, classes: int, seed: int) -> TensorPairs:

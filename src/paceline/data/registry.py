@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -34,12 +35,16 @@ SyntheticConfig: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplits:
-    """What to train on, what to evaluate on (``None``: nothing), sizes that a model must know, what tokens mean."""
+    """What to train on, what to evaluate on (``None``: nothing), sizes that a model must know, what tokens mean.
+
+    ``pictures`` makes images from 0 to 1 of inputs that do not look like any.
+    """
 
     train: MapDataset
     eval: MapDataset | None
     shape: DataShape
     tokenizer: Tokenizer | None = None
+    pictures: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def data_of(config: Config) -> DataSplits:
@@ -57,10 +62,12 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int, need
     seed = seed if config.seed is None else config.seed
     if config.kind == "digits":
         train, evaluation = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)
+        raw = train
         if config.standardize:
-            evaluation = None if evaluation is None else datasets.standardized(evaluation, train)
-            train = datasets.standardized(train, train)
-        return DataSplits(train=train, eval=evaluation, shape=sections.known_shape(config))
+            evaluation = None if evaluation is None else datasets.standardized(evaluation, raw)
+            train = datasets.standardized(raw, raw)
+        pictures = partial(datasets.digit_pictures, reference=raw if config.standardize else None)
+        return DataSplits(train=train, eval=evaluation, shape=sections.known_shape(config), pictures=pictures)
     if config.kind == "text":
         return _text(config, context, seed, needs)
     if config.kind == "tokens":

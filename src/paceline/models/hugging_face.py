@@ -134,14 +134,16 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
         what = f"pad_token_id = {own} in config.json, and the tokenizer pads with {shape.pad_token}"
         rule = "the model leaves out of its attention what the data pads with"
         yield Problem(what=what, rule=rule, fix='name the token in tokenizer_config.json: {"pad_token": ...}')
-    rooms = {"vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
-    rooms["max_position_embeddings"] = shape.context, "tokens of a sample"
-    for name, (needed, unit) in rooms.items():
+    rooms = {
+        "vocab_size": (shape.vocab_size, "tokens of the vocabulary", "take the model's own tokenizer for the data")
+    }
+    rooms["max_position_embeddings"] = shape.context, "tokens of a sample", "set data.context to what the model has"
+    for name, (needed, unit, fix) in rooms.items():
         has = getattr(text_part(settings), name, None)
         if shape.vocab_size is not None and isinstance(has, int) and needed is not None and needed > has >= 0:
             what = f"{name} = {has} in config.json, but the data has {needed} {unit}"
             rule = "the model needs room for all that the data has"
-            yield Problem(what=what, rule=rule, fix="choose the data's tokenizer and context for this model")
+            yield Problem(what=what, rule=rule, fix=fix)
 
 
 @torch.no_grad()

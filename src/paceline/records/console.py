@@ -100,7 +100,7 @@ class ProgressView:
                     options: dict[str, Any] = {"auto_refresh": False, "transient": True}
                     self._live = Live(console=self._console, get_renderable=self._progress.render, **options)
                     self._live.start(refresh=True)
-            case EventRecord(name="first_step" | "histogram" | "clock"):
+            case EventRecord(name="first_step" | "histogram" | "samples" | "clock"):
                 pass  # of the report, TensorBoard and the page
             case EvalRecord() | EventRecord():
                 self._print(_line_of(record))

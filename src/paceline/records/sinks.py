@@ -391,7 +391,7 @@ def describe(record: Record, global_batch: int = 0) -> str:
         case EvalRecord():
             told = [f"{name} {value:.4f}" for name, value in record.scores.items()]
             return f"evaluation after step {record.step}: {', '.join(told)}"
-        case EventRecord(name="histogram" | "scalars"):
+        case EventRecord(name="histogram" | "scalars" | "samples"):
             return ""
         case EventRecord():
             return f"{event_name(record.name)} at step {record.step}: {event_text(record)}"

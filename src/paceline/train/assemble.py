@@ -51,6 +51,7 @@ from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameter
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import cost_of_sample, has_own_code, resolve_together
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
+from paceline.train.shown import ShownSamples
 from paceline.train.step import StepPolicy
 from paceline.train.survive.memory import Retry, TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.trainer import Hook, NoteHook, Trainer, bucket_choice, note_compiled
@@ -162,6 +163,7 @@ def build_trainer(
         metrics=load_metrics(config.train.metrics),
         has_perplexity=data.shape.kind == "tokens" and config.train.loss == "auto",
         early_stop=config.train.early_stop,
+        shown=ShownSamples(data, config.monitor.samples),
     )
     on_part("model")
     notes += [NoteHook("packing", detail) for detail in packing_details(data.train)]

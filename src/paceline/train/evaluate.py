@@ -32,6 +32,7 @@ from paceline.engines.engine import Engine
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.train.loss import Loss, LossValue, OnNormalised
+from paceline.train.shown import ShownSamples
 from paceline.train.step import place
 
 Metric: TypeAlias = Callable[[Callable[..., Any], Any], Any]
@@ -143,17 +144,27 @@ def evaluate(
     loss: Loss,
     dtype: torch.dtype | None,
     metrics: Mapping[str, Metric] | None = None,
+    shown: ShownSamples | None = None,
 ) -> Evaluation:
     """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device.
 
     ``loader``: of the whole set; or this rank's batches with their samples, as ``apply_to_each`` takes them.
+    ``shown`` keeps some samples with the model's answers.
     """
     device, names = engine.device, list(metrics or {})
     batches = zip(loader, loader.local_samples(), strict=True) if isinstance(loader, EvalLoader) else loader
     # Summed loss, elements, right answers, samples, batches without a count of right answers; of metrics sum and count.
     sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64, device=device)
     counts_samples = engine.groups.context.rank == 0  # all ranks that share a sequence score it, each a part
-    for scored, samples in apply_to_each(engine, batches, score_all(loss, metrics or {}), dtype):
+    score = score_all(loss, metrics or {})
+
+    def score_and_show(model: Callable[..., Any], batch: Any) -> tuple[LossValue, list[Any]]:
+        found = score(model, batch)
+        if shown is not None:
+            shown.see(engine, batch, found[0])
+        return found
+
+    for scored, samples in apply_to_each(engine, batches, score_and_show, dtype):
         if scored is None:  # another stage of the pipeline has it
             continue
         value, rest = scored

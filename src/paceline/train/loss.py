@@ -76,11 +76,15 @@ class Normalise:
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """A summed loss and how many elements it sums; ``correct`` counts right answers where that means something."""
+    """A summed loss and how many elements it sums; ``correct`` counts right answers where that means something.
+
+    ``answers`` are what ``correct`` compares with the targets, where they are known one by one.
+    """
 
     total: torch.Tensor
     count: torch.Tensor | float
     correct: torch.Tensor | None = None
+    answers: torch.Tensor | None = None
 
 
 class Loss(Protocol):
@@ -120,8 +124,9 @@ class CrossEntropy:
             total, correct = model(inputs, targets=targets, counts=True)
             return LossValue(total, self._count(targets), correct)
         logits = logits_of(model(inputs))
-        correct = (logits.argmax(-1) == targets).sum()
-        return LossValue(self._total(logits, targets), self._count(targets), correct)
+        answers = logits.argmax(-1)
+        correct = (answers == targets).sum()
+        return LossValue(self._total(logits, targets), self._count(targets), correct, answers)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
         return (targets != IGNORED).sum() if self.elements_per_sample is None else float(targets.numel())

@@ -81,6 +81,8 @@ def _model(config: Config) -> Iterator[Problem]:
     parallel, known = config.parallel, config.model
     if not (config.optim.groups or known.kind == "hf" or parallel.tensor > 1 or parallel.pipeline > 1):
         return
+    if isinstance(known, HFModelConfig) and not (Path(known.path).expanduser() / "config.json").is_file():
+        return  # whoever read the config tells of it
     import torch
 
     from paceline.checkpoint.tools.pretrained import read_later

@@ -44,6 +44,7 @@ from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.resolve import SampleCost
+from paceline.train.shown import ShownSamples
 from paceline.train.step import StepPolicy, make_scaler
 from paceline.train.survive.memory import Retry
 from paceline.train.survive.recovery import BadSteps
@@ -73,6 +74,7 @@ class TrainerParts:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     has_perplexity: bool = False
     early_stop: EarlyStopConfig = EarlyStopConfig()  # noqa: RUF009 (frozen)
+    shown: ShownSamples | None = None
 
 
 class StepState:

@@ -155,7 +155,10 @@ class Trainer(RunState):
         start = meter.take()
         average = parts.average if parts.evaluates_average else None
         with contextlib.nullcontext() if average is None else average.in_place():
-            result = evaluate(parts.engine, parts.eval_loader, parts.loss, parts.policy.dtype, parts.metrics)
+            is_last, shown = self.step == parts.plan.total_steps, parts.shown
+            if shown is not None:
+                shown.begin(is_last=is_last)
+            result = evaluate(parts.engine, parts.eval_loader, parts.loss, parts.policy.dtype, parts.metrics, shown)
         if parts.has_perplexity:
             result.metrics["perplexity"] = math.exp(min(result.loss, _LARGEST_EXPONENT))
         seconds = seconds_between(start, meter.take())
@@ -165,6 +168,8 @@ class Trainer(RunState):
         self.early_stop.note(self.metrics)
         if self.sink is not None:
             self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
+            if shown is not None and (samples := shown.detail()) is not None:
+                self.note("samples", samples)
         meter.start()
         return result
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ class ShownRun:
         self.events: list[tuple[int, EventRecord]] = []  # with the rank
         self.scalars: list[EventRecord] = []
         self.samples: list[EventRecord] = []
+        self._shows = sys.maxsize  # the rank whose samples these are
         self.hosts: list[HostRecord] = []
         self.comm: list[CommRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
@@ -158,8 +160,10 @@ class ShownRun:
                 _keep(self.evaluations, record)
             case EventRecord(name="scalars"):
                 _keep(self.scalars, record)
-            case EventRecord(name="samples") if rank == min(self.starts, default=0):
-                self.samples = [*self.samples[1 - _MOST_SAMPLES :], record]
+            case EventRecord(name="samples"):  # of the lowest rank that has any: in a pipeline, one of the last stage
+                if rank <= self._shows:
+                    kept = self.samples[1 - _MOST_SAMPLES :] if rank == self._shows else []
+                    self.samples, self._shows = [*kept, record], rank
             case EventRecord(name="clock"):
                 ahead_s, ranks = record.detail.get("ahead_s"), record.detail.get("ranks")
                 if is_number(ahead_s) and isinstance(ranks, list):

@@ -91,7 +91,8 @@ def test_the_refusal_names_folder_model_and_fix(tmp_path: Path) -> None:
         open_pretrained(tmp_path, Model())
     assert str(told.value) == (
         f"the weights in {tmp_path} are not those of Model\n  missing: head.weight [3, 2]\n"
-        "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
+        "  name what begins with random values in model.fresh (also: head), "
+        "or take the folder that this model was saved to"
     )
 
 

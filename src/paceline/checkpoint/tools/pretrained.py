@@ -90,10 +90,14 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
         by_model = {ours: theirs for theirs, ours in renamed(model, shapes).items()}
         names, problems = _match(model, {ours: shapes[theirs] for ours, theirs in by_model.items()}, patterns)
     if problems:
+        lacking = [each.split()[1].rpartition(".")[0] for each in problems if each.startswith("missing: ")]
+        fresh_layers = ", ".join(dict.fromkeys(lacking))
         raise MisfitError(
             f"the weights in {folder} are not those of {type(model).__name__}\n"
             + "".join(f"  {problem}\n" for problem in problems)
-            + "  name what begins with random values in model.fresh, or take the folder that this model was saved to"
+            + "  name what begins with random values in model.fresh"
+            + (f" (also: {fresh_layers})" if fresh_layers else "")
+            + ", or take the folder that this model was saved to"
         )
     return Pretrained(checkpoint=checkpoint, names={name: by_model[source] for name, source in names.items()})
 
