@@ -26,34 +26,34 @@ MORE_ARGUMENTS = {"classic/trainer.py: fit": 9, "train/step.py: train_step": 9}
 
 # Lines of each room, and of the files beside them. Who needs more raises it in the same commit, and says why.
 LINES = {
-    "bench": 500,
-    "beside the rooms": 1_550,  # charts.py came from schedule, search, bench and classic; it has the look of the page
-    "calibrate": 1_300,
-    "chaos": 1_100,
-    "checkpoint": 4_600,
-    "classic": 1_600,
-    "cli": 3_480,  # completion.py
+    "bench": 490,
+    "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
+    "calibrate": 1_260,
+    "chaos": 1_070,
+    "checkpoint": 4_560,
+    "classic": 1_560,
+    "cli": 3_430,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
-    "comm": 7_200,  # single_tensors.py came from classic
-    "config": 3_610,
-    "data": 4_975,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
-    "doctor": 900,
-    "engines": 11_450,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
-    "health": 1_500,
-    "launch": 3_000,
-    "learn": 1_650,
-    "models": 2_750,  # attention over ranks and inside documents
-    "plan": 1_660,  # the same; ranks that share sequences
+    "comm": 7_180,  # single_tensors.py came from classic
+    "config": 3_620,
+    "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
+    "doctor": 840,
+    "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
+    "health": 1_490,
+    "launch": 2_980,
+    "learn": 1_620,
+    "models": 2_740,  # attention over ranks and inside documents
+    "plan": 1_620,  # the same; ranks that share sequences
     "predict": 4_040,
-    "profile": 600,
-    "records": 3_900,  # samples.py
-    "rehearse": 2_750,
-    "run": 7_480,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "profile": 570,
+    "records": 3_870,  # samples.py
+    "rehearse": 2_730,
+    "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
-    "search": 2_570,
-    "train": 4_960,  # streams of random numbers, by the ranks that read samples; shown.py
-    "verify": 1_150,
-    "view": 2_000,  # texts, failures, tags and notes of a run; the table of all runs
+    "search": 2_560,
+    "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
+    "verify": 1_140,
+    "view": 1_980,  # texts, failures, tags and notes of a run; the table of all runs
 }
 
 BENCH_LINES = 2_050  # of paceline_bench, beside the package
