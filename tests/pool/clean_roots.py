@@ -27,6 +27,8 @@ DEBIAN, UBUNTU = "http://deb.debian.org/debian", "http://archive.ubuntu.com/ubun
 MIRRORS = {"bookworm": DEBIAN, "trixie": DEBIAN, "noble": UBUNTU}
 # What an installed system has: venv is not in Ubuntu's main.
 COMPONENTS = {DEBIAN: "main", UBUNTU: "main,universe"}
+# By which debootstrap makes all of Ubuntu's releases; Debian's does not know the names of newer ones.
+SCRIPTS = {DEBIAN: "sid", UBUNTU: "gutsy"}
 COPIED = ("/etc/resolv.conf", "/etc/pip.conf", "/root/.config/pip/pip.conf")
 PATIENCE_S = 1800
 
@@ -96,6 +98,7 @@ def make_root(suite: str, folder: Path) -> CleanRoot:
         made = Path(tempfile.mkdtemp(prefix=f"{kept.name}-"))
         mirror, options = MIRRORS[suite], ["--variant=minbase", "--include=ca-certificates"]
         command = ["debootstrap", *options, f"--components={COMPONENTS[mirror]}", suite, str(made), mirror]
+        command.append(f"/usr/share/debootstrap/scripts/{SCRIPTS[mirror]}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             shutil.rmtree(made)
