@@ -64,11 +64,31 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A fresh machine on which the page's commands were called, from the first to the last."""
     assert request.param in MIRRORS
     folder = tmp_path_factory.mktemp("clean") / "root"
-    made = make_root(request.param, folder)
-    make_repository(folder / SOURCE[1:])
-    made.run(" && ".join(commands("A fresh machine")), REPOSITORY=SOURCE)
-    yield made
-    shutil.rmtree(folder)
+    with removed(folder):
+        made = make_root(request.param, folder)
+        make_repository(folder / SOURCE[1:])
+        made.run(" && ".join(commands("A fresh machine")), REPOSITORY=SOURCE)
+        yield made
+
+
+@contextlib.contextmanager
+def removed(*folders: Path) -> Iterator[None]:
+    """Removes roots in the end: with CUDA's packages each has gigabytes, and pytest keeps the folders of three runs."""
+    try:
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_root(source: CleanRoot, target: CleanRoot, *left_out: str) -> None:
+    """Copies a root, without some of its folders."""
+    target.folder.mkdir()
+    excluded = [f"--exclude=./{each}" for each in left_out]
+    words = ["tar", "--numeric-owner", "-C", str(source.folder), *excluded, "-c", "."]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        subprocess.run(["tar", "-C", str(target.folder), "-xp"], stdin=process.stdout, check=True)
+    assert process.returncode == 0
 
 
 def test_one_machine_trains_by_the_commands_of_the_page(machine: CleanRoot) -> None:
@@ -158,13 +178,23 @@ def node(machine: CleanRoot, index: int, size: int, **others: str) -> tuple[str,
     return "sh /usr/local/sbin/paceline-node", variables
 
 
-def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot, tmp_path: Path) -> None:
+@pytest.fixture
+def nodes(machine: CleanRoot, tmp_path: Path) -> Iterator[tuple[CleanRoot, CleanRoot]]:
+    """Two machines that share a folder: a copy of the fresh one without what the page's commands made; nothing yet."""
     shared = {str(tmp_path): "/srv/shared"}
     tmp_path.chmod(0o755)  # the nodes train as a user of their own
     one, two = (
         replace(machine, folder=tmp_path.with_name(f"{tmp_path.name}-{name}"), binds=shared) for name in ("one", "two")
     )
-    subprocess.run(["cp", "-a", str(machine.folder), str(one.folder)], check=True)
+    with removed(one.folder, two.folder):
+        copy_root(machine, one, "root/paceline")
+        yield one, two
+
+
+def test_the_nodes_of_a_cluster_install_train_and_start_again(
+    nodes: tuple[CleanRoot, CleanRoot], tmp_path: Path
+) -> None:
+    one, two = nodes
     one.run("useradd --create-home --shell /bin/bash paceline && mkdir -p /etc/paceline /opt/paceline/source")
     (one.folder / "opt/paceline/source/half").write_text("an installation that was interrupted")
     command, variables = node(one, 0, 1, NETWORK="efa")
@@ -189,7 +219,7 @@ def test_the_nodes_of_a_cluster_install_train_and_start_again(machine: CleanRoot
     assert set((one.folder / "etc/nccl.conf").read_text().split()) == {"NCCL_NET=gIB", "NCCL_IB_TC=52"}
     (one.folder / "etc/nccl.conf").unlink()
 
-    subprocess.run(["cp", "-a", str(one.folder), str(two.folder)], check=True)
+    copy_root(one, two, "root/.cache")
     for path in (two.folder / "etc/ssh").glob("ssh_host_*"):
         path.unlink()
     with two_hosts(one, two) as (first, second):

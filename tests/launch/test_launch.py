@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launched_runs import environment, make_project, paceline, steps
+from launched_runs import environment, make_project, paceline, set_pause, steps
 
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
@@ -31,6 +31,24 @@ def job(tmp_path: Path) -> LaunchJob:
     folder.mkdir(parents=True)
     where = {"config": "/w/my config.yaml", "workdir": "/w", "folder": str(folder), "python": "/usr/bin/python3"}
     return LaunchJob(name="tiny", target="slurm", run="tiny", nodes=2, least=2, **where)
+
+
+def test_ranks_read_a_whole_pause_while_it_is_changed(tmp_path: Path) -> None:
+    make_project(tmp_path, pause_s=2)
+    read: set[str] = set()
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            read.add((tmp_path / "pause").read_text())
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(2000):
+        set_pause(tmp_path, number % 2)
+    is_over.set()
+    reader.join()
+    assert read <= {"0", "1", "2"}
 
 
 def test_the_script_of_slurm_saves_before_the_limit_and_is_a_shell_script(job: LaunchJob) -> None:

@@ -25,6 +25,10 @@ ROOT = Path(__file__).parents[2]
 DEBIAN, UBUNTU = "http://deb.debian.org/debian", "http://archive.ubuntu.com/ubuntu"
 # With Python 3.11, 3.13 and 3.12. Ubuntu's archive has amd64 alone.
 MIRRORS = {"bookworm": DEBIAN, "trixie": DEBIAN, "noble": UBUNTU}
+# What an installed system has: venv is not in Ubuntu's main.
+COMPONENTS = {DEBIAN: "main", UBUNTU: "main,universe"}
+# By which debootstrap makes all of Ubuntu's releases; Debian's does not know the names of newer ones.
+SCRIPTS = {DEBIAN: "sid", UBUNTU: "gutsy"}
 COPIED = ("/etc/resolv.conf", "/etc/pip.conf", "/root/.config/pip/pip.conf")
 PATIENCE_S = 1800
 
@@ -92,7 +96,9 @@ def make_root(suite: str, folder: Path) -> CleanRoot:
     kept = Path(tempfile.gettempdir()) / f"paceline-root-{suite}"
     if not kept.is_dir():
         made = Path(tempfile.mkdtemp(prefix=f"{kept.name}-"))
-        command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", suite, str(made), MIRRORS[suite]]
+        mirror, options = MIRRORS[suite], ["--variant=minbase", "--include=ca-certificates"]
+        command = ["debootstrap", *options, f"--components={COMPONENTS[mirror]}", suite, str(made), mirror]
+        command.append(f"/usr/share/debootstrap/scripts/{SCRIPTS[mirror]}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             shutil.rmtree(made)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from host_network import HostNetwork, network_of, start_sshd
-from launched_runs import checkpoints, make_project, starts, steps
+from launched_runs import checkpoints, make_project, set_pause, starts, steps
 from recomputed import recompute
 
 from paceline.checkpoint import open_checkpoint
@@ -169,7 +169,7 @@ class Soak:
 
     def finish(self) -> None:
         """Lets the steps that are left take no time, and waits for the end of the run."""
-        (self.folder / "pause").write_text("0")
+        set_pause(self.folder, 0)
         deadline = time.monotonic() + 2 * PATIENCE_S
         while not self.is_over():
             assert time.monotonic() < deadline, f"the run does not end:\n{self.log[-4000:]}"
@@ -216,7 +216,7 @@ def run_soak(soak: Soak, num_losses: int, num_steps: int) -> dict[str, Any]:
     for number, kind in enumerate(kinds):
         # Steps last longer where they would be over before the losses.
         is_early = steps(soak.folder)[-1] > num_steps * (number + 1) / (len(kinds) + 2)
-        (soak.folder / "pause").write_text("2" if is_early else str(PAUSE_S))
+        set_pause(soak.folder, 2 if is_early else PAUSE_S)
         time.sleep(soak.draw.random() * 6)
         soak.lose(kind)
         is_last = number == len(kinds) - 1
