@@ -25,7 +25,7 @@ from paceline.run.whereami import parse_nodes
 ROOT = Path(__file__).parents[2]
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1")
 CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}})
-PAGES = ("deployment.md", "launch.md", "train.md", "faults.md", "security.md")
+PAGES = ("deployment.md", "train.md", "faults.md", "security.md")
 
 
 def commands(verb: str) -> list[list[str]]:

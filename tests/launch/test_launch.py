@@ -205,8 +205,8 @@ def test_the_page_lists_the_words_that_every_target_takes() -> None:
     from paceline.launch import kubernetes_options, ray_cluster
     from paceline.launch.job import TARGETS
 
-    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
+    page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    parts = {part.partition("\n")[0].lower().removeprefix("launch on "): part for part in page.split("\n### ")}
     for target, words in (("kubernetes", kubernetes_options.SETTINGS), ("ray", ray_cluster.SETTINGS)):
         listed = [
             line.split("`")[1]
