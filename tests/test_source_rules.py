@@ -35,15 +35,15 @@ LINES = {
     "cli": 3_430,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
-    "config": 3_620,
+    "config": 3_650,  # a router of experts
     "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
     "health": 1_490,
     "launch": 2_980,
     "learn": 1_620,
-    "models": 2_740,  # attention over ranks and inside documents
-    "plan": 1_620,  # the same; ranks that share sequences
+    "models": 2_910,  # attention over ranks and inside documents; experts
+    "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
     "records": 3_870,  # samples.py

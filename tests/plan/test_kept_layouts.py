@@ -31,8 +31,8 @@ MODELS = {
     "gpt": GPT,
     "mlp": ModelShape(kind="mlp", layers=3),
     "resnet": ModelShape(kind="resnet", layers=8),
-    "experts": replace(GPT, experts=4, active_experts=2, mlp="gelu", tied=True, head_dim=24),
-    "counted": replace(GPT, experts=4, active_experts=2, total_params=2e6, score_dim=20),
+    "experts": replace(GPT, experts=4, active=2, mlp="gelu", tied=True, head_dim=24),
+    "counted": replace(GPT, experts=4, active=2, total_params=2e6, score_dim=20),
     "sampled": ModelShape(kind="convolution", total_params=5e6, flops=3e9, activations=1e6, kernels=70),
     "unknown": ModelShape(kind="factory"),
 }

@@ -25,15 +25,7 @@ SHAPE = ModelShape(
     layers=64, width=4096, heads=32, kv_heads=32, mlp_width=16384, vocab_size=51200, mlp="gelu", tied=True
 )
 MIXTURE = ModelShape(
-    layers=32,
-    width=4096,
-    heads=32,
-    kv_heads=8,
-    mlp_width=2048,
-    vocab_size=51200,
-    experts=64,
-    active_experts=8,
-    tied=True,
+    layers=32, width=4096, heads=32, kv_heads=8, mlp_width=2048, vocab_size=51200, experts=64, active=8, tied=True
 )
 SHARDINGS: dict[Framework, Strategy] = {"eager": "fsdp", "compiled": "fsdp", "megatron": "zero1"}
 FIGURES = ("compute", "tensor_wait", "launch_wait", "bubble", "exposed", "hidden", "contention", "slowest", "optimizer")

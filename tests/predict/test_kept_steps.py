@@ -24,7 +24,7 @@ from paceline_bench.scored.validation import rows_csv, to_json, validate
 
 GPT = ModelShape(layers=24, width=2048, heads=16, kv_heads=8, mlp_width=5504, vocab_size=51200, tied=True)
 WIDE = ModelShape(layers=5, width=8192, heads=64, kv_heads=64, mlp_width=32768, vocab_size=50257, mlp="gelu")
-EXPERTS = replace(GPT, layers=12, experts=16, active_experts=2, tied=False)
+EXPERTS = replace(GPT, layers=12, experts=16, active=2, tied=False)
 ENCODER = replace(GPT, mlp="gelu", causal=False, layers=12)
 IMAGES = known_model("ResNet-50")
 CLUSTERS = ("16x a100-sxm-80gb", "4x dgx-h100", "2x dgx-1", "8x l40s", "2x dgx-b200", "8x cpu-host")

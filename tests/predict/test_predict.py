@@ -189,7 +189,7 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
 
 
 def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:
-    model = replace(SHAPE, mlp="swiglu", experts=8, active_experts=2)
+    model = replace(SHAPE, mlp="swiglu", experts=8, active=2)
     layout = replace(workload(data=8, sharding="fsdp").layout, expert=8)
     found = footprint(Workload(model=model, layout=layout, run=workload().run))
     assert found.states == pytest.approx(16 * model.params / 8)

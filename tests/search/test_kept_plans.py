@@ -107,7 +107,7 @@ def _picture(figure: Any) -> object:
 
 def _of_searches() -> Iterator[tuple[str, object]]:
     shape = ModelShape(layers=8, width=1024, heads=8, kv_heads=4, mlp_width=4096, vocab_size=32000)
-    experts = replace(shape, experts=4, active_experts=2)
+    experts = replace(shape, experts=4, active=2)
     for name, model, cluster, batch, framework in (
         ("plain", shape, "2x g5.12xlarge", 24, "eager"),
         ("compiled", shape, "4x a100-sxm-80gb", 16, "compiled"),

@@ -87,7 +87,7 @@ def test_parameters_of_a_mixture_are_counted_layer_by_layer(
     dense, _ = read_hugging_face({"model_type": "qwen2", **DENSE})
     found, _ = read_hugging_face({**EXPERTS, **changes})
     rest = dense.layers * dense.attention_params + dense.end_params
-    assert (found.experts, found.active_experts, found.mlp_width) == (3, active, 4)
+    assert (found.experts, found.active, found.mlp_width) == (3, active, 4)
     assert found.total_params == rest + sparse * (OF_EXPERTS + of_shared) + (4 - sparse) * OF_DENSE
 
 

@@ -283,7 +283,7 @@ def test_compiled_blocks_have_no_zero_bubble_schedule() -> None:
 
 
 def test_experts_are_shared_inside_a_node() -> None:
-    mixture = replace(LARGE, experts=8, active_experts=2)
+    mixture = replace(LARGE, experts=8, active=2)
     found = {each.expert for each in candidates_for(replace(TASK, model=mixture), NODES, Counter())}
     assert found == {1, 2, 4, 8}
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
 from paceline.errors import Problem
 from paceline.imports import IMPORT_PATH
 from paceline.plan.layout import Compile
-from paceline.plan.model_shape import ModelShape
+from paceline.plan.model_shape import ModelShape, RouterRule
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 NotNegativeCount: TypeAlias = Annotated[int, Field(ge=0)]
@@ -69,6 +69,20 @@ class ResNetModelConfig(_Model):
     channels_last: Literal["auto"] | bool = "auto"
 
 
+class RouterConfig(Section):
+    """How tokens find their experts, and what keeps the experts evenly busy."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    scale: Positive = 1.0
+    groups: Count = 1
+    active_groups: Count = 1
+    balance: Literal["aux", "bias", "none"] = "aux"
+    balance_weight: NotNegative = 0.01
+    z_weight: NotNegative = 0.0
+    capacity: NotNegative = 0.0
+
+
 class GPTModelConfig(_Model):
     """A decoder-only transformer: a named size, explicit dimensions, or a size with some of them changed."""
 
@@ -86,6 +100,12 @@ class GPTModelConfig(_Model):
     positions: Literal["rotary", "learned"] | None = None
     tied: bool | None = None
     dropout: Probability | None = None
+    experts: Count | None = None
+    active: Count | None = None
+    shared_experts: NotNegativeCount | None = None
+    expert_width: Count | None = None
+    dense_layers: NotNegativeCount | None = None
+    router: RouterConfig = RouterConfig()
 
 
 # What a config says of a GPT.
@@ -110,6 +130,8 @@ GPT_SIZES: dict[str, ModelShape] = {
 def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     """Decides every dimension of a GPT but those of its data; None where it has neither a size nor the dimensions."""
     given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}
+    if isinstance(model.router, RouterConfig):
+        given["router"] = RouterRule(**model.router.model_dump())
     if model.size is not None:
         base = GPT_SIZES[model.size]
         heads, width = model.heads or base.heads, model.width or base.width

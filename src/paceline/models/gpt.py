@@ -26,6 +26,7 @@ from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, 
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.attention import attention, current_part, positions
 from paceline.models.dropout import Dropout
+from paceline.models.experts import Mixture
 from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
@@ -72,7 +73,9 @@ class GPT(nn.Module):
         self.token_embedding = Embedding(config.vocab_size, config.width)
         self.position_embedding = Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            Block(config, has_experts=i >= config.layers - config.num_sparse) for i in range(config.layers)
+        )
         self.norm = _make_norm(config)
         self.head = None if config.tied else Head(config.width, config.vocab_size)
 
@@ -162,12 +165,12 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP; each reads the normed stream and adds to it."""
 
-    def __init__(self, config: ModelShape) -> None:
+    def __init__(self, config: ModelShape, *, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = _make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _make_norm(config)
-        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
+        self.mlp = _make_mixture(config) if has_experts else _make_mlp(config)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
@@ -343,6 +346,18 @@ def _make_norm(config: ModelShape) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=_NORM_EPS)
     return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
+
+
+def _make_mlp(config: ModelShape) -> nn.Module:
+    return SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
+
+
+def _make_mixture(config: ModelShape) -> Mixture:
+    shared = None
+    if config.shared_experts:
+        width = config.shared_experts * (config.expert_width or config.mlp_width)
+        shared = _make_mlp(replace(config, mlp_width=width))
+    return Mixture(config, shared, _INIT_STD, _residual_std(config))
 
 
 def _residual_std(config: ModelShape) -> float:

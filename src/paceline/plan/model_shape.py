@@ -5,7 +5,8 @@ width f in k matrices (3 where it is gated), vocabulary V:
 
     L (h (2 a + g) + k h f) + V h (twice where the head is not tied)
 
-A mixture of experts has k h f for each expert; a token passes through some of them only.
+A mixture of experts has k h f for each expert in the place of an MLP, and h numbers of a router for each; a token
+passes through some of the experts only, and through all that are shared. Its first layers may be dense.
 """
 
 from __future__ import annotations
@@ -16,14 +17,29 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterRule:
+    """How a token finds its experts, in the words of ``model.router`` in a config."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True  # the weights of a token's experts add up to 1
+    scale: float = 1.0  # of these weights
+    groups: int = 1  # of experts, of which a token looks into some
+    active_groups: int = 1
+    balance: Literal["aux", "bias", "none"] = "aux"
+    balance_weight: float = 0.01  # of the auxiliary loss; by bias: how far one update moves it
+    z_weight: float = 0.0
+    capacity: float = 0.0  # of an expert, as a multiple of its fair share; 0: it takes all tokens that come
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model by its dimensions, in the words of ``model`` in a config. 0: not known yet, or that of the data.
 
     Of models that are no transformers, ``kind`` and ``layers`` are known: blocks, or the linear layers of an mlp.
-    ``experts`` is 0 for a dense transformer; with experts, ``mlp_width`` is the width of one of them. ``head_dim`` is 0
-    where it is width / heads. ``window``: tokens that attention looks back; 0: all. ``score_dim``: where scores and
-    values of a head differ in size (latent attention), their mean; else 0. ``total_params``: where layers differ, the
-    count of all.
+    ``experts`` is 0 for a dense transformer; ``active`` of them take a token, beside the shared ones. ``expert_width``
+    is 0 where it is ``mlp_width``, which is that of dense layers. ``head_dim`` is 0 where it is width / heads.
+    ``window``: tokens that attention looks back; 0: all. ``score_dim``: where scores and values of a head differ in
+    size (latent attention), their mean; else 0. ``total_params``: where layers differ, the count of all.
 
     Where no dimensions say what a model costs, one sample (an image, a token) does: ``flops`` of a forward pass are
     those of products and convolutions, ``activations`` the numbers that its layers write, ``kernels`` those of a
@@ -47,7 +63,11 @@ class ModelShape:
     window: int = 0
     head_dim: int = 0
     experts: int = 0
-    active_experts: int = 0
+    active: int = 0
+    shared_experts: int = 0
+    expert_width: int = 0
+    dense_layers: int = 0  # the first ones, before those with experts
+    router: RouterRule = RouterRule()
     total_params: float = 0.0
     score_dim: int = 0
     flops: float = 0.0
@@ -98,14 +118,26 @@ class ModelShape:
 
     @property
     def expert_params(self) -> int:
-        return self.matrices * self.width * self.mlp_width
+        """Of one expert, or of the MLP of a layer without."""
+        return self.matrices * self.width * (self.expert_width or self.mlp_width)
 
     @property
     def mlp_params(self) -> float:
-        """Of one layer, over all its experts; where the count of all is given, what is left of it."""
+        """Of one layer, over all its experts, as a mean; where the count of all is given, what is left of it."""
         if self.total_params and self.experts:
             return (self.total_params - self.end_params) / self.layers - self.attention_params
-        return self.expert_params * max(1, self.experts)
+        return self._mlp_mean(self.experts) + self.num_sparse / max(1, self.layers) * self.width * self.experts
+
+    @property
+    def num_sparse(self) -> int:
+        """Layers that have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def _mlp_mean(self, experts: int) -> float:
+        """Parameters of the MLPs that some experts and the shared ones are, as a mean over layers."""
+        sparse, dense = self.num_sparse, self.layers - self.num_sparse
+        counted = sparse * (experts + self.shared_experts) * self.expert_params
+        return (counted + dense * self.matrices * self.width * self.mlp_width) / max(1, self.layers)
 
     @property
     def layer_params(self) -> float:
@@ -125,5 +157,4 @@ class ModelShape:
     @cached_property
     def active_matmul_params(self) -> float:
         """Weights that one token is multiplied with, the head included."""
-        active = self.expert_params * (self.active_experts if self.experts else 1)
-        return self.layers * (self.attention_params + active) + self.vocab_size * self.width
+        return self.layers * (self.attention_params + self._mlp_mean(self.active)) + self.vocab_size * self.width

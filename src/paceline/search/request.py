@@ -365,7 +365,7 @@ def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> Model
         dense,
         mlp_width=width,
         experts=sizes["experts"],
-        active_experts=sizes["active"] + round(shared / width),
+        active=sizes["active"] + round(shared / width),
         total_params=float(total + sparse * of_mixture + (dense.layers - sparse) * of_dense),
     )
 

@@ -192,7 +192,7 @@ class BlockModel:
         rows, copies = tokens, 1.0
         if model.experts:
             copies = max(1.0, model.experts / self.layout.expert)
-            rows = tokens * self.layout.expert * model.active_experts / model.experts
+            rows = tokens * self.layout.expert * model.active / model.experts
         up = self._product(rows, (model.matrices - 1) * model.mlp_width / tensor, model.width, self.linear)
         down = self._product(rows, model.width, model.mlp_width / tensor, self.linear)
         pairs += [(up[0] * copies, up[1] * copies), (down[0] * copies, down[1] * copies)]
@@ -230,7 +230,7 @@ class BlockModel:
         gate = self.passes.gate if model.gated else 0.0
         wide = (self.passes.ffn + gate) * model.mlp_width / tensor
         if model.experts:
-            wide = wide * model.active_experts + 6 * model.active_experts * model.width
+            wide = wide * model.active + 6 * model.active * model.width
         return self._memory_seconds(self.width * self.tokens * (wide if mlp_alone else hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:
@@ -269,7 +269,7 @@ class BlockModel:
         layout, model, waits = self.layout, self.model, self._tensor_wait()
         if layout.expert > 1:
             group = group_of(self.cluster, layout.expert, layout.tensor)
-            num_bytes = self.tokens / layout.tensor * model.active_experts * model.width * 2
+            num_bytes = self.tokens / layout.tensor * model.active * model.width * 2
             moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
             waits += 2 * (moved + CALL_S) * self.constants.slowdown
         if layout.context_ranks == 1:

@@ -409,7 +409,7 @@ def _block_bytes(workload: Workload) -> float:
     norms = (10 if run.framework == "megatron" else 8) * hidden / across
     # Queries and what goes into the output's product; keys and values.
     inner = (4 * model.query_width + 2 * model.kv_width) / tensor
-    wide = (4 if not model.gated else 6) * model.mlp_width / tensor * (model.active_experts or 1)
+    wide = (4 if not model.gated else 6) * model.mlp_width / tensor * (model.active or 1)
     scores = 0.0
     if not run.fused_attention and workload.recompute in ("none", "full"):
         scores = 5 * model.heads * run.seq_len / tensor
@@ -418,7 +418,7 @@ def _block_bytes(workload: Workload) -> float:
         # input and attention's result.
         norms = 4 * hidden / across
         inner = (4 * model.query_width + model.kv_width) / tensor
-        wide = 2 * model.mlp_width / tensor * (model.active_experts or 1)
+        wide = 2 * model.mlp_width / tensor * (model.active or 1)
     return workload.tokens * width * (norms + inner + wide + scores)
 
 

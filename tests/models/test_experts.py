@@ -1,0 +1,77 @@
+"""A mixture of experts beside a loop over tokens that calls each one's experts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.config.sections import RouterConfig
+from paceline.models.experts import Mixture
+from paceline.models.gpt import GPT, gpt_config
+
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "scores that keep their sum": RouterConfig(renormalise=False, scale=1.5),
+    "sigmoid in groups": RouterConfig(scores="sigmoid", groups=4, active_groups=2),
+}
+
+
+def mixture(router: RouterConfig, **sizes: int) -> tuple[Mixture, GPT]:
+    torch.manual_seed(3)
+    shape = gpt_config("gpt-nano", vocab_size=65, experts=8, active=2, router=router, **sizes)
+    model = GPT(shape).double()
+    found = model.layers[-1].mlp
+    assert isinstance(found, Mixture)
+    with torch.no_grad():
+        found.router.weight.mul_(50)  # experts differ in their scores
+    return found, model
+
+
+def by_hand(layer: Mixture, x: torch.Tensor) -> torch.Tensor:
+    """Goes through tokens one by one; scores and choices are those of the rule in the field's own words."""
+    rule, tokens, rows = layer.router.rule, x.reshape(-1, x.shape[-1]), []
+    for token in tokens:
+        logits = layer.router.weight @ token
+        scores = logits.softmax(0) if rule.scores == "softmax" else logits.sigmoid()
+        allowed = range(len(scores))
+        if rule.groups > 1:
+            groups = scores.detach().view(rule.groups, -1)
+            best = groups.sort(1, descending=True).values[:, :2].sum(1).sort(descending=True).indices
+            size = groups.shape[1]
+            allowed = [g * size + i for g in best[: rule.active_groups].tolist() for i in range(size)]
+        chosen = sorted(allowed, key=lambda e: -float(scores[e]))[: layer.active]
+        total = sum(scores[e] for e in chosen) if rule.renormalise else 1.0
+        made = torch.zeros_like(token)
+        for expert in chosen:
+            gate, up = (layer.experts.first[expert] @ token).chunk(2)
+            made = made + rule.scale * scores[expert] / total * (layer.experts.last[expert] @ (F.silu(gate) * up))
+        rows.append(made)
+    out = torch.stack(rows).view(x.shape)
+    return out if layer.shared is None else out + layer.shared(x)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(name: str, shared: int) -> None:
+    layer, _ = mixture(ROUTERS[name], shared_experts=shared, expert_width=32)
+    x = torch.randn(2, 7, 64, dtype=torch.float64, requires_grad=True)
+    names, weights = zip(*layer.named_parameters(), strict=True)
+    found, expected = layer(x), by_hand(layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    toward = torch.randn_like(found)
+    ours = torch.autograd.grad(found, (x, *weights), toward)
+    theirs = torch.autograd.grad(expected, (x, *weights), toward)
+    for name, mine, other in zip(("x", *names), ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def test_first_layers_may_be_dense() -> None:
+    _, model = mixture(RouterConfig(), dense_layers=2)
+    assert [isinstance(block.mlp, Mixture) for block in model.layers] == [False, False, True, True]
+
+
+def test_parameters_are_those_that_the_shape_counts() -> None:
+    _, model = mixture(RouterConfig(), dense_layers=1, shared_experts=2, expert_width=48)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+    assert model.config.params == matrices
