@@ -40,7 +40,7 @@ def by_hand(layer: Mixture, x: torch.Tensor) -> torch.Tensor:
             best = groups.sort(1, descending=True).values[:, :2].sum(1).sort(descending=True).indices
             size = groups.shape[1]
             allowed = [g * size + i for g in best[: rule.active_groups].tolist() for i in range(size)]
-        chosen = sorted(allowed, key=lambda e: -float(scores[e]))[: layer.active]
+        chosen = sorted(allowed, key=lambda e: -scores.detach()[e].item())[: layer.active]
         total = sum(scores[e] for e in chosen) if rule.renormalise else 1.0
         made = torch.zeros_like(token)
         for expert in chosen:
