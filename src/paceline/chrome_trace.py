@@ -19,7 +19,7 @@ TRACKS = {"steps": 0, "phases": 1, "actions": 2, "waits": 3, "collectives": 4}
 Event = dict[str, Any]
 
 
-def name_process(process: int, name: str, tracks: Iterable[str]) -> list[Event]:
+def name_process(process: int, name: str, tracks: Iterable[str] = ()) -> list[Event]:
     """Names a rank and those of the usual rows that it has, and keeps processes in the order of their numbers."""
     about = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process}}
     events = [{"ph": "M", "name": key, "pid": process, "tid": 0, "args": value} for key, value in about.items()]

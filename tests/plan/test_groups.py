@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.layout import GROUP_NAMES, STRATEGIES, Layout, groups_of
+from paceline.plan.layout import GROUP_NAMES, STRATEGIES, Layout, groups_of, names_of
 
 LAYOUTS = st.builds(
     lambda strategy, sizes, shards: Layout(
@@ -71,7 +71,7 @@ def test_experts_are_laid_over_the_ranks_that_average_gradients() -> None:
 
 def test_records_name_a_group_by_its_axis() -> None:
     layout = Layout(strategy="hybrid", pipeline=2, shard_ranks=2).for_ranks(8)
-    assert groups_of(layout, 5).names() == {
+    assert names_of(groups_of(layout, 5)) == {
         tuple(range(8)): "world",
         (1, 5): "pipeline",
         (5, 7): "replicate",

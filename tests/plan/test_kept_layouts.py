@@ -9,7 +9,7 @@ from typing import Any
 
 from kept_figures import assert_kept, told
 
-from paceline.plan.layout import SHARING, STRATEGIES, Compression, Layout, Offload, groups_of, loss_rows
+from paceline.plan.layout import SHARING, STRATEGIES, Compression, Layout, Offload, groups_of, loss_rows, names_of
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import MemoryEstimate, Plan, RunMachine
 from paceline.plan.rule_case import RuleCase, field_problems, named_twice, nearest_divisor, text_of
@@ -141,7 +141,7 @@ def _of_groups() -> Iterator[tuple[str, object]]:
             continue
         for rank in (0, 5, 14):
             groups = groups_of(layout, rank)
-            yield f"groups {place} {rank}", [groups, {str(ranks): name for ranks, name in groups.names().items()}]
+            yield f"groups {place} {rank}", [groups, {str(ranks): name for ranks, name in names_of(groups).items()}]
 
 
 def _choices() -> dict[str, tuple[Any, ...]]:

@@ -35,7 +35,7 @@ from paceline.predict.replay.program import (
     repeat,
 )
 from paceline.predict.replay.replay import replay
-from paceline.predict.replay.replayed import ReplayedRank, trace_text
+from paceline.predict.replay.replayed import ReplayedRank, trace_events
 from paceline.schedule.schedules import make_schedule
 
 RANKS = (0, 1, 2, 3)
@@ -180,7 +180,7 @@ def _of_steps() -> Iterator[tuple[str, object]]:
         ways = [found.mfu, found.band, found.binds, found.fits, found.usd_per_step(2.5), found.elements_per_s]
         yield f"step {seed} {cluster.name}", [told_of, ways, [_rank(each) for each in found.times], dict(found.memory)]
         if seed % 2:
-            yield f"trace {seed}", trace_text(found)[:3000]
+            yield f"trace {seed}", json.dumps(trace_events(found))[:3000]
 
 
 def _event(event: Event) -> str:

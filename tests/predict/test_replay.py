@@ -16,7 +16,7 @@ from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
 from paceline.predict.replay.kernel_costs import fuse_blocks
 from paceline.predict.replay.program import Drop, Event, Hold, Issue, Program, Run, Wait
 from paceline.predict.replay.replay import replay
-from paceline.predict.replay.replayed import trace_text, write_trace
+from paceline.predict.replay.replayed import trace_events, write_trace
 
 MIB = 2**20
 LARGE = 2**36  # so that messages count for nothing beside it
@@ -270,13 +270,14 @@ def test_a_trace_has_every_span_and_the_same_bytes(tmp_path: Path) -> None:
     events: list[Event] = [gather(0), kernel(block="block 3"), Wait(0)]
     found = replay(program(events), cluster(), keeps_spans=True)
     write_trace(found, tmp_path / "t.json")
-    text = (tmp_path / "t.json").read_text()
-    assert text == trace_text(replay(program(events), cluster(), keeps_spans=True))
-    spans = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+    written = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert written == trace_events(replay(program(events), cluster(), keeps_spans=True))
+    spans = [event for event in written if event["ph"] == "X"]
     assert {"block 3 add"} < {event["name"] for event in spans}
     with pytest.raises(UsageError, match="kept no spans"):
-        trace_text(replay(program(events), cluster()))
-    with pytest.raises(UsageError, match="cannot be written"):
+        trace_events(replay(program(events), cluster()))
+    (tmp_path / "none").write_text("a file")
+    with pytest.raises(UsageError, match="cannot write the trace"):
         write_trace(found, tmp_path / "none" / "t.json")
 
 

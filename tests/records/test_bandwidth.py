@@ -10,7 +10,7 @@ import torch
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.plan.layout import Layout, groups_of
+from paceline.plan.layout import Layout, groups_of, names_of
 from paceline.records.meter import StepMeter
 from paceline.records.records import CommRecord, parse_line, to_line
 
@@ -46,7 +46,7 @@ def test_a_meter_adds_up_operations_by_kind_and_group() -> None:
         trace = Trace(torch.device("cpu"))
         traced = TracedCommunicator(comm, trace)  # type: ignore[arg-type]
         layout = Layout(strategy="hybrid", data=4, shard_ranks=2)
-        meter = StepMeter(torch.device("cpu"), trace, groups=groups_of(layout, traced.rank).names())
+        meter = StepMeter(torch.device("cpu"), trace, groups=names_of(groups_of(layout, traced.rank)))
         pair = traced.split([0, 1] if traced.rank < 2 else [2, 3])
         for _ in range(3):
             traced.all_reduce(torch.ones(10)).wait()

@@ -107,7 +107,7 @@ def test_a_prediction_is_for_the_hosts_that_share_the_ranks(monkeypatch: pytest.
         del entry
         seen.append((machine.cores, hosts, threads))
 
-    monkeypatch.setattr(decide, "expect_run", expect)
+    monkeypatch.setattr(decide.expect, "expect_run", expect)
     asked = load_config(None, GPT)
     predict_run(asked)
     predict_run(asked, threads=3, node_ranks=3, cores=[1, 2])
@@ -128,8 +128,8 @@ def room(monkeypatch: pytest.MonkeyPatch, has: float, free: float) -> None:
 @pytest.fixture
 def need(monkeypatch: pytest.MonkeyPatch) -> MemoryNeed:
     made = MemoryNeed(who="4 ranks need", parts={"parameters": 8 * GIB})
-    monkeypatch.setattr(decide, "needed", lambda *_, **__: made)
-    monkeypatch.setattr(decide, "ways_out", lambda *_: ["a way out"])
+    monkeypatch.setattr(decide.expect, "needed", lambda *_, **__: made)
+    monkeypatch.setattr(decide.expect, "ways_out", lambda *_: ["a way out"])
     return made
 
 
@@ -171,7 +171,7 @@ def test_what_is_not_known_is_not_judged(monkeypatch: pytest.MonkeyPatch, capsys
     virtual = load_config(None, [*GPT, "comm.backend=virtual"])
     assert needed(virtual) is None
     check_memory(virtual)
-    monkeypatch.setattr(decide, "needed", lambda *_, **__: None)
+    monkeypatch.setattr(decide.expect, "needed", lambda *_, **__: None)
     check_virtual(virtual)
     check_memory(load_config(None, GPT))
     assert capsys.readouterr().err == ""

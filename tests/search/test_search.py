@@ -143,7 +143,7 @@ def test_of_a_thousand_devices_few_candidates_are_timed(monkeypatch: pytest.Monk
         timed.append(workload)
         return price_untuned(workload, cluster)
 
-    monkeypatch.setattr("paceline.search.search.price_untuned", counted)
+    monkeypatch.setattr("paceline.search.search.engine_costs.price_untuned", counted)
     large = search(replace(TASK, global_batch=1024), load_cluster("128x dgx-h100"))
     assert len(timed) == len(large.ranked) < 2000  # each takes about a millisecond
     assert large.looked_at > len(timed) > 200

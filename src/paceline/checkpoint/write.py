@@ -21,21 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint import manifest
 from paceline.checkpoint.formats import coverage_problems
-from paceline.checkpoint.manifest import (
-    MANIFEST,
-    Line,
-    Manifest,
-    SavedFile,
-    SavedPiece,
-    SavedTensor,
-    State,
-    files_entry,
-    manifest_text,
-    parse_files,
-    parse_tensor,
-    tensor_entry,
-)
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
@@ -89,7 +76,7 @@ def own_interval(name: str, region: Region, itemsize: int, copy: int, copies: in
     return (first, last) if first < last else None
 
 
-def plain_state(state: State) -> State:
+def plain_state(state: manifest.State) -> manifest.State:
     """Copies all of a state but its tensors, as JSON values. Raises CheckpointError for what cannot be saved."""
     return replace(
         state,
@@ -101,7 +88,7 @@ def plain_state(state: State) -> State:
     )
 
 
-def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int:
+def write_part(target: SaveTarget, shares: Iterable[Shard], plain: manifest.State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
         return write_rank(target, map(Stream.of, shares), plain, ignore_progress)
@@ -109,33 +96,35 @@ def write_part(target: SaveTarget, shares: Iterable[Shard], plain: State) -> int
         raise unwritten(target, error) from error
 
 
-def write_rank(target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress) -> int:
+def write_rank(target: SaveTarget, streams: Iterable[Stream], plain: manifest.State, progress: Progress) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
     storage.make_folder(target.partial)
     groups: dict[str, list[Stream]] = {}
     for stream in streams:
         groups.setdefault(dtype_code(stream.dtype), []).append(stream)
-    files: dict[str, SavedFile] = {}
+    files: dict[str, manifest.SavedFile] = {}
     tensors: dict[str, Any] = {}
     for code, group in groups.items():
         name = f"{stem}.{code.lower()}.safetensors"
         files[name] = storage.write(target.partial / name, file_chunks(group, progress=progress))
         for each in group:
-            saved = (SavedPiece(file=name, region=each.region),)
-            tensors[each.name] = tensor_entry(SavedTensor(shape=each.region.shape, dtype=code, pieces=saved))
-    part = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": files_entry(files)}
+            saved = (manifest.SavedPiece(file=name, region=each.region),)
+            tensors[each.name] = manifest.tensor_entry(
+                manifest.SavedTensor(shape=each.region.shape, dtype=code, pieces=saved)
+            )
+    part = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": manifest.files_entry(files)}
     part["tensors"] = tensors
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
     storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
 
 
-def commit(target: SaveTarget, plain: State) -> None:
+def commit(target: SaveTarget, plain: manifest.State) -> None:
     """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it."""
     storage = target.storage
     try:
-        storage.write(target.partial / MANIFEST, [manifest_text(_merged(target, plain)).encode()])
+        storage.write(target.partial / manifest.MANIFEST, [manifest.manifest_text(_merged(target, plain)).encode()])
         storage.sync_folder(target.partial)
         put_in_place(storage, target.partial, target.final)
     except OSError as error:
@@ -152,19 +141,19 @@ def unwritten(target: SaveTarget, error: object) -> CheckpointError:
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 
-def _merged(target: SaveTarget, plain: State) -> Manifest:
+def _merged(target: SaveTarget, plain: manifest.State) -> manifest.Manifest:
     storage = target.storage
-    files: dict[str, SavedFile] = {}
-    tensors: dict[str, SavedTensor] = {}
+    files: dict[str, manifest.SavedFile] = {}
+    tensors: dict[str, manifest.SavedTensor] = {}
     found: dict[str, Any] = {}
     for rank in range(target.world):
         name = f"rank-{rank:05d}.json"
         text = storage.read(target.partial / name)
         part = parse_json_object(text)
-        files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
-        files |= parse_files(part["files"])
+        files[name] = manifest.SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+        files |= manifest.parse_files(part["files"])
         for each, entry in part["tensors"].items():
-            new = parse_tensor(entry)
+            new = manifest.parse_tensor(entry)
             known = tensors.setdefault(each, new)
             if (known.shape, known.dtype) != (new.shape, new.dtype):
                 kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (known, new)]
@@ -176,7 +165,7 @@ def _merged(target: SaveTarget, plain: State) -> Manifest:
     for each, tensor in tensors.items():
         for problem in coverage_problems(each, tensor):  # a bug of who made the shards
             raise CheckpointError(f"cannot write a checkpoint to {target.final}: {each}: {problem}")
-    return Manifest(
+    return manifest.Manifest(
         step=plain.step,
         position=plain.position,
         world=target.world,
@@ -185,5 +174,5 @@ def _merged(target: SaveTarget, plain: State) -> Manifest:
         values=plain.values,
         found=dict(sorted(found.items())),
         about=plain.about,
-        line=plain.line or Line(),
+        line=plain.line or manifest.Line(),
     )

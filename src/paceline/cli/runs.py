@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import threading
-import time
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
@@ -118,7 +116,9 @@ def watch(
     if is_opened and not token:
         open_browser(url)
     if parent is not None:
-        _end_with(parent)
+        from paceline.run.processes import end_with_parent
+
+        end_with_parent(parent)
     make_server(make_app(follower, token=token)).run(sockets=[found])
 
 
@@ -155,17 +155,6 @@ def open_browser(url: str) -> None:
     import webbrowser
 
     threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its parent has ended, however that happened."""
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=look, daemon=True).start()
 
 
 def sample(

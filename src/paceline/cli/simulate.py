@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from paceline.cli.options import (
-    ConfigPath,
-    NoMemoryCheck,
-    Overrides,
-    check_file,
-    load_and_tell,
-    print_json,
-    write_output,
-)
+from paceline.cli import options
 from paceline.errors import RunFolderError, UsageError
 from paceline.schedule.grid import Schedule, lower
 from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs, measure_schedule
@@ -39,22 +31,24 @@ _MARK = "simulation.json"  # what tells a simulation's folder from a run's: it m
 
 
 def simulate(
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: options.ConfigPath,
+    overrides: options.Overrides = None,
     *,
     ranks: int = typer.Option(None, min=1, help="Virtual ranks; else parallel.ranks, or 4."),
     cluster: str = typer.Option(None, help='Whose network they have: "4x dgx-h100"; else processes of one host.'),
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
     compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device."),
     device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda)."),
-    trace: Path = typer.Option(None, callback=check_file, help="Write the time line here too, for ui.perfetto.dev."),
+    trace: Path = typer.Option(
+        None, callback=options.check_file, help="Write the time line here too, for ui.perfetto.dev."
+    ),
     force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
-    no_memory_check: NoMemoryCheck = False,
+    no_memory_check: options.NoMemoryCheck = False,
 ) -> None:
     """Train on virtual ranks, with the times of other machines."""
     changes = [*(overrides or []), *([] if ranks is None else [f"parallel.ranks={ranks}"])]
-    loaded = load_and_tell(config, changes).config
+    loaded = options.load_and_tell(config, changes).config
     slow_ranks, slow_links = read_slow(slow)
     from paceline.cluster.devices import load_cluster
     from paceline.rehearse.simulate.run import Conditions, prepare
@@ -140,7 +134,7 @@ def _show_simulation(found: Simulation, summary: RunSummary, *, as_json: bool) -
     from paceline.rehearse.simulate.recording import LEGEND, draw_step
 
     if as_json:
-        print_json(summary.to_json() | {"simulation": describe(found)})
+        options.print_json(summary.to_json() | {"simulation": describe(found)})
         return
     console = new_console()
     console.print(render(summary))
@@ -209,12 +203,12 @@ def schedule(
         if csv == "-":
             echo(format_csv(shown), nl=False)
         else:
-            write_output(Path(csv), format_csv(shown), "schedule")
+            options.write_output(Path(csv), format_csv(shown), "schedule")
     if png is not None:
         draw(found, png, measure)
     if as_json:
         measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
-        print_json(
+        options.print_json(
             {key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")}
             | {key: getattr(measure, key) for key in measured}
             | {"rows": [[str(action) if action else None for action in row] for row in found.rows]}
@@ -234,7 +228,7 @@ def _show_ring(name: str, ranks: int, *, is_alone: bool, as_json: bool) -> None:
         raise UsageError(f"the schedule of a {name} of {ranks} ranks\n  {rule}\n  give --ranks and --json alone")
     if as_json:
         steps = [[asdict(step) for step in row] for row in ring_schedule(ranks, _RINGS[name])]
-        print_json({"name": name, "ranks": ranks, "rows": steps})
+        options.print_json({"name": name, "ranks": ranks, "rows": steps})
     else:
         echo(render_ring(ranks, _RINGS[name]))
 

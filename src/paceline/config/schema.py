@@ -14,33 +14,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, JsonValue, Strict, model_validator
 
 from paceline.bounded_yaml import load_shipped
+from paceline.config import sections
 from paceline.config.data_sections import DataConfig
-from paceline.config.sections import (
-    CheckpointConfig,
-    Count,
-    Factor,
-    ImportPath,
-    ModelConfig,
-    MonitorConfig,
-    NotNegative,
-    NotNegativeCount,
-    Positive,
-    Probability,
-    RecoveryConfig,
-    Section,
-    Seed,
-)
-from paceline.plan.layout import (
-    Algorithm,
-    Buffers,
-    Checkpointing,
-    Compression,
-    ContextMethod,
-    Layout,
-    OffloadPart,
-    Policy,
-    StrategyName,
-)
+from paceline.plan import layout
 from paceline.plan.rule_case import FIELDS, MEANINGS
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
@@ -54,34 +30,34 @@ NcclSubsystem: TypeAlias = Literal[
 
 
 # What a layout says where nothing else does: the defaults stand there alone.
-_LAYOUT, _COMPRESSION = Layout(), Compression()
+_LAYOUT, _COMPRESSION = layout.Layout(), layout.Compression()
 
 
-class ParallelConfig(Section):
+class ParallelConfig(sections.Section):
     """On how many ranks, and how the model is spread over them."""
 
-    strategy: StrategyName = "ddp"
+    strategy: layout.StrategyName = "ddp"
     sharding_strategy: Literal["manual", "auto"] = "manual"
-    ranks: Literal["auto"] | Count = "auto"
+    ranks: Literal["auto"] | sections.Count = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     own_cores: bool = True
-    node_ranks: Count | None = None
-    shard_ranks: Count | None = None
-    reshard_after_forward: bool | Count = _LAYOUT.reshard_after_forward
+    node_ranks: sections.Count | None = None
+    shard_ranks: sections.Count | None = None
+    reshard_after_forward: bool | sections.Count = _LAYOUT.reshard_after_forward
     units: Texts | None = None
-    unit_mb: Positive | None = None
-    prefetch: Count = _LAYOUT.prefetch
+    unit_mb: sections.Positive | None = None
+    prefetch: sections.Count = _LAYOUT.prefetch
     sync_batchnorm: bool = _LAYOUT.sync_batchnorm
-    pipeline: Count = _LAYOUT.pipeline
-    context: Count = _LAYOUT.context_ranks
-    context_method: ContextMethod = _LAYOUT.context_method
-    tensor: Count = _LAYOUT.tensor
-    data: Count | None = None
+    pipeline: sections.Count = _LAYOUT.pipeline
+    context: sections.Count = _LAYOUT.context_ranks
+    context_method: layout.ContextMethod = _LAYOUT.context_method
+    tensor: sections.Count = _LAYOUT.tensor
+    data: sections.Count | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    chunks: Count | None = None
+    chunks: sections.Count | None = None
     stages: Literal["auto", "measured"] | Texts = "auto"
-    stage_layers: Annotated[tuple[NotNegativeCount, ...], Strict(False)] | None = None
+    stage_layers: Annotated[tuple[sections.NotNegativeCount, ...], Strict(False)] | None = None
     sequence_parallel: bool = False
     schedule_file: str | None = None
 
@@ -105,13 +81,13 @@ class ParallelConfig(Section):
         return values
 
 
-class MemoryConfig(Section):
+class MemoryConfig(sections.Section):
     """What is traded for memory: time, by computing again or by moving to the host. ``memory: auto`` leaves it open."""
 
     auto: bool = False
-    checkpoint_activations: Checkpointing = "none"
-    offload: Annotated[tuple[OffloadPart, ...], Strict(False)] = ()
-    mlp_tiles: Literal["auto"] | Count = _LAYOUT.mlp_tiles
+    checkpoint_activations: layout.Checkpointing = "none"
+    offload: Annotated[tuple[layout.OffloadPart, ...], Strict(False)] = ()
+    mlp_tiles: Literal["auto"] | sections.Count = _LAYOUT.mlp_tiles
 
 
 def _of_word(values: Any) -> Any:
@@ -119,27 +95,27 @@ def _of_word(values: Any) -> Any:
     return {"auto": True} if values == "auto" else values
 
 
-class CompressionConfig(Section):
+class CompressionConfig(sections.Section):
     """How gradients are made smaller on their way."""
 
-    policy: Policy = "none"
+    policy: layout.Policy = "none"
     ratio: float = Field(default=_COMPRESSION.ratio, gt=0, le=1)
-    factor_rank: Count = _COMPRESSION.factor_rank
-    threshold: Positive = _COMPRESSION.threshold
+    factor_rank: sections.Count = _COMPRESSION.factor_rank
+    threshold: sections.Positive = _COMPRESSION.threshold
     error_feedback: bool = _COMPRESSION.error_feedback
     plain_steps: int = Field(default=_COMPRESSION.plain_steps, ge=0)
     min_size: int = Field(default=_COMPRESSION.min_size, ge=0)
     exclude: Texts = _COMPRESSION.exclude
 
 
-class NcclConfig(Section):
+class NcclConfig(sections.Section):
     """Settings of NCCL; null leaves each to NCCL, which knows the machine well."""
 
     p2p: bool | None = None
     p2p_level: Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"] | None = None
     shared_memory: bool | None = None
     min_channels: Annotated[int, Field(ge=1, le=32)] | None = None
-    max_channels: Count | None = None
+    max_channels: sections.Count | None = None
     socket_interface: str | None = None
     socket_threads: Annotated[int, Field(ge=1, le=16)] | None = None
     sockets_per_thread: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -155,101 +131,101 @@ class NcclConfig(Section):
     debug_subsystems: Annotated[tuple[NcclSubsystem, ...], Strict(False)] | None = None
 
 
-class CommConfig(Section):
+class CommConfig(sections.Section):
     """How gradients travel between ranks."""
 
     backend: Literal["auto", "nccl", "gloo", "shared_memory", "virtual"] = "auto"
-    algorithm: Algorithm = "native"
+    algorithm: layout.Algorithm = "native"
     algorithm_table: str | None = None
-    bucket_mb: Literal["auto"] | Positive = _LAYOUT.bucket_mb
-    first_bucket_mb: Positive = _LAYOUT.first_bucket_mb
-    timeout_s: Positive = 300.0
-    buffers: Buffers = "broadcast"
+    bucket_mb: Literal["auto"] | sections.Positive = _LAYOUT.bucket_mb
+    first_bucket_mb: sections.Positive = _LAYOUT.first_bucket_mb
+    timeout_s: sections.Positive = 300.0
+    buffers: layout.Buffers = "broadcast"
     overlap: bool = _LAYOUT.overlap
     interface: str | None = None
     compression: CompressionConfig = CompressionConfig()
     nccl: NcclConfig = NcclConfig()
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(sections.Section):
     """How the learning rate moves over the run."""
 
     kind: RateKind = "constant"
-    warmup: NotNegative = 0.0
+    warmup: sections.NotNegative = 0.0
     unit: Literal["steps", "samples"] = "steps"
-    length: Positive | None = None
+    length: sections.Positive | None = None
     final_ratio: float = Field(default=0.0, ge=0, le=1)
 
 
-class ParameterGroupConfig(Section):
+class ParameterGroupConfig(sections.Section):
     """What is different for some parameters."""
 
-    lr: Positive | None = None
-    weight_decay: NotNegative | None = None
+    lr: sections.Positive | None = None
+    weight_decay: sections.NotNegative | None = None
     frozen: bool = False
 
 
-class MuonConfig(Section):
+class MuonConfig(sections.Section):
     """Muon: the matrices of hidden layers. AdamW updates all else, with optim.betas and optim.eps."""
 
-    momentum: Probability = 0.95
+    momentum: sections.Probability = 0.95
     nesterov: bool = True
-    iterations: Count = 5
+    iterations: sections.Count = 5
     lr_shape: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    adamw_lr_factor: Positive = 1.0
+    adamw_lr_factor: sections.Positive = 1.0
     adamw_for: Texts | None = None
 
 
-class OptimConfig(Section):
+class OptimConfig(sections.Section):
     """The optimizer, its learning rate and clipping."""
 
-    kind: Literal["adamw", "sgd", "muon"] | ImportPath = "adamw"
-    lr: Positive = 0.0003
+    kind: Literal["adamw", "sgd", "muon"] | sections.ImportPath = "adamw"
+    lr: sections.Positive = 0.0003
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    lr_batch: Count | None = None
-    weight_decay: NotNegative = 0.01
-    betas: Annotated[tuple[Probability, Probability], Strict(False)] = (0.9, 0.999)
-    eps: Positive = 1e-08
-    momentum: Probability = 0.9
+    lr_batch: sections.Count | None = None
+    weight_decay: sections.NotNegative = 0.01
+    betas: Annotated[tuple[sections.Probability, sections.Probability], Strict(False)] = (0.9, 0.999)
+    eps: sections.Positive = 1e-08
+    momentum: sections.Probability = 0.9
     nesterov: bool = False
     muon: MuonConfig = MuonConfig()
     args: dict[str, JsonValue] = Field(default={})
     groups: dict[str, ParameterGroupConfig] = Field(default={})
-    clip_norm: Positive | None = 1.0
+    clip_norm: sections.Positive | None = 1.0
     schedule: ScheduleConfig = ScheduleConfig()
 
 
-class EarlyStopConfig(Section):
+class EarlyStopConfig(sections.Section):
     """When a run ends before its time: nothing has become better for some evaluations."""
 
-    patience: Count | None = None
+    patience: sections.Count | None = None
     metric: str = "eval_loss"
-    min_delta: NotNegative = 0.0
+    min_delta: sections.NotNegative = 0.0
     mode: Literal["min", "max"] | None = None
 
 
-class TrainConfig(Section):
+class TrainConfig(sections.Section):
     """How long, with what batch, and with which seed."""
 
-    steps: Count | None = None
-    epochs: Positive | None = None
-    global_batch: Count | None = None
-    microbatch: Literal["auto"] | Count | None = None
-    accumulate: Count | None = None
-    seed: Seed = 0
+    steps: sections.Count | None = None
+    epochs: sections.Positive | None = None
+    global_batch: sections.Count | None = None
+    microbatch: Literal["auto"] | sections.Count | None = None
+    accumulate: sections.Count | None = None
+    seed: sections.Seed = 0
     deterministic: bool = False
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["auto", "fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"] = "auto"
     cuda_graphs: bool | Literal["auto"] = "auto"
-    loss_scale: Positive = 65536.0
-    max_bad_steps: Count = 10
-    loss: Literal["auto"] | ImportPath = "auto"
+    loss_scale: sections.Positive = 65536.0
+    max_bad_steps: sections.Count = 10
+    loss: Literal["auto"] | sections.ImportPath = "auto"
     fused_loss: Literal["auto"] | bool = _LAYOUT.fused_loss
-    eval_every: Count | Literal["epoch"] | None = None
+    eval_every: sections.Count | Literal["epoch"] | None = None
     early_stop: EarlyStopConfig = EarlyStopConfig()
-    metrics: dict[str, ImportPath] = Field(default={})
-    hooks: Annotated[tuple[ImportPath, ...], Strict(False)] = ()
-    ema_decay: Factor | None = None
+    metrics: dict[str, sections.ImportPath] = Field(default={})
+    hooks: Annotated[tuple[sections.ImportPath, ...], Strict(False)] = ()
+    ema_decay: sections.Factor | None = None
     ema_eval: bool = False
 
     def precision_on(self, device: str, *, has_bf16: bool = True) -> str:
@@ -275,20 +251,20 @@ class TrainConfig(Section):
         return 1.0 if self.epochs is None else self.epochs
 
 
-class Config(Section):
+class Config(sections.Section):
     """Everything a run is asked to do."""
 
     name: str = "run"
-    model: Annotated[ModelConfig, Field(discriminator="kind")]
+    model: Annotated[sections.ModelConfig, Field(discriminator="kind")]
     data: Annotated[DataConfig, Field(discriminator="kind")]
     parallel: ParallelConfig = ParallelConfig()
     comm: CommConfig = CommConfig()
     memory: Annotated[MemoryConfig, BeforeValidator(_of_word)] = MemoryConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    recovery: sections.RecoveryConfig = sections.RecoveryConfig()
+    monitor: sections.MonitorConfig = sections.MonitorConfig()
 
     @property
     def opens_strategy(self) -> bool:
@@ -311,7 +287,7 @@ def descriptions() -> dict[str, dict[str, str]]:
     """Returns what each key means, by the name of its section's class. They are read when they are first needed."""
     texts = load_shipped((Path(__file__).parent / "descriptions.yaml").read_text(encoding="utf-8"))
     found: dict[str, dict[str, str]] = {}
-    classes: list[type[Section]] = [Section]
+    classes: list[type[sections.Section]] = [sections.Section]
     for each in classes:
         known = [texts.get(base.__name__, {}) for base in each.__mro__]
         found[each.__name__] = {

@@ -29,16 +29,8 @@ from torch.optim import Optimizer
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.engines.engine import Engine, LossFunction, OnPhase, Scale, ignore_phase
+from paceline.engines.flat import optimizer_state
 from paceline.engines.flat.flat import mark_alone
-from paceline.engines.flat.optimizer_state import (
-    check_updates,
-    gather_optimizer_state,
-    global_groups,
-    load_by_name,
-    merge_over,
-    named_states,
-    numbered_states,
-)
 from paceline.engines.flat.shard import add_powers, reduce_norm, scale_to
 from paceline.engines.groups import Groups, check_same_model, expert_dim
 from paceline.engines.loss_sums import LossSum
@@ -131,7 +123,7 @@ class CombinedParallel(Engine):
             )
         with self.inside((args, kwargs)) as given:
             output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), given)
-        return merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
+        return optimizer_state.merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
         self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale = None, on_phase: OnPhase = ignore_phase
@@ -185,7 +177,7 @@ class CombinedParallel(Engine):
         super().check_optimizer(optimizer)
         are_whole = not self.splits_matrices and self.groups.expert.size == 1
         if self.flat_groups or not are_whole:
-            check_updates(optimizer, self.flat_groups, are_whole=are_whole)
+            optimizer_state.check_updates(optimizer, self.flat_groups, are_whole=are_whole)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -250,14 +242,16 @@ class CombinedParallel(Engine):
             engine.mark_loaded()
 
     def full_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
-        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
-        mine = named_states(optimizer, packed, self._names_by_id()) if packed else {}
+        packed = optimizer_state.gather_optimizer_state(
+            optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only
+        )
+        groups = optimizer_state.global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
+        mine = optimizer_state.named_states(optimizer, packed, self._names_by_id()) if packed else {}
         for name, values in mine.items():
             for split in self._split:
                 mine[name] = values = {key: split.whole(name, value) for key, value in values.items()}
         found = self._merged([mine], rank0_only=rank0_only)
-        return {} if rank0_only and self.world.rank else numbered_states(groups, found)
+        return {} if rank0_only and self.world.rank else optimizer_state.numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         def part(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,8 +260,8 @@ class CombinedParallel(Engine):
             return dict(values)
 
         self.check_optimizer(optimizer)  # which settles whether it has parts of states, or whole ones
-        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
-        load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), part)
+        groups = optimizer_state.global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
+        optimizer_state.load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), part)
 
     def _merged(self, states: Iterable[dict[str, T]], *, rank0_only: bool) -> dict[str, T]:
         """Collects what stages have, whole and in the model's order; by request on world rank 0 alone."""
@@ -276,7 +270,7 @@ class CombinedParallel(Engine):
             mine.setdefault(name, self._parts.whole(name, value))
         if rank0_only and (self.gradient_comm.rank or self.groups.tensor.rank):
             return {}
-        found = merge_over(self.groups.pipeline, mine, rank0_only=rank0_only)
+        found = optimizer_state.merge_over(self.groups.pipeline, mine, rank0_only=rank0_only)
         return {name: found[name] for name in self._names if name in found}
 
 

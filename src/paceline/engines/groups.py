@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
-from paceline.plan.layout import GROUP_NAMES, Layout, groups_of
+from paceline.plan.layout import GROUP_NAMES, Layout, RankGroups, groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +52,9 @@ class ParameterGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class Groups(RankGroups[Communicator]):
     """Who a rank talks to. Groups of the same ranks are one communicator."""
 
-    world: Communicator
-    batch: Communicator
-    gradients: Communicator
-    shard: Communicator
-    replicate: Communicator
-    context: Communicator
-    pipeline: Communicator
-    tensor: Communicator
-    expert: Communicator
-    expert_gradients: Communicator
-    expert_shard: Communicator
-    expert_replicate: Communicator
     sequences: Any = None  # the ``Sequences`` that cuts batches, where those of ``context`` share each sequence
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
 

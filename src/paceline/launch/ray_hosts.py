@@ -29,17 +29,8 @@ from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.exit_codes import DONE, FAILED, NO_PROGRESS, PREEMPTED, REFUSED
+from paceline.launch import ray_cluster
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import (
-    PLACES,
-    LostWorkerError,
-    PlacedWorker,
-    RayCluster,
-    RayOptions,
-    command_of,
-    num_hosts,
-    read_options,
-)
 from paceline.launch.remote import forget_mark, look_order, run_order, start_command
 from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
@@ -82,8 +73,8 @@ class Supervisor:
     """Runs a launch on a cluster. ``signals`` are those that have come, and are to be handed on."""
 
     job: LaunchJob
-    options: RayOptions
-    cluster: RayCluster
+    options: ray_cluster.RayOptions
+    cluster: ray_cluster.RayCluster
     policy: RecoveryConfig
     attempts: list[FailedAttempt] = field(default_factory=list)  # that ended before the run was done
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
@@ -124,8 +115,8 @@ class Supervisor:
 
     def _attempt(self) -> list[HostEnd] | int:
         """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
-        hosts: list[PlacedWorker] = []
-        places = Path(self.job.folder) / PLACES
+        hosts: list[ray_cluster.PlacedWorker] = []
+        places = Path(self.job.folder) / ray_cluster.PLACES
         places.unlink(missing_ok=True)
         try:
             reserved = self._reserve()
@@ -148,7 +139,7 @@ class Supervisor:
             told = ", ".join(f"{host.name} on Ray node {host.node[:8]}" for host in hosts)
             places.write_text(f"{told}\n", encoding="utf-8")
             return self._follow(hosts)
-        except LostWorkerError as error:
+        except ray_cluster.LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
         finally:
             self.cluster.release(hosts)
@@ -158,7 +149,7 @@ class Supervisor:
         deadline, said = time.monotonic() + self.options.wait_s, ""
         group, number = None, 0
         while not self.is_cancelled:
-            room = num_hosts(self.cluster.nodes(), self.options)
+            room = ray_cluster.num_hosts(self.cluster.nodes(), self.options)
             wanted = min(self.job.nodes, max(self.job.least, room))
             if wanted != number:
                 if group is not None:
@@ -175,7 +166,7 @@ class Supervisor:
                 said = words
         return _CANCELLED
 
-    def _ask(self, hosts: Sequence[PlacedWorker]) -> dict[str, dict[str, Any] | str]:
+    def _ask(self, hosts: Sequence[ray_cluster.PlacedWorker]) -> dict[str, dict[str, Any] | str]:
         """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
         mark, found = secrets.token_hex(8), dict[str, dict[str, Any] | str]()
         try:
@@ -189,8 +180,8 @@ class Supervisor:
             forget_mark(self.job.runs)
         return found
 
-    def _run(self, hosts: Sequence[PlacedWorker], number: int, port: int) -> None:
-        command = command_of(self.job, self.options, number, hosts[0].address, str(port))
+    def _run(self, hosts: Sequence[ray_cluster.PlacedWorker], number: int, port: int) -> None:
+        command = ray_cluster.command_of(self.job, self.options, number, hosts[0].address, str(port))
         ranks = list(rank_variables(hosts, port)) if self.options.actor == "rank" else [{SWITCH: "none"}] * len(hosts)
         calls = [
             host.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
@@ -199,7 +190,7 @@ class Supervisor:
         for call in calls:
             self.cluster.call(call, _ANSWER_S)
 
-    def _follow(self, hosts: Sequence[PlacedWorker]) -> list[HostEnd]:
+    def _follow(self, hosts: Sequence[ray_cluster.PlacedWorker]) -> list[HostEnd]:
         """Prints what all hosts print, hands signals on, and ends the others when one is lost; returns all ends."""
         ends: dict[str, HostEnd] = {}
         each = [(host, "" if host is hosts[0] else f"{host.name}: ", ends) for host in hosts]
@@ -223,7 +214,7 @@ class Supervisor:
             time.sleep(_LOOK_S)
         return [ends[host.name] for host in hosts if host.name in ends]
 
-    def _print(self, host: PlacedWorker, prefix: str, ends: dict[str, HostEnd]) -> None:
+    def _print(self, host: ray_cluster.PlacedWorker, prefix: str, ends: dict[str, HostEnd]) -> None:
         """Prints what a host prints until it has ended, and notes its end."""
         code: int | None = None
         try:
@@ -232,12 +223,12 @@ class Supervisor:
                 for line in lines:
                     echo(f"{prefix}{line}")
             ends[host.name] = HostEnd(host=host.name, code=code)
-        except LostWorkerError as error:
+        except ray_cluster.LostWorkerError as error:
             ends[host.name] = HostEnd(host=host.name, code=None, words=str(error))
 
 
 def ended_by(
-    ends: Sequence[HostEnd], steps: TrainedSteps, *, options: RayOptions, is_cancelled: bool
+    ends: Sequence[HostEnd], steps: TrainedSteps, *, options: ray_cluster.RayOptions, is_cancelled: bool
 ) -> FailedAttempt | int:
     """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again."""
     codes = {end.code for end in ends}
@@ -267,7 +258,7 @@ def code_of(ends: Sequence[HostEnd]) -> int:
     return next((code for code in (PREEMPTED, NO_PROGRESS) if code in special), special[0] if special else FAILED)
 
 
-def rank_variables(hosts: Sequence[PlacedWorker], port: int) -> Iterator[dict[str, str]]:
+def rank_variables(hosts: Sequence[ray_cluster.PlacedWorker], port: int) -> Iterator[dict[str, str]]:
     """Yields what torch's own launcher would set for each actor, where an actor is a rank; ranks of a node adjoin."""
     of_node = Counter(host.node for host in hosts)
     gpus = {node: [gpu for host in hosts if host.node == node for gpu in host.gpus] for node in of_node}
@@ -293,9 +284,9 @@ def _names(addresses: Sequence[str]) -> list[str]:
 def main(folder: Path) -> int:
     job = LaunchJob.read(folder)
     try:
-        options = read_options(job)
+        options = ray_cluster.read_options(job)
         policy = load_config(Path(job.config), [word.replace("{task}", "0") for word in job.overrides]).recovery
-        cluster = RayCluster.connect(options.address)
+        cluster = ray_cluster.RayCluster.connect(options.address)
     except (LaunchError, UsageError) as error:
         echo(f"paceline: {error}", err=True)
         return REFUSED if isinstance(error, UsageError) else FAILED

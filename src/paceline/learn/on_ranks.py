@@ -15,17 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.learn import watched
 from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import (
-    Expected,
-    Watched,
-    WatchedCommunicator,
-    all_close,
-    compare,
-    run_watched,
-    run_with,
-    shown_calls,
-)
 
 
 def _tensor_of(rank: int, elements: int) -> torch.Tensor:
@@ -41,7 +32,7 @@ _ELEMENTS = 3
 def check_all_gather(function: Any) -> Said:
     """Runs the reader's all-gather on one, two and four ranks, and compares with the tensors that the ranks brought."""
     for size in (1, 2, 4):
-        found = run_with(function, [[_tensor_of(rank, _ELEMENTS)] for rank in range(size)])
+        found = watched.run_with(function, [[_tensor_of(rank, _ELEMENTS)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         for rank, result in enumerate(found.results):
@@ -72,7 +63,7 @@ def _gathered_wrong(result: Any, size: int) -> Said | None:
 def check_reduce_scatter(function: Any) -> Said:
     """Runs the reader's reduce-scatter on two, three and four ranks: the values, then the bytes, then the ring."""
     for size in (2, 3, 4):
-        found = run_with(function, [[_tensor_of(rank, 2 * size)] for rank in range(size)])
+        found = watched.run_with(function, [[_tensor_of(rank, 2 * size)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         if said := _slices_wrong(found.results, size) or _messages_wrong(found, size):
@@ -88,10 +79,10 @@ def _slices_wrong(results: list[Any], size: int) -> Said | None:
         "own": [each.chunk(size)[rank] for rank, each in enumerate(tensors)],
         "mean": [each / size for each in expected],
     }
-    return compare(results, expected, usual)
+    return watched.compare(results, expected, usual)
 
 
-def _messages_wrong(found: Watched, size: int) -> Said | None:
+def _messages_wrong(found: watched.Watched, size: int) -> Said | None:
     """Says what is wrong with what the ranks sent, and to whom. A slice has two float64 elements."""
     sent = max(found.sent_bytes)
     rank = found.sent_bytes.index(sent)
@@ -119,7 +110,7 @@ def check_average(function: Any) -> Said:
             function(model, comm)
             return [parameter.grad for parameter in model.parameters()]
 
-        found = run_watched(work, _RANKS)
+        found = watched.run_watched(work, _RANKS)
         if said := _averages_wrong(found.results, some_missing):
             return said
         times = max(comm.calls.get("all_reduce", 0) for comm in found.comms)
@@ -144,8 +135,8 @@ def _averages_wrong(results: list[list[torch.Tensor | None]], is_missing: bool) 
             return says("none", rank=given.index(None), ranks=_RANKS, name=name)
         own = [torch.zeros(2, dtype=torch.float64) if each is None else each for each in before]  # the bias alone
         total = torch.stack(own).sum(0)
-        usual: dict[str, Expected] = {"sum": total, "unchanged": own, "divided_twice": total / _RANKS**2}
-        if said := compare(given, total / _RANKS, usual):
+        usual: dict[str, watched.Expected] = {"sum": total, "unchanged": own, "divided_twice": total / _RANKS**2}
+        if said := watched.compare(given, total / _RANKS, usual):
             return says("otherwise" if said.name == "differ" else said.name, **said.gaps, name=name)
     return None
 
@@ -158,7 +149,7 @@ def check_step(function: Any) -> Said:
     before = torch.arange(24, dtype=torch.float64).sin()
     for ranks in (4, 3):
         gradients = [torch.arange(24, dtype=torch.float64).add(7 * rank).cos() for rank in range(ranks)]
-        found = run_with(function, [[before, own, 0.1] for own in gradients])
+        found = watched.run_with(function, [[before, own, 0.1] for own in gradients])
         mean = sum(gradients[1:], gradients[0]) / ranks
         usual = {
             "sum": before - 0.1 * ranks * mean,
@@ -166,13 +157,13 @@ def check_step(function: Any) -> Said:
             "uphill": before + 0.1 * mean,
             "own": before - 0.1 * torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)]),
         }
-        if said := compare(found.results, before - 0.1 * mean, usual):
+        if said := watched.compare(found.results, before - 0.1 * mean, usual):
             return said
         calls = found.comms[0].calls
         if calls.get("all_reduce"):
             return says("all_reduce")
         if calls != {"reduce_scatter": 1, "all_gather": 1}:
-            return says("calls", called=shown_calls(calls))
+            return says("calls", called=watched.shown_calls(calls))
         gathered = torch.cat([comm.brought["all_gather"][0].flatten() for comm in found.comms])
         if not torch.allclose(gathered, before - 0.1 * mean):
             return says("not_updated")
@@ -225,7 +216,7 @@ def check_linear(function: Any) -> Said:
     for ranks in (2, 4):
         inputs = [torch.arange(20, dtype=torch.float64).add(3 * rank).cos().view(_ROWS, 4) for rank in range(ranks)]
 
-        def work(comm: WatchedCommunicator, own: Sequence[torch.Tensor] = inputs) -> _Called:
+        def work(comm: watched.WatchedCommunicator, own: Sequence[torch.Tensor] = inputs) -> _Called:
             mine = weight.flatten().chunk(comm.size)[comm.rank].clone().requires_grad_()
             x = own[comm.rank].clone().requires_grad_()
             with _Storages() as storages:
@@ -235,7 +226,7 @@ def check_linear(function: Any) -> Said:
                 output.square().sum().backward()
             return _Called(output, x.grad, mine.grad, forward, dict(comm.calls), is_kept)
 
-        called = run_watched(work, ranks).results
+        called = watched.run_watched(work, ranks).results
         passes = (_pass_wrong(each, weight, inputs[rank], rank) for rank, each in enumerate(called))
         own = [2 * (x @ weight.T).T @ x for x in inputs]
         if said := next(filter(None, passes), None) or _weight_gradients_wrong(called, own) or _calls_wrong(called[0]):
@@ -280,7 +271,7 @@ def _calls_wrong(called: _Called) -> Said | None:
     if called.is_kept or called.both.get("all_gather") == 1:
         return says("kept")
     if called.forward != {"all_gather": 1} or called.both != {"all_gather": 2, "reduce_scatter": 1}:
-        return says("calls", called=shown_calls(called.both))
+        return says("calls", called=watched.shown_calls(called.both))
     return None
 
 
@@ -294,28 +285,28 @@ def check_mlp(function: Any) -> Said:
     bias = torch.arange(4, dtype=torch.float64).add(1)
     product = F.gelu(x @ up.T) @ down.T
     for ranks in (2, 4):
-        found = run_with(function, [[x, up, down, bias]] * ranks)
+        found = watched.run_with(function, [[x, up, down, bias]] * ranks)
         usual = {
             "biases": product + ranks * bias,
             "no_bias": product,
             "averaged": product / ranks + bias,
             "whole_and_summed": ranks * product + bias,
         }
-        said = compare(found.results, product + bias, usual) or _sums_wrong(found.comms[0], product.nbytes)
+        said = watched.compare(found.results, product + bias, usual) or _sums_wrong(found.comms[0], product.nbytes)
         if said is not None:
             return said
         summands = [comm.brought["all_reduce"][0] for comm in found.comms]
-        if all_close(summands, summands[0]):
+        if watched.all_close(summands, summands[0]):
             return says("whole")
     return RIGHT
 
 
-def _sums_wrong(first: WatchedCommunicator, expected: int) -> Said | None:
+def _sums_wrong(first: watched.WatchedCommunicator, expected: int) -> Said | None:
     """Says what is wrong with what the first rank sent: one sum of ``expected`` bytes is enough."""
     if not first.calls:
         return says("nothing_sent")
     if first.calls != {"all_reduce": 1}:
-        return says("calls", called=shown_calls(first.calls))
+        return says("calls", called=watched.shown_calls(first.calls))
     if (sent := first.brought["all_reduce"][0].nbytes) != expected:
         return says("bytes", sent=sent, expected=expected)
     return None
@@ -323,13 +314,15 @@ def _sums_wrong(first: WatchedCommunicator, expected: int) -> Said | None:
 
 # Functions that were broken and should be mended, by what all ranks return in the end.
 
-Trial = tuple[Sequence[Any], Expected, Mapping[str, Expected]]  # what ranks bring, should return, and usually do
+Trial = tuple[
+    Sequence[Any], watched.Expected, Mapping[str, watched.Expected]
+]  # what ranks bring, should return, and usually do
 
 
 def _judge(function: Any, *trials: Trial) -> Said:
     """Runs the function with what each rank brings, and compares what the ranks return."""
     for brings, right, usual in trials:
-        if said := compare(run_with(function, brings).results, right, usual):
+        if said := watched.compare(watched.run_with(function, brings).results, right, usual):
             return said
     return RIGHT
 

@@ -34,7 +34,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
@@ -420,39 +420,43 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 Ranks = tuple[int, ...]
 
 
+GroupT = TypeVar("GroupT")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroups:
-    """The groups of one rank, each in the order of the ranks, with the rank itself among them."""
+class RankGroups(Generic[GroupT]):
+    """The groups of one rank: their ranks in order, with the rank itself among them, or what an engine has for each."""
 
-    world: Ranks
-    batch: Ranks
-    gradients: Ranks
-    shard: Ranks
-    replicate: Ranks
-    context: Ranks
-    pipeline: Ranks
-    tensor: Ranks
-    expert: Ranks
-    expert_gradients: Ranks
-    expert_shard: Ranks
-    expert_replicate: Ranks
+    world: GroupT
+    batch: GroupT
+    gradients: GroupT
+    shard: GroupT
+    replicate: GroupT
+    context: GroupT
+    pipeline: GroupT
+    tensor: GroupT
+    expert: GroupT
+    expert_gradients: GroupT
+    expert_shard: GroupT
+    expert_replicate: GroupT
 
-    def names(self) -> dict[Ranks, str]:
-        """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
-        found = {self.world: "world"}
-        for name in ("pipeline", "replicate", "shard", "context", "tensor"):
-            ranks: Ranks = getattr(self, name)
-            if len(ranks) > 1:
-                found.setdefault(ranks, name)
-        if len(self.gradients) > 1:
-            found.setdefault(self.gradients, "data")
-        return found
+
+def names_of(groups: RankGroups[Ranks]) -> dict[Ranks, str]:
+    """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
+    found = {groups.world: "world"}
+    for name in ("pipeline", "replicate", "shard", "context", "tensor"):
+        ranks: Ranks = getattr(groups, name)
+        if len(ranks) > 1:
+            found.setdefault(ranks, name)
+    if len(groups.gradients) > 1:
+        found.setdefault(groups.gradients, "data")
+    return found
 
 
 GROUP_NAMES = tuple(field.name for field in fields(RankGroups))
 
 
-def groups_of(layout: Layout, rank: int) -> RankGroups:
+def groups_of(layout: Layout, rank: int) -> RankGroups[Ranks]:
     """Returns the groups of a rank; the layout says how many ranks there are (``Layout.for_ranks``)."""
     mesh = layout.mesh
     gradients = mesh.group(rank, "replicate", "shard", "context")

@@ -38,17 +38,7 @@ from paceline.run.logs import say
 from paceline.run.processes import MACHINE, machine_entry, node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
-from paceline.search.expect import (
-    MemoryNeed,
-    MemoryVerdict,
-    expect_run,
-    expected_memory,
-    host_problems,
-    needed,
-    present_cluster,
-    unpriced,
-    ways_out,
-)
+from paceline.search import expect
 from paceline.search.expectation import FILE, Expectation
 from paceline.search.request import make_plan, with_context_method
 from paceline.terminal import new_console
@@ -190,14 +180,16 @@ def decide_sharing(config: Config) -> Config:
         return config
     machine, ranks = detect.detect_machine(with_gpus=config.parallel.device == "cuda"), config.parallel.decided_ranks
     with contextlib.suppress(UsageError):
-        return with_context_method(config, present_cluster(config, machine, ranks, None, machine_entry())[0], ranks)
+        return with_context_method(
+            config, expect.present_cluster(config, machine, ranks, None, machine_entry())[0], ranks
+        )
     return config
 
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
     """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
     ranks = ranks_of_host or config.parallel.decided_ranks
-    _refuse(host_problems(config, node_ranks=ranks, free_bytes=free_memory.free_host_bytes()))
+    _refuse(expect.host_problems(config, node_ranks=ranks, free_bytes=free_memory.free_host_bytes()))
 
 
 def check_memory(config: Config, *, is_told: bool = True) -> None:
@@ -205,18 +197,18 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
 
     What is not known beforehand is not judged: a microbatch that ranks find, virtual ranks, models of the user's code.
     """
-    verdict = _memory_verdict(config, needed(config))
+    verdict = _memory_verdict(config, expect.needed(config))
     if verdict is not None and verdict.kind == "near" and is_told:
         say(f"near the limit of memory: {verdict}")
     if verdict is not None and verdict.kind == "too large":
         machine = detect.detect_machine(with_gpus=config.parallel.device == "cuda")
-        lines = [f"out of memory: {verdict}", *ways_out(config, verdict, machine, machine_entry()), _ANYWAY]
+        lines = [f"out of memory: {verdict}", *expect.ways_out(config, verdict, machine, machine_entry()), _ANYWAY]
         raise UsageError("\n  ".join(lines))
 
 
 def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
-    verdict = _memory_verdict(config, needed(config, in_turns=True))
+    verdict = _memory_verdict(config, expect.needed(config, in_turns=True))
     if verdict is not None and verdict.kind == "too large":
         raise UsageError(
             f"out of memory: {verdict}\n  virtual ranks share the memory of one process, and each has its own states\n"
@@ -245,15 +237,15 @@ def _refuse(problems: list[Problem]) -> None:
         raise ConfigError(problems, source="config")
 
 
-def _memory_verdict(config: Config, need: MemoryNeed | None) -> MemoryVerdict | None:
+def _memory_verdict(config: Config, need: expect.MemoryNeed | None) -> expect.MemoryVerdict | None:
     """Compares what a run needs with what this machine has and has free; None: nobody knows what it needs."""
     if need is None:
         return None
     if config.parallel.device == "cuda":
         has = float(free_memory.measure_machine("cuda", 1, 1).device_bytes)
-        return MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
+        return expect.MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
     free = float(psutil.virtual_memory().available)
-    return MemoryVerdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)
+    return expect.MemoryVerdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)
 
 
 def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
@@ -291,7 +283,7 @@ def predict_run(
     machine = replace(machine, cores=len(cores) or machine.cores)
     ranks = config.parallel.decided_ranks
     hosts = -(-ranks // (config.parallel.node_ranks or node_ranks or ranks))
-    return expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
+    return expect.expect_run(config, machine, threads=threads, hosts=hosts, entry=machine_entry())
 
 
 def is_worth_dry_run(config: Config) -> bool:
@@ -336,7 +328,7 @@ class BackgroundPrediction:
             self._background.stop()
 
     def _start(self) -> None:
-        if not is_worth_dry_run(self.config) or unpriced(self.config, 1, machine_entry()):
+        if not is_worth_dry_run(self.config) or expect.unpriced(self.config, 1, machine_entry()):
             return
         from paceline.rehearse.dryrun.expected import Background, plain_start
 
@@ -365,11 +357,11 @@ class BackgroundPrediction:
         found = None if self._background is None else self._background.result(self.patience_s)
         best = better_of(formula, found)
         if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
-            ranks, known = self.config.parallel.decided_ranks, unpriced(self.config, 1, machine_entry())
+            ranks, known = self.config.parallel.decided_ranks, expect.unpriced(self.config, 1, machine_entry())
             reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:
-            best = replace(best, memory_bytes=expected_memory(self.config))
+            best = replace(best, memory_bytes=expect.expected_memory(self.config))
         if best is not None and best != self.formula:
             kept = (self.formula or Expectation()).with_later(best)
             (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")

@@ -31,20 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from paceline import errors
 from paceline.checkpoint.find import is_whole, list_checkpoints, read_manifest, spots_in
 from paceline.checkpoint.manifest import Line, line_from
 from paceline.checkpoint.storage import absolute_path
 from paceline.cluster.detect import usable_cores
 from paceline.config import Config, check_ranks, dump_yaml, load_config
-from paceline.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    LaunchError,
-    PacelineError,
-    RunFolderError,
-    UsageError,
-)
 from paceline.health.diagnosis import FailedAttempt, Stop, after_failure, first_cause
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
@@ -93,7 +85,7 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
         decision = None if change else after_failure(policy, failed)
         if not folder.is_dir():
             if not failed:
-                raise RunFolderError(
+                raise errors.RunFolderError(
                     f"{folder} is gone\n  a run keeps its records and checkpoints there\n  start it anew"
                 )
             decision = Stop(reason="not started again: its folder is gone")
@@ -138,7 +130,7 @@ def halved_config(folder: Path) -> tuple[str, str] | None:
     try:
         if check_ranks(smaller, plan.layout.ranks):
             return None
-    except ConfigError:
+    except errors.ConfigError:
         return None
     return dump_yaml(smaller), replace(plan.with_microbatch(used // 2), finds_microbatch=False).to_text()
 
@@ -149,7 +141,7 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
     path: Path | None
     try:
         path = absolute_path(find_start(config, folder, "auto", passed.append, own))
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         path = first if first is not None and is_whole(first, config.checkpoint.verify) else None
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
@@ -205,12 +197,12 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
         ):
             try:
                 yield made
-            except UsageError as error:
+            except errors.UsageError as error:
                 made.met.end(refusal=str(error))
                 raise
             except LeftOutError:
                 raise  # the run goes on without this host
-            except (PacelineError, RendezvousError):
+            except (errors.PacelineError, RendezvousError):
                 made.met.end()
                 raise
             made.met.end()
@@ -220,9 +212,9 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
             reason = made.end_by(error.sigval)
         raise reason from None
     except RendezvousError as error:
-        raise LaunchError(str(error)) from error
+        raise errors.LaunchError(str(error)) from error
     except (RuntimeError, OSError) as error:  # the agent itself failed
-        raise LaunchError(f"the ranks could not be started: {str(error) or type(error).__name__}") from error
+        raise errors.LaunchError(f"the ranks could not be started: {str(error) or type(error).__name__}") from error
     finally:
         # The system uses process numbers again.
         notes.forget(folder, *(f"logs/rank-{rank}.pid" for rank in notes.noted_processes(folder, os.getpid())))
@@ -278,14 +270,14 @@ class Launcher:
         is_sure = not self.has_others or (ended is not None and ended.is_sure)
         try:
             told = self.met.agree_on_end(own, is_sure=is_sure or ended is None)
-        except (CommunicationError, TimeoutError) as error:
+        except (errors.CommunicationError, TimeoutError) as error:
             if ended is None:
-                raise LaunchError(f"the run cannot go on: {error}") from error
+                raise errors.LaunchError(f"the run cannot go on: {error}") from error
             raise _stopped(ended, Stop(reason="not started again: the launcher where hosts meet is gone")) from error
         failed = [FailedAttempt.from_text(text) for text in told if not text.startswith(CHANGED)]
         return failed, told[-1] if told[-1].startswith(CHANGED) else "", told[-1] == own
 
-    def end_by(self, number: signal.Signals) -> LaunchError:
+    def end_by(self, number: signal.Signals) -> errors.LaunchError:
         """Ends the records of ranks that a signal has ended, and returns what is said of it."""
         is_saved = notes.was_preempted(self.folder, since=self._noted)
         if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._noted)):
@@ -325,13 +317,15 @@ class Launcher:
                 self._watched.callback(logging.disable, logging.root.manager.disable)
                 logging.disable(logging.CRITICAL)  # the agent's many loggers: what matters is told in our words
                 elastic_launch(agent, sys.executable)(*arguments)
-        except (RendezvousError, CommunicationError) as error:
+        except (RendezvousError, errors.CommunicationError) as error:
             # The launcher where hosts meet may have left first.
             if notes.was_preempted(self.folder, since=self._noted):
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None
-            if self.has_others and isinstance(error, CommunicationError):  # one of this launcher's connections ended
+            if self.has_others and isinstance(
+                error, errors.CommunicationError
+            ):  # one of this launcher's connections ended
                 raise HostsChangedError(f"{CHANGED}on {host_name()}, {error}") from error
             raise
         except ChildFailedError as error:
@@ -353,7 +347,7 @@ class Launcher:
                 if failures:
                     self._end_records("failed", str(first_cause(failures)).splitlines()[0])
                 problem = notes.explain_failures(failures, self.folder)
-                if isinstance(problem, UsageError):
+                if isinstance(problem, errors.UsageError):
                     notes.forget(self.folder, notes.FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
 

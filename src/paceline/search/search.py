@@ -22,14 +22,7 @@ from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN, MemoryEstimate
 from paceline.plan.workload import Value, Workload, config_values, count_differences
-from paceline.predict.formulas.engine_costs import (
-    BUCKETS_MB,
-    engine_footprint,
-    part_params,
-    price,
-    price_untuned,
-    with_tuning,
-)
+from paceline.predict.formulas import engine_costs
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import Candidate, TrainingTask, candidates_for, resized
@@ -122,7 +115,8 @@ def search(
     if order == "memory":
         fitting = sorted(fitting, key=by_memory)[:_TIMED_BY_MEMORY]
         ranked = [
-            replace(price(task.workload(each.layout), cluster), memory_bytes=each.memory_bytes) for each in fitting
+            replace(engine_costs.price(task.workload(each.layout), cluster), memory_bytes=each.memory_bytes)
+            for each in fitting
         ]
         ranked.sort(key=lambda each: (each.memory_bytes, each.seconds))
     else:
@@ -141,16 +135,16 @@ def search(
 
 
 def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Prediction:
-    return replace(price(workload, cluster), memory_bytes=float(_memory_of(workload, need).device_bytes))
+    return replace(engine_costs.price(workload, cluster), memory_bytes=float(_memory_of(workload, need).device_bytes))
 
 
 def _memory_of(workload: Workload, need: EngineMemory | None) -> MemoryEstimate:
     """Returns what a rank needs: by the estimate of the engines, as ``paceline predict`` shows it; else by formula."""
-    return engine_footprint(workload) if need is None else need.estimate(workload.layout) or _NO_MEMORY
+    return engine_costs.engine_footprint(workload) if need is None else need.estimate(workload.layout) or _NO_MEMORY
 
 
 def host_bytes(workload: Workload) -> float:
-    return workload.layout.offload.host_bytes * part_params(workload) / workload.layout.shards
+    return workload.layout.offload.host_bytes * engine_costs.part_params(workload) / workload.layout.shards
 
 
 def node_bytes(workload: Workload, cluster: Cluster) -> float:
@@ -200,16 +194,16 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
 def _tuned(candidate: Candidate, task: TrainingTask, cluster: Cluster) -> Prediction:
     """Prices a candidate in its fastest tuning; in the usual one, unless another gains enough and fits."""
     layout, workload = candidate.layout, task.workload(candidate.layout)
-    untuned = price_untuned(workload, cluster)
-    usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=candidate.memory_bytes)
+    untuned = engine_costs.price_untuned(workload, cluster)
+    usual = best = replace(engine_costs.with_tuning(untuned, workload, cluster), memory_bytes=candidate.memory_bytes)
     tunings: list[Layout] = []
     if layout.is_fully_sharded:
         if layout.pipeline == 1 and not layout.offload.moves_states and layout.shards > 1:
             tunings = [replace(layout, reshard_after_forward=False)]
     elif layout.data > 1:
-        tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
+        tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in engine_costs.BUCKETS_MB]
     for each in tunings:
-        other = with_tuning(untuned, replace(workload, layout=each), cluster)
+        other = engine_costs.with_tuning(untuned, replace(workload, layout=each), cluster)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
             other = replace(other, memory_bytes=float(_memory_of(other.workload, task.need).device_bytes))
             best = other if other.memory_bytes <= budget_of(cluster) else best

@@ -36,7 +36,7 @@ from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
 from paceline.models.registry import build_model
-from paceline.plan.layout import Layout, groups_of
+from paceline.plan.layout import Layout, groups_of, names_of
 from paceline.plan.plan import Plan, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory
@@ -151,7 +151,7 @@ def build_trainer(
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
-        meter=StepMeter(comm.device, trace, comm.ledger, groups_of(layout, comm.rank).names()),
+        meter=StepMeter(comm.device, trace, comm.ledger, names_of(groups_of(layout, comm.rank))),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),
         compressor=compressor,

@@ -14,15 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.control.wire import (
-    Address,
-    NothingYetError,
-    RefusedError,
-    Secret,
-    SilentServerError,
-    WireLink,
-    encode,
-)
+from paceline.comm.control import wire
 from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
@@ -38,10 +30,10 @@ _C10D: Any = dist  # whose stores torch does not declare
 class ControlClient:
     """Requests of one process to the control server of its job, over connections that are idle or new. Thread-safe."""
 
-    def __init__(self, address: Address, secret: Secret) -> None:
+    def __init__(self, address: wire.Address, secret: wire.Secret) -> None:
         self.address = address
         self._secret = secret
-        self._idle: list[WireLink] = []
+        self._idle: list[wire.WireLink] = []
         self._owner = os.getpid()
         self.why_unreached = ""  # the last time that somebody waited for the server
 
@@ -50,7 +42,7 @@ class ControlClient:
         link = self._take()
         try:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
-        except NothingYetError:
+        except wire.NothingYetError:
             self._idle.append(link)
             raise
         except BaseException as error:
@@ -73,9 +65,9 @@ class ControlClient:
                 return
             except (CommunicationError, TimeoutError) as error:
                 patience_s = within_s
-                if isinstance(error, SilentServerError):
+                if isinstance(error, wire.SilentServerError):
                     patience_s, attempt_s = _SILENT_S, 2 * attempt_s  # more attempts are more work for a busy server
-                patience_s = _SECRET_S if isinstance(error, RefusedError) else patience_s
+                patience_s = _SECRET_S if isinstance(error, wire.RefusedError) else patience_s
                 if time.monotonic() - start > min(within_s, patience_s):
                     raise
             time.sleep(_RETRY_S)
@@ -84,7 +76,7 @@ class ControlClient:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> WireLink:
+    def _take(self) -> wire.WireLink:
         if self._owner != os.getpid():  # forked: its connections are its parent's
             self._idle, self._owner = [], os.getpid()
         try:
@@ -92,9 +84,9 @@ class ControlClient:
         except IndexError:
             return self._connect(_REPLY_S)
 
-    def _connect(self, within_s: float) -> WireLink:
+    def _connect(self, within_s: float) -> wire.WireLink:
         try:
-            return WireLink(self.address, self._secret(), within_s)
+            return wire.WireLink(self.address, self._secret(), within_s)
         except OSError as error:
             raise self._unreachable(error) from error
 
@@ -118,7 +110,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.ask("set", self._prefix + key, encode(value))
+        self._client.ask("set", self._prefix + key, wire.encode(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -137,10 +129,12 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         return int(self._client.ask("add", self._prefix + key, amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._client.ask("append", self._prefix + key, encode(value))
+        self._client.ask("append", self._prefix + key, wire.encode(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return base64.b64decode(self._client.ask("compare_set", self._prefix + key, encode(expected), encode(desired)))
+        return base64.b64decode(
+            self._client.ask("compare_set", self._prefix + key, wire.encode(expected), wire.encode(desired))
+        )
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""

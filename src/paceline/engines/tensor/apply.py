@@ -18,17 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.base import Communicator
 from paceline.engines.nodes import TensorRegion
-from paceline.engines.tensor.layers import (
-    ColumnLinear,
-    RowLinear,
-    SequencePositions,
-    SharedLayer,
-    SplitExperts,
-    SplitLayer,
-    VocabularyEmbedding,
-    VocabularyHead,
-    causal_loss,
-)
+from paceline.engines.tensor import layers
 from paceline.engines.tensor.layout import Split, TensorLayout
 from paceline.engines.tensor.plans import Role, SplitRule, TensorPlan, library_plan, plan_for
 from paceline.errors import UsageError
@@ -36,14 +26,14 @@ from paceline.models.head_loss import OutputLayer
 from paceline.models.lora import A, Adapted, B, mixed
 
 _KINDS: dict[Role, type[nn.Module]] = {
-    "column": ColumnLinear,
-    "row": RowLinear,
-    "embedding": VocabularyEmbedding,
-    "head": VocabularyHead,
-    "experts": SplitExperts,
-    "shared": SharedLayer,
-    "between": SharedLayer,
-    "positions": SequencePositions,
+    "column": layers.ColumnLinear,
+    "row": layers.RowLinear,
+    "embedding": layers.VocabularyEmbedding,
+    "head": layers.VocabularyHead,
+    "experts": layers.SplitExperts,
+    "shared": layers.SharedLayer,
+    "between": layers.SharedLayer,
+    "positions": layers.SequencePositions,
 }
 
 
@@ -76,7 +66,7 @@ def apply_tensor_parallel(
     has_head = any(change.rule.role == "head" for change in changes)
     loss = getattr(getattr(model, "loss_function", None), "__name__", "")
     if has_head and not gathers_logits and loss == "ForCausalLMLoss":  # of Hugging Face, from ``labels=``
-        cast("Any", model).loss_function = causal_loss
+        cast("Any", model).loss_function = layers.causal_loss
     splits = {name: cut.get(id(tensor), Split(shape=whole[name])) for name, tensor in _tensors(model)}
     return TensorLayout(splits=splits)
 
@@ -183,7 +173,7 @@ def _fit_problems(model: nn.Module, changes: list[_LayerChange], size: int) -> I
         role, module = change.rule.role, change.module
         is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
         is_linear = _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
-        if isinstance(module, SplitLayer | SharedLayer):
+        if isinstance(module, layers.SplitLayer | layers.SharedLayer):
             yield f"  {change.name} is split already: apply tensor parallelism once, to a plain model"
         elif role in ("column", "row", "head") and not is_linear:
             yield (
@@ -224,11 +214,11 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
     module, is_transposed = change.module, _is_transposed(change.module)
     module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
-    if isinstance(module, SplitLayer):
+    if isinstance(module, layers.SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
         attributes["is_transposed"] = is_transposed
         attributes["is_whole"] = change.rule.is_whole
-    if isinstance(module, VocabularyEmbedding | VocabularyHead):
+    if isinstance(module, layers.VocabularyEmbedding | layers.VocabularyHead):
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
     weight = module._parameters.get("weight")
@@ -238,7 +228,7 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
     outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
     names = {"out_features": outputs, "nf": outputs, "in_features": inputs, "nx": inputs, "num_embeddings": outputs}
     vars(module).update({name: value for name, value in names.items() if hasattr(module, name)})
-    if isinstance(module, VocabularyEmbedding) and module.padding_idx is not None:
+    if isinstance(module, layers.VocabularyEmbedding) and module.padding_idx is not None:
         (first, last), padding = module.own_range, module.padding_idx
         module.padding_idx = padding - first if first <= padding < last else None
 
@@ -246,7 +236,7 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
 def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> None:
     """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
     for _, module, rule in plan.fitting(model, "input"):
-        readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
+        readers = tuple(inner for inner in module.modules() if isinstance(inner, layers.ColumnLinear))
         enter = functools.partial(region.enter_before, readers)
         module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
         for name in rule.resized:

@@ -17,17 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from paceline.cluster import kernels
 from paceline.cluster.devices import Device
-from paceline.cluster.kernels import (
-    FUSED,
-    Operation,
-    ceiling,
-    host_seconds,
-    long_attention_seconds,
-    matmul_seconds,
-    memory_seconds,
-    work_seconds,
-)
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Run, Wait
 
@@ -65,26 +56,26 @@ class KernelCosts:
             # No figure of an entry makes a kernel faster than the peak, so that no MFU is above 100 %.
             fastest = kernel.flops / self._device.peak(kernel.dtype) if kernel.flops else 0.0
             work = max(self._work(kernel) * self._device.factor, fastest)
-            launch = 0.0 if self._is_graphed else host_seconds(self._device, kernel, is_compiled=in_block)
+            launch = 0.0 if self._is_graphed else kernels.host_seconds(self._device, kernel, is_compiled=in_block)
             found = self._known[key] = (work + _GRAPHED_S if self._is_graphed else work, launch)
         return found
 
-    def _work(self, kernel: Operation) -> float:
+    def _work(self, kernel: kernels.Operation) -> float:
         if self._device.memory_rates:  # measured
-            return work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
+            return kernels.work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":
             if kernel.is_convolution:
-                return kernel.flops / (ceiling(device, kernel.dtype) * rates.convolution)
+                return kernel.flops / (kernels.ceiling(device, kernel.dtype) * rates.convolution)
             rows, inner, columns = kernel.sizes
-            return matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
+            return kernels.matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
         if kernel.family in ("attention", "attention_backward"):
-            least = memory_seconds(device, rates, kernel.num_bytes)
+            least = kernels.memory_seconds(device, rates, kernel.num_bytes)
             is_back = kernel.family == "attention_backward"
             known = (device, rates, kernel.flops, kernel.sizes[2], kernel.dtype)
-            return max(long_attention_seconds(*known, is_back=is_back), least)
+            return max(kernels.long_attention_seconds(*known, is_back=is_back), least)
         again = sum(size for _, size in kernel.reads) if kernel.is_batch_norm and not device.is_cpu else 0
-        return memory_seconds(device, rates, kernel.num_bytes + again)
+        return kernels.memory_seconds(device, rates, kernel.num_bytes + again)
 
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:
@@ -169,7 +160,7 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
         # An operator gives the same result each time if it draws no numbers, and changes nothing in place.
         is_in_place = not dict(kernel.reads).keys().isdisjoint(dict(kernel.writes))
         is_made = bool(kernel.reads) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # at least a constant
-        is_drawn = kernel.family not in FUSED or kernel.family in ("random", "strided")
+        is_drawn = kernel.family not in kernels.FUSED or kernel.family in ("random", "strided")
         is_repeatable = (is_made and not is_in_place and not is_drawn) or _is_transposed_cast(event)
         if event.block and kernel.phase == "forward" and is_repeatable:
             sizes = tuple(size for _, size in kernel.writes)
@@ -238,7 +229,7 @@ def _delayed(events: Sequence[Event]) -> list[Event]:
 def _can_fuse(event: Run) -> bool:
     """Whether a compiler puts a kernel together with its neighbours; a softmax only in a loss, beside no product."""
     family = event.operation.family
-    return bool(event.block) and (family in FUSED or (event.block == LOSS and family == "softmax"))
+    return bool(event.block) and (family in kernels.FUSED or (event.block == LOSS and family == "softmax"))
 
 
 def _groups(events: Sequence[Event]) -> dict[int, int]:

@@ -8,12 +8,12 @@ MFU     = model FLOPs of a rank / (step x the device's peak)
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.chrome_trace import Event, name_process, name_track, span, write_events
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.notebook import Shown
@@ -197,42 +197,27 @@ class ReplayedStep(Shown):
         }
 
 
-def trace_text(replay: ReplayedStep) -> str:
-    """Returns the trace as JSON. Raises UsageError for a replay that kept no spans."""
+def trace_events(replay: ReplayedStep) -> list[Event]:
+    """Returns the spans of all ranks as trace events. Raises UsageError for a replay that kept no spans."""
     if not any(each.spans for each in replay.times):
         raise UsageError("this replay kept no spans\n  a trace shows them\n  replay(..., keeps_spans=True)")
-    events = [event for process, times in enumerate(replay.times) for event in _events(process, times)]
-    about: dict[str, Any] = {"name": replay.program.name, "cluster": replay.cluster.name}
-    about |= {"step_s": replay.seconds, "binds": replay.binds}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
+    events: list[Event] = []
+    for process, times in enumerate(replay.times):
+        slowed = f", {times.slowed:g}x as slow" if times.slowed != 1 else ""
+        events += name_process(process, f"rank {times.rank}, stage {times.stage}{slowed}")
+        rows = sorted({_row(each) for each in times.spans}, key=lambda row: (row != "compute", row))
+        events += [name_track(process, number, row) for number, row in enumerate(rows)]
+        for each in times.spans:
+            own = {"cat": each.stream.removeprefix("compute "), "tid": rows.index(_row(each))}
+            events.append(span(process, "phases", each.name, each.start, each.end) | own)
+    return events
+
+
+def _row(found: Span) -> str:
+    return "compute" if found.stream.startswith("compute") else found.stream
 
 
 def write_trace(replay: ReplayedStep, path: Path) -> None:
-    try:
-        path.write_text(trace_text(replay), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the trace cannot be written to {path}: {error.strerror}") from error
-
-
-def _events(process: int, times: ReplayedRank) -> Iterator[dict[str, Any]]:
-    name = f"rank {times.rank}, stage {times.stage}" + (f", {times.slowed:g}x as slow" if times.slowed != 1 else "")
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-    tracks = list(dict.fromkeys(_track(span.stream) for span in times.spans))
-    order = sorted(tracks, key=lambda track: (track != "compute", track))
-    for number, track in enumerate(order):
-        yield {"ph": "M", "pid": process, "tid": number, "name": "thread_name", "args": {"name": track}}
-    for span in times.spans:
-        track = _track(span.stream)
-        yield {
-            "ph": "X",
-            "pid": process,
-            "tid": order.index(track),
-            "name": span.name,
-            "cat": span.stream.removeprefix("compute ") if track == "compute" else track,
-            "ts": round(span.start * 1e6, 3),
-            "dur": round((span.end - span.start) * 1e6, 3),
-        }
-
-
-def _track(stream: str) -> str:
-    return "compute" if stream.startswith("compute") else stream
+    """Writes the trace, compressed where its name ends in ``.gz``. Raises UsageError if it cannot be written."""
+    about = {"name": replay.program.name, "cluster": replay.cluster.name}
+    write_events(path, trace_events(replay), about | {"step_s": replay.seconds, "binds": replay.binds})

@@ -27,15 +27,8 @@ from paceline.notebook import Shown, curve
 from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Sink
+from paceline.rehearse.simulate import recording
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.recording import (
-    ClockMeter,
-    KeptRecords,
-    SimulationSummary,
-    StepBounds,
-    run_record,
-    summarize_clocks,
-)
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
@@ -89,8 +82,8 @@ class Simulation(Shown):
     conditions: Conditions
     records: tuple[tuple[Record, ...], ...]
     clocks: tuple[VirtualClock, ...]
-    steps: tuple[tuple[StepBounds, ...], ...]
-    summary: SimulationSummary
+    steps: tuple[tuple[recording.StepBounds, ...], ...]
+    summary: recording.SimulationSummary
 
     def facts(self) -> dict[str, object]:
         return self.summary.facts()
@@ -159,7 +152,7 @@ def simulate(
     where = conditions or Conditions()
     check_conditions(config, where)
     ranks, timing = config.parallel.decided_ranks, where.timing(config)
-    found: list[tuple[KeptRecords, list[StepBounds]]] = []
+    found: list[tuple[recording.KeptRecords, list[recording.StepBounds]]] = []
     try:
         # As many threads as a rank of a real run on this machine has: the numbers, and the times, are its own.
         with compute_threads(config.parallel.threads or max(1, len(usable_cores()) // ranks)):
@@ -181,7 +174,7 @@ def simulate(
         records=tuple(map(tuple, records)),
         clocks=tuple(timing.clocks),
         steps=steps,
-        summary=summarize_clocks(records, timing.clocks, steps),
+        summary=recording.summarize_clocks(records, timing.clocks, steps),
     )
 
 
@@ -200,7 +193,7 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 def _run_rank(
     comm: VirtualCommunicator, config: Config, where: Conditions, view: Sink | None, watch: Watch | None
-) -> tuple[KeptRecords, list[StepBounds]]:
+) -> tuple[recording.KeptRecords, list[recording.StepBounds]]:
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None
     hooks = [Every(config.train.eval_every, EvaluateHook())]
@@ -211,7 +204,7 @@ def _run_rank(
         need = EngineMemory.of(config, "cuda")
         memory = need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None
     assert trace is not None
-    meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
+    meter = recording.ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
     trainer.parts = replace(trainer.parts, meter=meter)
     device = "cpu"
     pricing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -225,10 +218,10 @@ def _run_rank(
     host = "virtual-0" if node_ranks is None else f"virtual-{comm.rank // node_ranks}"
     comm.barrier()  # set-up is over everywhere: the run begins
     clock.name("set-up")
-    began_s, kept = clock.take(), KeptRecords(clock, view)
+    began_s, kept = clock.take(), recording.KeptRecords(clock, view)
     with contextlib.closing(kept):
         trainer.sink = kept
-        kept.write(run_record(trainer, comm.rank, device, host))
+        kept.write(recording.run_record(trainer, comm.rank, device, host))
         with pricing:
             trainer.run()
         clock.name("evaluation")
