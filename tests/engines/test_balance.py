@@ -223,3 +223,26 @@ def test_accumulated_passes_of_ones_own_loop_are_weighed_and_move_biases() -> No
     for found, moved in run_virtual(lambda comm: train(comm, 3), ranks=2):
         torch.testing.assert_close(found, gradients, rtol=1e-10, atol=1e-13)
         assert torch.equal(moved, biases)
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "pipeline", "context"])
+def test_what_is_dropped_is_that_of_one_process(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    rule = RouterConfig(balance_weight=0.3, capacity=1.0)
+
+    def train(comm: Communicator, layout: Layout) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+        engine = parallelize(make_model(rule), comm, layout=layout)
+        engine.run_microbatches(
+            step_batch(engine, whole_batch(), 3).microbatches,
+            loss_of(ragged=False),
+            engine.gradient_comm.size / (ROWS * TOKENS),
+        )
+        return engine.full_gradients(), {key: each.dropped for key, each in take_loads(engine.module).items()}
+
+    ((expected, dropped),) = run_virtual(lambda comm: train(comm, Layout()), ranks=1)
+    results = run_virtual(lambda comm: train(comm, layout), ranks=ranks)
+    for found, _ in results:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    total = sum(each.sum() for each in dropped.values())
+    assert total > 10
+    assert sum(each.sum() for _, found in results for each in found.values()) == total
