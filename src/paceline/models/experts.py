@@ -11,6 +11,7 @@ padded. The parameters of all experts are stacked: (experts, outputs, inputs). W
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 
 from paceline.plan.model_shape import ModelShape
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, and the experts; returns their outputs."""
+Beside = Callable[[], Tensor] | None
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while rows
+are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +107,22 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns for each token (..., width) the weighted sum of what its experts make of it."""
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.flatten(0, -2)
         routing = self.router(tokens)
         chosen = routing.experts.reshape(-1)
         order = chosen.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         rows = _SortedRows.apply(tokens, order, self.active)  # type: ignore[no-untyped-call]
-        made = self.experts(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.experts)
+        shared = None if self.shared is None else functools.partial(self.shared, x)
+        if self.exchange is None:
+            made, beside = self.experts(rows, counts), None if shared is None else shared()
+        else:
+            made, beside = self.exchange(rows, counts, self.experts, shared)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        made = made.index_select(0, place).view(len(tokens), self.active, -1)
+        made = made.index_select(0, place).view(len(tokens), self.active, x.shape[-1])
         mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
-        return mixed if self.shared is None else cast("Tensor", mixed + self.shared(x))
+        return mixed if beside is None else cast("Tensor", mixed + beside)
 
 
 class _SortedRows(torch.autograd.Function):
@@ -131,7 +138,7 @@ class _SortedRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return gradient.index_select(0, place).view(-1, ctx.active, gradient.shape[-1]).sum(1), None, None
+        return gradient.index_select(0, place).unflatten(0, (-1, ctx.active)).sum(1), None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

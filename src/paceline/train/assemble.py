@@ -132,6 +132,8 @@ def build_trainer(
     loss = _build_loss(config, layout, work, comm.device)
     seed_everything(config.train.seed)  # a model without values draws them now
     engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
+    if engine.meets_in_passes and not isinstance(data.train, StreamSamples):
+        engine.blank = without_samples(fetch_batch(data.train, np.zeros(1, dtype=np.int64)))
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:

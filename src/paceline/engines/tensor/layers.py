@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
 from paceline.engines.nodes import TensorRegion, moved
-from paceline.engines.tensor.layout import Split, split_range
+from paceline.engines.tensor.layout import Split, drawn_whole, split_range
 from paceline.errors import UsageError
 from paceline.models.head_loss import check_targets
 from paceline.models.lora import A, Adapted
@@ -57,19 +57,9 @@ class SplitLayer(nn.Module):
     float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
-        """Gives the parameters this rank's part of what the plain layer would draw; for a moment the layer is whole."""
-        local = dict(self._parameters)
-        comm = self.region.comm
-        for name, split in self.splits.items():
-            self._parameters[name] = nn.Parameter(cast("Tensor", local[name]).new_empty(split.shape))
-        try:
+        """Gives the parameters this rank's part of what the plain layer would draw."""
+        with drawn_whole(self, self.splits, self.region.comm):
             super().reset_parameters()  # type: ignore[misc]
-            with torch.no_grad():
-                for name, split in self.splits.items():
-                    whole = cast("Tensor", self._parameters[name])
-                    cast("Tensor", local[name]).copy_(split.cut(whole, comm.rank, comm.size))
-        finally:
-            self._parameters.update(local)
 
     @property
     def own_range(self) -> tuple[int, int]:
