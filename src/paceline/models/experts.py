@@ -78,6 +78,11 @@ class Experts(nn.Module):
         self.last = nn.Parameter(torch.empty(config.experts, width, inner))
         self.reset_parameters()
 
+    @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """The dim of each parameter that has the inner features, and how many matrices lie side by side in it."""
+        return {"first": (1, 2 if self.gated else 1), "last": (2, 1)}
+
     def reset_parameters(self) -> None:
         for weight, std in zip((self.first, self.last), self._stds, strict=True):
             nn.init.normal_(weight, std=std)

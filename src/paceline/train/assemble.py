@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,14 +24,15 @@ from paceline.config.layout import peak_learning_rate
 from paceline.config.sections import HFModelConfig
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
-from paceline.data.fetch import LoaderOptions
+from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_workers
 from paceline.data.order import DataOrder
 from paceline.data.packing import packing_details
 from paceline.data.registry import DataSplits, data_of
+from paceline.data.streams import StreamSamples
 from paceline.engines.apply import parallelize
 from paceline.engines.blocks import fix_sizes, load_compiler
-from paceline.engines.engine import Engine, ignore_phase
+from paceline.engines.engine import Engine, ignore_phase, without_samples
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
-from paceline.engines.nodes import TensorRegion, moved
+from paceline.engines.nodes import TensorRegion, moved, same
 from paceline.engines.tensor.layout import Split, drawn_whole, split_range
 from paceline.errors import UsageError
 from paceline.models.head_loss import check_targets
@@ -170,6 +170,29 @@ class SplitExperts(nn.Module):
         """Returns the sum of the ranks' results; what came in with a gradient gets that of all ranks."""
         enter = functools.partial(tree_map_only, Tensor, self.region.enter)
         return self.region.leave(super().forward(*enter(args), **enter(kwargs)))
+
+
+class PartialLayer(SplitLayer):
+    """A layer with some of the inputs, or experts with some inner features, whose sum is left to the module above."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self._product(*args) if isinstance(self, nn.Linear) else super().forward(*args)
+
+
+class SplitRouter(nn.Module):
+    """A router inside of a split part: whole on every rank, and so are its gradients.
+
+    Ranks route alike. What they make of a token's weights is a part on each, and is summed; the rest of what the router
+    learns from, such as the balance of experts, each rank has whole. So the gradient of its input is whole, and the
+    entrance of the split part, which sums, gets a share of it from each.
+    """
+
+    region: TensorRegion
+
+    def forward(self, tokens: Tensor) -> Any:
+        ranks = self.region.comm.size
+        found = super().forward(moved(tokens, same, lambda gradient: gradient / ranks))
+        return replace(found, weights=self.region.sum_back(found.weights))
 
 
 class SharedLayer(nn.Module):
