@@ -53,6 +53,7 @@ class ParallelConfig(sections.Section):
     context: sections.Count = _LAYOUT.context_ranks
     context_method: layout.ContextMethod = _LAYOUT.context_method
     tensor: sections.Count = _LAYOUT.tensor
+    expert: sections.Count = _LAYOUT.expert
     data: sections.Count | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     chunks: sections.Count | None = None

@@ -11,10 +11,11 @@ Where ranks hold different experts, ``exchange`` sends the rows to them, and bri
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 from paceline.models.balance import Balanced, Choice, look_at
 from paceline.plan.model_shape import ModelShape
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, and the experts; returns their outputs."""
+Beside = Callable[[], Tensor] | None
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while rows
+are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class Experts(nn.Module):
         self.last = nn.Parameter(torch.empty(config.experts, width, inner))
         self.reset_parameters()
 
+    @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """The dim of each parameter that has the inner features, and how many matrices lie side by side in it."""
+        return {"first": (1, 2 if self.gated else 1), "last": (2, 1)}
+
     def reset_parameters(self) -> None:
         for weight, std in zip((self.first, self.last), self._stds, strict=True):
             nn.init.normal_(weight, std=std)
@@ -116,23 +124,25 @@ class Mixture(nn.Module):
         return self.router.dropped
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns for each token (..., tokens, width) the weighted sum of what its experts make of it."""
-        tokens = x.reshape(-1, x.shape[-1])
+        """Returns for each token (..., width) the weighted sum of what its experts make of it."""
+        tokens = x.flatten(0, -2)
         routing = self.router(tokens)
         capacity = self.router.rule.capacity if self.training else 0.0
         is_watched = self.training and torch.is_grad_enabled()
         choice, rows = None, (x.shape[:-2].numel(), x.shape[-2])
         if capacity or is_watched:
             choice = look_at(routing.experts.view(*rows, self.active), self.num_experts, capacity)
-        mixed = self._mix(tokens, routing, choice).view(x.shape)
-        if self.shared is not None:
-            mixed = mixed + cast("Tensor", self.shared(x))
+        shared = None if self.shared is None else functools.partial(self.shared, x)
+        mixed, beside = self._mix(tokens, routing, choice, shared)
+        mixed = mixed.view(x.shape) if beside is None else mixed.view(x.shape) + beside
         if choice is not None and is_watched:
             mixed = self.router.watch(mixed, routing.logits.view(*rows, self.num_experts), choice)
         return mixed
 
-    def _mix(self, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
-        """Returns what the experts make of tokens (tokens, width), weighed and added up."""
+    def _mix(
+        self, tokens: Tensor, routing: Routing, choice: Choice | None, shared: Beside
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns what the experts make of tokens (tokens, width), weighed and added up, and what is shared."""
         chosen, kept = routing.experts.reshape(-1), None
         if choice is not None and choice.kept is not None:
             kept = choice.kept.reshape(-1)
@@ -142,18 +152,18 @@ class Mixture(nn.Module):
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
         rows = _SortedRows.apply(tokens, order, self.active, kept)  # type: ignore[no-untyped-call]
         if self.exchange is None:
-            made = self.experts(rows, counts)
+            made, beside = self.experts(rows, counts), None if shared is None else shared()
         elif kept is None:
-            made = self.exchange(rows, counts, self.experts)
+            made, beside = self.exchange(rows, counts, self.experts, shared)
         else:  # what is dropped stays here
-            made = self.exchange(rows[: int(counts.sum())], counts, self.experts)
+            made, beside = self.exchange(rows[: int(counts.sum())], counts, self.experts, shared)
             made = F.pad(made, (0, 0, 0, len(rows) - len(made)))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = made.index_select(0, place)
         if kept is not None:  # a kernel leaves alone what is no expert's
             made = torch.where(kept.unsqueeze(-1), made, 0.0)
-        made = made.view(len(tokens), self.active, made.shape[-1])
-        return cast("Tensor", (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1))
+        made = made.view(len(tokens), self.active, tokens.shape[-1])
+        return (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1), beside
 
 
 class _SortedRows(torch.autograd.Function):

@@ -442,14 +442,19 @@ class RankGroups(Generic[GroupT]):
 
 
 def names_of(groups: RankGroups[Ranks]) -> dict[Ranks, str]:
-    """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
+    """Returns what records call the groups of several ranks: the whole world, then axes, ``data``, experts'."""
     found = {groups.world: "world"}
     for name in ("pipeline", "replicate", "shard", "context", "tensor"):
         ranks: Ranks = getattr(groups, name)
         if len(ranks) > 1:
             found.setdefault(ranks, name)
-    if len(groups.gradients) > 1:
-        found.setdefault(groups.gradients, "data")
+    for name, ranks in (
+        ("data", groups.gradients),
+        ("expert", groups.expert),
+        ("expert data", groups.expert_gradients),
+    ):
+        if len(ranks) > 1:
+            found.setdefault(ranks, name)
     return found
 
 
