@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,14 @@ from paceline.checkpoint.formats import read_header
 from paceline.checkpoint.manifest import MANIFEST, HasShards, Manifest, SavedPiece, SavedTensor
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.tools.experts import parts_of, stacked_pieces
 from paceline.checkpoint.tools.incoming import safetensors_files
 from paceline.config import peft_folder
 from paceline.config.data_sections import DataShape
 from paceline.config.load import config_from_dict
 from paceline.config.sections import HFModelConfig
 from paceline.errors import MisfitError, UsageError
-from paceline.models.hugging_face import FILL, build_hugging_face, renamed
+from paceline.models.hugging_face import FILL, build_hugging_face, file_names
 from paceline.models.lora import A, B, fits
 from paceline.shards import whole_region
 
@@ -83,12 +84,15 @@ class Pretrained:
 def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
     checkpoint, patterns = _open_files(folder, safetensors_files(folder)[0]), list(fresh)
-    shapes = checkpoint.shapes()
-    by_model = {name: name for name in shapes}
-    names, problems = _match(model, shapes, patterns)
+    by_model = {name: name for name in checkpoint.shapes()}
+    names, problems = _match(model, checkpoint.shapes(), patterns)
     if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
-        by_model = {ours: theirs for theirs, ours in renamed(model, shapes).items()}
-        names, problems = _match(model, {ours: shapes[theirs] for ours, theirs in by_model.items()}, patterns)
+        single, stacks = file_names(model, by_model)
+        checkpoint, problems = _with_stacks(checkpoint, model, stacks)
+        by_model, shapes = {**single, **{name: name for name in stacks}}, checkpoint.shapes()
+        known = {ours: shapes[theirs] for ours, theirs in by_model.items() if theirs in shapes}
+        names, others = _match(model, known, patterns)
+        problems += [each for each in others if not each.startswith("missing: ") or each.split()[1] not in stacks]
     if problems:
         lacking = [each.split()[1].rpartition(".")[0] for each in problems if each.startswith("missing: ")]
         fresh_layers = ", ".join(dict.fromkeys(lacking))
@@ -135,6 +139,20 @@ def _open_files(folder: Path, files: Iterable[Path]) -> Checkpoint:
             pieces = (SavedPiece(file=file.name, region=whole_region(place.shape)),)
             tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
     return Checkpoint(folder, Manifest(step=0, position=0, world=1, tensors=tensors, files={}), LocalFiles())
+
+
+def _with_stacks(
+    checkpoint: Checkpoint, model: nn.Module, stacks: Mapping[str, list[list[str]]]
+) -> tuple[Checkpoint, list[str]]:
+    """Returns a folder in which the experts of a layer are one tensor each, and what is odd about them."""
+    saved, shapes, problems = dict(checkpoint.manifest.tensors), checkpoint.shapes(), []
+    counts = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.ndim}
+    for name, found in stacks.items():
+        rows, odd = parts_of(name, found, shapes, counts.get(name, 0))
+        problems += odd
+        if not odd:
+            saved[name] = stacked_pieces(rows, saved)
+    return Checkpoint(checkpoint.path, replace(checkpoint.manifest, tensors=saved), LocalFiles()), problems
 
 
 def _match(
