@@ -6,9 +6,10 @@ Nothing here needs the model's code or a GPU, and memory stays at some windows o
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -218,7 +219,7 @@ def take(
         found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
     with progress_bar("writing", found.num_bytes, as_json) as tell:
         path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
-    show_written("imported", path, as_json=as_json)
+    show_written("imported", path, as_json=as_json, keys=found.keys)
 
 
 def find_any(where: str) -> Path:
@@ -339,13 +340,14 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
     echo(f"{same} of {found.num_compared} tensors are alike: {word}")
 
 
-def show_written(what: str, path: Path, *, as_json: bool) -> None:
+def show_written(what: str, path: Path, *, as_json: bool, keys: Mapping[str, Any] | None = None) -> None:
+    """Says where something is, and which model its tensors are, by the ``keys`` of ``model`` in a config."""
     from paceline.checkpoint.storage import url_of
 
     if as_json:
-        print_json({what: url_of(path)})
+        print_json({what: url_of(path), **({"model": dict(keys)} if keys else {})})
     else:
-        echo(f"{what} to {url_of(path)}")
+        echo(f"{what} to {url_of(path)}" + (f"\n  model: {json.dumps(keys)}" if keys else ""))
 
 
 def _world(ranks: int, strategy: str, mesh: Any) -> str:

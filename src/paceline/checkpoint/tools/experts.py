@@ -2,8 +2,7 @@
 
     gate_up (experts, 2 inner, width)        experts.0.gate (inner, width), experts.0.up, experts.1.gate, ...
 
-A part is known by its row, which is the matrix that it is of an expert, and by the expert's number in its name. Numbers
-count as numbers: expert 10 stands behind expert 9, not behind expert 1.
+Numbers in names count as numbers: expert 10 stands behind expert 9, not behind expert 1.
 """
 
 from __future__ import annotations
@@ -14,66 +13,63 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.tensors import Stream
 from paceline.shards import whole_region
 
-Rows = Sequence[Sequence[str]]  # names of parts: for each matrix of an expert, those of all experts
+Rows = Sequence[Sequence[str]]  # for each matrix of an expert the names that it has in files, in any order
 
 
-def parts_of(name: str, rows: Rows, shapes: Mapping[str, tuple[int, ...]], count: int = 0) -> tuple[Rows, list[str]]:
-    """Returns the rows of a stacked tensor in the order of its experts, ``count`` or more, and what is odd about them.
+def with_stacks(
+    files: Checkpoint, stacks: Mapping[str, Rows], counts: Mapping[str, int]
+) -> tuple[Checkpoint, list[str]]:
+    """Returns files in which the experts of a layer are one tensor, and what is odd: missing parts, other shapes.
 
-    What is odd is a part that is missing, or a matrix that does not fit those beside it.
+    ``counts`` says how many experts a stack has at least. Nothing is read.
     """
+    saved, problems = dict(files.manifest.tensors), []
+    for name, rows in stacks.items():
+        parts, odd = _parts_of(name, rows, files.shapes(), counts.get(name, 0))
+        problems += odd
+        if not odd:
+            heights = [saved[part].shape[0] for part in parts]
+            shape = (len(parts) // len(rows), sum(heights[: len(rows)]), saved[parts[0]].shape[1])
+            ends = itertools.accumulate(math.prod(saved[part].shape) for part in parts)
+            regions = [whole_region(shape).narrow(*span) for span in itertools.pairwise((0, *ends))]
+            found = [(saved.pop(part), part, region) for part, region in zip(parts, regions, strict=True)]
+            pieces = [SavedPiece(file=each.pieces[0].file, region=at, name=part) for each, part, at in found]
+            saved[name] = SavedTensor(shape=shape, dtype=found[0][0].dtype, pieces=tuple(pieces))
+    return Checkpoint(files.path, replace(files.manifest, tensors=saved), LocalFiles()), problems
+
+
+def _parts_of(name: str, rows: Rows, shapes: Mapping[str, tuple[int, ...]], count: int) -> tuple[list[str], list[str]]:
+    """Returns the parts of a stack in its order, and what is odd about them."""
     numbered = [{_number(part)[1]: part for part in row} for row in rows]
     if not all(numbered):
         return [], [f"missing: a matrix of each expert of {name}"]
+    firsts = [row[min(row)] for row in numbered]
     count = max([count, *(number + 1 for row in numbered for number in row)])
-    ordered, problems = [], []
-    for row in numbered:
-        first = row[min(row)]
-        ordered.append([row.get(number) or _renumbered(first, number) for number in range(count)])
-        for part in ordered[-1]:
-            rule, found = (*shapes[first][:1], *shapes[ordered[0][min(numbered[0])]][1:]), shapes.get(part)
-            if found is None:
-                problems.append(f"missing: {part} {list(rule)}")
-            elif found != rule or len(rule) != 2:
-                problems.append(f"shape: {part} is {list(found)}, and those beside it {list(rule)}")
-    return ordered, problems
+    parts, problems = [], []
+    for number, (row, first) in itertools.product(range(count), zip(numbered, firsts, strict=True)):
+        parts.append(row.get(number) or _renumbered(first, number))
+        rule, found = (*shapes[first][:1], *shapes[firsts[0]][1:]), shapes.get(parts[-1])
+        if found is None:
+            problems.append(f"missing: {parts[-1]} {list(rule)}")
+        elif found != rule or len(rule) != 2:
+            problems.append(f"shape: {parts[-1]} is {list(found)}, and those beside it {list(rule)}")
+    return parts, problems
 
 
-def stacked_pieces(rows: Rows, saved: Mapping[str, SavedTensor]) -> SavedTensor:
-    """Returns the stacked tensor, whose pieces are where the parts were."""
-    parts = [saved[part] for expert in zip(*rows, strict=True) for part in expert]
-    shape = (len(rows[0]), sum(saved[row[0]].shape[0] for row in rows), parts[0].shape[1])
-    names, end, pieces = [part for expert in zip(*rows, strict=True) for part in expert], 0, []
-    for name, part in zip(names, parts, strict=True):
-        begin, end = end, end + math.prod(part.shape)
-        region = whole_region(shape).narrow(begin, end)
-        pieces += [SavedPiece(file=piece.file, region=region, name=name) for piece in part.pieces]
-    return SavedTensor(shape=shape, dtype=parts[0].dtype, pieces=tuple(pieces))
-
-
-def stacked_stream(name: str, rows: Rows, streams: Mapping[str, Stream]) -> Stream:
-    """Returns the stacked tensor, which is read part by part."""
-    parts = [streams[part] for expert in zip(*rows, strict=True) for part in expert]
-    height = sum(streams[row[0]].shape[0] for row in rows)
-    shape = (len(rows[0]), height, parts[0].shape[1])
-
-    def read() -> itertools.chain[memoryview]:
-        return itertools.chain.from_iterable(part.read() for part in parts)
-
-    return Stream(name=name, region=whole_region(shape), dtype=parts[0].dtype, read=read)
-
-
-def split_stream(stream: Stream, rows: Rows) -> list[Stream]:
-    """Returns the parts of a stacked tensor under the names of ``rows``, all matrices being equally high."""
-    _, height, width = stream.shape
-    shape = (height // len(rows), width)
-    size = shape[0] * width
-    names = [name for expert in zip(*rows, strict=True) for name in expert]
-    cuts = (stream.narrow(at * size, (at + 1) * size) for at in range(len(names)))
-    return [replace(cut, name=name, region=whole_region(shape)) for name, cut in zip(names, cuts, strict=True)]
+def split_stream(stream: Stream, patterns: Sequence[str]) -> list[Stream]:
+    """Returns equal matrices of each expert, under the names that ``patterns`` give with its number for ``*``."""
+    experts, height, width = stream.shape
+    shape, found = (height // len(patterns), width), []
+    assert stream.narrow is not None, stream.name  # what a checkpoint has can be read in parts
+    for at, (number, pattern) in enumerate(itertools.product(range(experts), patterns)):
+        part = stream.narrow(at * math.prod(shape), (at + 1) * math.prod(shape))
+        found.append(replace(part, name=pattern.replace("*", str(number)), region=whole_region(shape)))
+    return found
 
 
 def _number(name: str) -> tuple[int, int]:

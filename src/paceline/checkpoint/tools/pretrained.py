@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from paceline.checkpoint.formats import read_header
-from paceline.checkpoint.manifest import MANIFEST, HasShards, Manifest, SavedPiece, SavedTensor
+from paceline.checkpoint.manifest import MANIFEST, HasShards
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tools.experts import parts_of, stacked_pieces
-from paceline.checkpoint.tools.incoming import safetensors_files
+from paceline.checkpoint.tools.experts import with_stacks
+from paceline.checkpoint.tools.incoming import open_files, safetensors_files
 from paceline.config import peft_folder
 from paceline.config.data_sections import DataShape
 from paceline.config.load import config_from_dict
@@ -29,7 +27,6 @@ from paceline.config.sections import HFModelConfig
 from paceline.errors import MisfitError, UsageError
 from paceline.models.hugging_face import FILL, build_hugging_face, file_names
 from paceline.models.lora import A, B, fits
-from paceline.shards import whole_region
 
 _CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
 
@@ -83,12 +80,13 @@ class Pretrained:
 
 def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
-    checkpoint, patterns = _open_files(folder, safetensors_files(folder)[0]), list(fresh)
+    checkpoint, patterns = open_files(folder, safetensors_files(folder)[0]), list(fresh)
     by_model = {name: name for name in checkpoint.shapes()}
     names, problems = _match(model, checkpoint.shapes(), patterns)
     if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
         single, stacks = file_names(model, by_model)
-        checkpoint, problems = _with_stacks(checkpoint, model, stacks)
+        counts = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.ndim}
+        checkpoint, problems = with_stacks(checkpoint, stacks, counts)
         by_model, shapes = {**single, **{name: name for name in stacks}}, checkpoint.shapes()
         known = {ours: shapes[theirs] for ours, theirs in by_model.items() if theirs in shapes}
         names, others = _match(model, known, patterns)
@@ -109,7 +107,7 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
 def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder of PEFT with the adapters of a model, and what was trained beside them with ``fresh``."""
     patterns, endings = list(fresh), (f".{A}", f".{B}")
-    checkpoint = _open_files(folder, [folder / peft_folder.WEIGHTS])
+    checkpoint = open_files(folder, [folder / peft_folder.WEIGHTS])
     shapes = checkpoint.shapes()
     names = {source.removeprefix(peft_folder.PREFIX): source for source in shapes}
     for theirs, ours in ((peft_folder.A, endings[0]), (peft_folder.B, endings[1])):
@@ -129,30 +127,6 @@ def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> 
         fix = "take the folder of the model that they were trained on"
         raise MisfitError(f"the adapters in {folder} are not those of {type(model).__name__}\n{listed}  {fix}")
     return Pretrained(checkpoint=checkpoint, names=names)
-
-
-def _open_files(folder: Path, files: Iterable[Path]) -> Checkpoint:
-    """Returns files of a folder as a checkpoint in which each tensor is one piece."""
-    tensors = {}
-    for file in files:
-        for name, place in read_header(LocalFiles(), file).tensors.items():
-            pieces = (SavedPiece(file=file.name, region=whole_region(place.shape)),)
-            tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
-    return Checkpoint(folder, Manifest(step=0, position=0, world=1, tensors=tensors, files={}), LocalFiles())
-
-
-def _with_stacks(
-    checkpoint: Checkpoint, model: nn.Module, stacks: Mapping[str, list[list[str]]]
-) -> tuple[Checkpoint, list[str]]:
-    """Returns a folder in which the experts of a layer are one tensor each, and what is odd about them."""
-    saved, shapes, problems = dict(checkpoint.manifest.tensors), checkpoint.shapes(), []
-    counts = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.ndim}
-    for name, found in stacks.items():
-        rows, odd = parts_of(name, found, shapes, counts.get(name, 0))
-        problems += odd
-        if not odd:
-            saved[name] = stacked_pieces(rows, saved)
-    return Checkpoint(checkpoint.path, replace(checkpoint.manifest, tensors=saved), LocalFiles()), problems
 
 
 def _match(
