@@ -11,6 +11,7 @@ padded. The parameters of all experts are stacked: (experts, outputs, inputs). W
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 
 from paceline.plan.model_shape import ModelShape
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, and the experts; returns their outputs."""
+Beside = Callable[[], Tensor] | None
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while rows
+are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,11 @@ class Experts(nn.Module):
         self.last = nn.Parameter(torch.empty(config.experts, width, inner))
         self.reset_parameters()
 
+    @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """The dim of each parameter that has the inner features, and how many matrices lie side by side in it."""
+        return {"first": (1, 2 if self.gated else 1), "last": (2, 1)}
+
     def reset_parameters(self) -> None:
         for weight, std in zip((self.first, self.last), self._stds, strict=True):
             nn.init.normal_(weight, std=std)
@@ -104,18 +112,22 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns for each token (..., width) the weighted sum of what its experts make of it."""
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.flatten(0, -2)
         routing = self.router(tokens)
         chosen = routing.experts.reshape(-1)
         order = chosen.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         rows = _SortedRows.apply(tokens, order, self.active)  # type: ignore[no-untyped-call]
-        made = self.experts(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.experts)
+        shared = None if self.shared is None else functools.partial(self.shared, x)
+        if self.exchange is None:
+            made, beside = self.experts(rows, counts), None if shared is None else shared()
+        else:
+            made, beside = self.exchange(rows, counts, self.experts, shared)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        made = made.index_select(0, place).view(len(tokens), self.active, -1)
+        made = made.index_select(0, place).view(len(tokens), self.active, x.shape[-1])
         mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
-        return mixed if self.shared is None else cast("Tensor", mixed + self.shared(x))
+        return mixed if beside is None else cast("Tensor", mixed + beside)
 
 
 class _SortedRows(torch.autograd.Function):
@@ -131,7 +143,7 @@ class _SortedRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return gradient.index_select(0, place).view(-1, ctx.active, gradient.shape[-1]).sum(1), None, None
+        return gradient.index_select(0, place).unflatten(0, (-1, ctx.active)).sum(1), None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
