@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
+from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.incoming import open_incoming, save_incoming
 from paceline.checkpoint.tools.outgoing import ExportOptions, export
 from paceline.checkpoint.writer import CheckpointWriter
+from paceline.cli.app import app
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.sections import GPTModelConfig, gpt_shape
@@ -43,6 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared": ("qwen2_moe", {"shared_experts": 2, "expert_width": 6}),
     "dense first": ("qwen2_moe", {"dense_layers": 1, "expert_width": 6, "router": {"renormalise": False}}),
 }
+CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True, "kv_heads": 4}
 TOKENS = torch.randint(24, (2, 16), generator=torch.Generator().manual_seed(0))
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the library thinks of tiny sizes
@@ -214,6 +218,74 @@ def test_routers_without_a_counterpart_are_refused(router: dict[str, Any], tmp_p
 
 
 def test_classic_mixtures_have_no_counterpart(tmp_path: Path) -> None:
-    classic = {"norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True, "kv_heads": 4}
     with pytest.raises(UsageError, match="GPT-2 has layer, gelu, learned, tied, all heads"):
-        exported(saved(tmp_path, **classic), tmp_path / "hf")
+        exported(saved(tmp_path, **CLASSIC), tmp_path / "hf")
+
+
+NO_EXPERTS: dict[str, Any] = {"experts": None, "active": None}
+DENSE = {"current": NO_EXPERTS, "classic": {**NO_EXPERTS, **CLASSIC}}
+
+
+def upcycle(source: Path, into: Path, *options: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns what the command says of the model, and the tensors of its checkpoint."""
+    command = ["checkpoint", "upcycle", str(source), str(into), "--experts", "4", "--json", *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    made = open_checkpoint(into / "step-00000000")
+    assert audit(made.path).is_good
+    return json.loads(result.output)["model"], {name: made.read(MODEL + name) for name in made.shapes(MODEL)}
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+@pytest.mark.parametrize("active", [1, 3])
+@pytest.mark.parametrize("kind", DENSE)
+def test_an_upcycled_mixture_computes_what_the_dense_model_did(
+    kind: str, active: int, dense_layers: int, tmp_path: Path
+) -> None:
+    dense = make_model(**DENSE[kind])
+    source = saved(tmp_path / "dense", **DENSE[kind])
+    options = ("--active", str(active), "--dense-layers", str(dense_layers))
+    keys, state = upcycle(source, tmp_path / "start", *options)
+    shape = gpt_shape(GPTModelConfig.model_validate(keys))
+    assert shape is not None
+    mixture = GPT(shape).double()
+    mixture.load_state_dict(state)
+    torch.testing.assert_close(logits(mixture), logits(dense), rtol=1e-12, atol=1e-12)
+    routers = [value for name, value in state.items() if "router" in name]
+    assert len({float(router.sum()) for router in routers}) == len(routers) == 2 - dense_layers
+    assert all(0.01 < float(router.std()) < 0.03 for router in routers)
+
+
+def test_routers_follow_the_seed(tmp_path: Path) -> None:
+    source = saved(tmp_path / "dense", **DENSE["current"])
+    (_, first), (_, again), (_, other) = (
+        upcycle(source, tmp_path / f"to-{place}", "--seed", seed) for place, seed in enumerate("778")
+    )
+    router = "layers.0.mlp.router.weight"
+    assert torch.equal(first[router], again[router])
+    assert not torch.equal(first[router], other[router])
+
+
+def test_a_folder_of_llama_is_upcycled_and_goes_to_mixtral(tmp_path: Path) -> None:
+    folder = exported(saved(tmp_path / "dense", **DENSE["current"]), tmp_path / "hf")
+    upcycle(folder, tmp_path / "start", "--active", "2")
+    mixtral = theirs(exported(tmp_path / "start" / "step-00000000", tmp_path / "mixtral"))
+    torch.testing.assert_close(logits(mixtral), logits(make_model(**DENSE["current"])), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ({}, (), "of 2 layers, those from 0 on have no dense MLP"),
+        (DENSE["current"], ("--dense-layers", "2"), "of 2 layers, those from 2 on have no dense MLP"),
+        (DENSE["current"], ("--active", "5"), "--active 5 of --experts 4"),
+    ],
+)
+def test_what_cannot_be_upcycled_is_refused(
+    model: dict[str, Any], options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    command = ["checkpoint", "upcycle", str(saved(tmp_path, **model)), str(tmp_path / "start"), "--experts", "4"]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert isinstance(result.exception, UsageError)
+    assert words in str(result.exception)
+    assert not (tmp_path / "start").exists()

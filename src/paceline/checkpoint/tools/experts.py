@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.tensors import Stream
+from paceline.errors import UsageError
+from paceline.models.gpt import INIT_STD
 from paceline.shards import whole_region
 
 Rows = Sequence[Sequence[str]]  # for each matrix of an expert the names that it has in files, in any order
@@ -70,6 +75,41 @@ def split_stream(stream: Stream, patterns: Sequence[str]) -> list[Stream]:
         part = stream.narrow(at * math.prod(shape), (at + 1) * math.prod(shape))
         found.append(replace(part, name=pattern.replace("*", str(number)), region=whole_region(shape)))
     return found
+
+
+def upcycled(streams: Mapping[str, Stream], experts: int, dense_layers: int, seed: int) -> dict[str, Stream]:
+    """Returns a GPT whose MLPs became as many equal experts, but for the first layers; routers are drawn.
+
+    Where the weights of a token's experts add up to 1, it computes what it did. Raises UsageError for other models.
+    """
+    found, layers = dict(streams), len({name.split(".")[1] for name in streams if name.startswith("layers.")})
+    if not 0 <= dense_layers < layers or f"layers.{layers - 1}.mlp.down.weight" not in streams:
+        what = f"upcycle: of {layers} layers, those from {dense_layers} on have no dense MLP of the package's GPT"
+        rule = "the tensors layers.N.mlp.up.weight and layers.N.mlp.down.weight become those of experts"
+        raise UsageError(f"{what}\n  {rule}\n  name a dense GPT, and a smaller --dense-layers than it has layers")
+    for layer in range(dense_layers, layers):
+        prefix = f"layers.{layer}.mlp."
+        first = [found.pop(f"{prefix}{name}.weight", None) for name in ("gate", "up")]
+        for name, parts in (("first", first), ("last", [found.pop(f"{prefix}down.weight", None)])):
+            found[f"{prefix}experts.{name}"] = _copies(f"{prefix}experts.{name}", [p for p in parts if p], experts)
+        width, dtype = found[f"{prefix}experts.first"].shape[2], found[f"{prefix}experts.first"].dtype
+        draw = partial(
+            _drawn, (experts, width), (1_000_003 * seed + layer) % 2**32
+        )  # of a seed, torch takes as many bits
+        found[f"{prefix}router.weight"] = Stream.made(f"{prefix}router.weight", (experts, width), dtype, draw)
+    return found
+
+
+def _copies(name: str, parts: Sequence[Stream], experts: int) -> Stream:
+    def read() -> Iterator[memoryview]:
+        return itertools.chain.from_iterable(part.read() for part in list(parts) * experts)
+
+    shape = (experts, sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return Stream(name=name, region=whole_region(shape), dtype=parts[0].dtype, read=read)
+
+
+def _drawn(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    return INIT_STD * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _number(name: str) -> tuple[int, int]:

@@ -129,6 +129,7 @@ def save_incoming(
     streams = [replace(stream, name=MODEL + name) for name, stream in incoming.model.items()]
     streams += [replace(stream, name=OPTIMIZER + name) for name, stream in incoming.optimizer.items()]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
+    about |= {"config": {"model": dict(incoming.keys)}} if incoming.keys else {}
     plain = State(step=0, position=0, found=dict(incoming.found), about=about)
     return write_checkpoint(folder, [streams], plain, progress=progress, may_replace=may_replace)
 
