@@ -7,18 +7,16 @@ slice is at its expert's place, with its own moments, and the next step is that 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trained_gpt import change_manifest
 from typer.testing import CliRunner
 
 from paceline.checkpoint import open_checkpoint
-from paceline.checkpoint.find import verify_checkpoint
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.listing import compare
 from paceline.checkpoint.writer import CheckpointWriter
@@ -26,7 +24,7 @@ from paceline.cli.app import app
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.tensor.layout import ExpertParts
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, RankFailedError
 from paceline.run.worker import make_hooks
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.recovery import StopRequest
@@ -129,4 +127,88 @@ def test_masters_and_muons_state_move_with_their_experts(first: str, second: str
     path = saved(LAYOUTS[first], tmp_path / "first", kind)
     again = carried(path, LAYOUTS[second], tmp_path / "second", kind)
     found = compare(open_checkpoint(path), open_checkpoint(again))
-    assert not (found.tensors or found.only_left or found.only_right or found.other_shape)
+    assert (found.tensors, found.only_left, found.only_right, found.other_shape) == ((), (), (), ())
+
+
+# Bugs of other projects and those that would be easy to make, planted.
+
+
+def test_one_rank_s_experts_are_not_saved_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank says that its experts are the first ones: KempnerForge #202 kept those of one rank."""
+
+    def of_the_first(parts: Any, name: str, region: Any) -> Any:
+        split = parts.splits.get(name)
+        if split is None:
+            return region
+        shape = (split.shape[0], *region.shape[1:])
+        return replace(region, shape=shape, cuts=(*region.cuts, (0, split.spans(0, 2))))
+
+    monkeypatch.setattr(ExpertParts, "region", of_the_first)
+    with pytest.raises(RankFailedError, match=r"cannot write .*experts\.\w+: .*saved twice"):
+        saved(LAYOUTS["experts"], tmp_path)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_experts_of_one_rank_as_if_they_were_all_fit_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertParts, "region", lambda _, __, region: region)
+        path = saved(LAYOUTS["experts"], tmp_path / "first")
+    with pytest.raises(RankFailedError, match=r"experts\.first: \[2, 16, 8\] is saved, \[4, 16, 8\] is here"):
+        run(config_of(LAYOUTS["one"]), tmp_path / "second", path)
+
+
+def test_experts_that_no_file_has_are_not_left_at_random_values(tmp_path: Path) -> None:
+    path = saved(LAYOUTS["experts"], tmp_path / "first")
+
+    def drop(found: dict[str, Any]) -> None:
+        found["tensors"]["model/layers.0.mlp.experts.first"]["pieces"].pop()
+
+    change_manifest(path, drop)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.first"):
+        open_checkpoint(path)
+
+
+def swapped(found: dict[str, Any], name: str) -> None:
+    """Says of two ranks' pieces that each has what the other one has."""
+    first, second = found["tensors"][name]["pieces"]
+    first["file"], second["file"] = second["file"], first["file"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model/layers.0.mlp.experts.first", "optimizer/layers.1.mlp.experts.last/exp_avg"],
+    ids=["weights", "moments"],
+)
+def test_experts_and_moments_that_changed_places_show(name: str, tmp_path: Path) -> None:
+    """Both are whole to every check of sizes: the comparison and the next step tell."""
+    path = saved(LAYOUTS["experts"], tmp_path / "first")
+    right = run(config_of(LAYOUTS["one"]), tmp_path / "right", path)
+    moved = carried(path, LAYOUTS["an expert a rank"], tmp_path / "moved")
+    assert not compare(open_checkpoint(path), open_checkpoint(moved)).tensors
+    change_manifest(path, lambda found: swapped(found, name))
+    assert [each.name for each in compare(open_checkpoint(path), open_checkpoint(moved)).tensors] == [name]
+    wrong = run(config_of(LAYOUTS["one"]), tmp_path / "wrong", path)
+    layer = name.partition("/")[2].removesuffix("/exp_avg")
+    assert float((wrong[layer] - right[layer]).abs().max()) > 1e-6
+
+
+def test_tools_show_reshard_and_compare_a_mixture(tmp_path: Path) -> None:
+    path = saved(LAYOUTS["shards of experts"], tmp_path / "first")
+
+    def call(*words: object) -> Any:
+        result = CliRunner().invoke(app, ["checkpoint", *map(str, words), "--json"])
+        assert result.exit_code == 0, (words, result.output, result.exception)
+        return json.loads(result.output)
+
+    shown = {each["name"]: each for each in call("inspect", path, "--tensors", "*experts*")["tensors"]}
+    assert shown["model/layers.0.mlp.experts.first"]["shape"] == [EXPERTS, 16, 8]
+    assert call("verify", path)["is_good"]
+    for place, options in enumerate((("--ranks", 3), ("--ranks", 4, "--pipeline", 2), ("--ranks", 2, "--tensor", 2))):
+        call("reshard", path, tmp_path / f"moved-{place}", *options)
+        assert call("diff", path, tmp_path / f"moved-{place}")["is_same_state"]
+    out = tmp_path / "whole.safetensors"
+    call("export", path, out, "--optimizer")
+    call("import", out, tmp_path / "start")
+    assert call("verify", tmp_path / "start")["is_good"]
+    names = [each["name"] for each in call("inspect", tmp_path / "start", "--tensors", "*experts*")["tensors"]]
+    assert sorted(names) == sorted(shown)
