@@ -148,10 +148,11 @@ def _count(what: str, value: Any, most: int = 2**60) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPiece:
-    """A part of a tensor, in a file under the tensor's name."""
+    """A part of a tensor, in a file under the tensor's name, or in files of others under ``name``."""
 
     file: str
     region: Region
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

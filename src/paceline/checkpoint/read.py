@@ -154,7 +154,10 @@ class Checkpoint:
             path = file_in(self.path, piece.file)
             self._headers[piece.file] = path, read_header(self._storage, path)
         path, header = self._headers[piece.file]
-        place, wanted = header.tensors.get(self._former.get(name, name)), piece.region.size * ITEM_BYTES[dtype]
+        place, wanted = (
+            header.tensors.get(piece.name or self._former.get(name, name)),
+            piece.region.size * ITEM_BYTES[dtype],
+        )
         if place is None:
             raise damaged(f"{path} is damaged: it has no {name}")
         if (place.dtype, place.num_bytes) != (dtype, wanted):

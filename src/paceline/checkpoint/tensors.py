@@ -52,12 +52,16 @@ def ignore_progress(_: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A tensor, or a region of one, that is read when needed: ``read`` yields its bytes in order, part by part."""
+    """A tensor, or a region of one, that is read when needed: ``read`` yields its bytes in order, part by part.
+
+    ``narrow`` returns some of its elements, which are read without those before them; None: it is read as a whole.
+    """
 
     name: str
     region: Region
     dtype: torch.dtype
     read: Callable[[], Iterator[memoryview]]
+    narrow: Callable[[int, int], Stream] | None = None
 
     @classmethod
     def of(cls, shard: Shard) -> Stream:

@@ -6,9 +6,10 @@ Nothing here needs the model's code or a GPU, and memory stays at some windows o
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -146,7 +147,7 @@ def reshard(
     checkpoint = _open_whole(source, fast)
     values = checkpoint.manifest.about.get("config")
     cut = None
-    if isinstance(values, dict) and layout.is_split:
+    if isinstance(values, dict) and "data" in values and layout.is_split:  # an import says of its model alone
         cut = cut_of_run(config_from_dict(values), layout)
     with progress_bar("writing", checkpoint.manifest.num_bytes, as_json) as tell:
         path = write(checkpoint, Path(target), layout, cut, progress=tell, may_replace=force)
@@ -218,7 +219,45 @@ def take(
         found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
     with progress_bar("writing", found.num_bytes, as_json) as tell:
         path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
-    show_written("imported", path, as_json=as_json)
+    show_written("imported", path, as_json=as_json, keys=found.keys)
+
+
+@app.command()
+def upcycle(
+    source: str = typer.Argument(
+        metavar="SRC", help="A dense GPT: a checkpoint, run, or weights as import takes them."
+    ),
+    target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
+    *,
+    experts: int = typer.Option(..., min=2, help="Experts of a layer, each of which begins as its MLP."),
+    active: int = typer.Option(2, min=1, help="Experts that take a token, for the model's config."),
+    dense_layers: int = typer.Option(0, min=0, help="Layers at the beginning that stay dense."),
+    seed: int = typer.Option(0, min=0, max=2**31, help="Draws the routers."),
+    force: bool = _FORCE,
+    as_json: bool = _JSON,
+) -> None:
+    """Make a mixture of experts of a dense GPT, to start a run from."""
+    from paceline.checkpoint.manifest import MODEL
+    from paceline.checkpoint.tools.experts import upcycled
+    from paceline.checkpoint.tools.incoming import Incoming, format_of, open_incoming, save_incoming
+    from paceline.checkpoint.tools.stream import stream_saved
+
+    if active > experts:
+        rule, fix = "a token takes different experts", "give at most as many"
+        raise UsageError(f"--active {active} of --experts {experts}\n  {rule}\n  {fix}")
+    path = Path(source)
+    if path.is_file() or (path / "config.json").is_file():
+        with _reading():
+            found = open_incoming(path, format_of(path))
+    else:
+        checkpoint = _open_whole(source, fast=False)
+        streams = {name: stream_saved(checkpoint, MODEL + name) for name in checkpoint.shapes(MODEL)}
+        found = Incoming(model=streams, keys=checkpoint.manifest.setting("model") or {})
+    keys = {**found.keys, "experts": experts, "active": active, "dense_layers": dense_layers}
+    found = Incoming(model=upcycled(found.model, experts, dense_layers, seed), keys=keys)
+    with progress_bar("writing", found.num_bytes, as_json) as tell:
+        written = save_incoming(found, Path(target), source, progress=tell, may_replace=force)
+    show_written("upcycled", written, as_json=as_json, keys=keys)
 
 
 def find_any(where: str) -> Path:
@@ -339,13 +378,14 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
     echo(f"{same} of {found.num_compared} tensors are alike: {word}")
 
 
-def show_written(what: str, path: Path, *, as_json: bool) -> None:
+def show_written(what: str, path: Path, *, as_json: bool, keys: Mapping[str, Any] | None = None) -> None:
+    """Says where something is, and which model its tensors are, by the ``keys`` of ``model`` in a config."""
     from paceline.checkpoint.storage import url_of
 
     if as_json:
-        print_json({what: url_of(path)})
+        print_json({what: url_of(path), **({"model": dict(keys)} if keys else {})})
     else:
-        echo(f"{what} to {url_of(path)}")
+        echo(f"{what} to {url_of(path)}" + (f"\n  model: {json.dumps(keys)}" if keys else ""))
 
 
 def _world(ranks: int, strategy: str, mesh: Any) -> str:

@@ -31,7 +31,7 @@ from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
 
-_INIT_STD = 0.02
+INIT_STD = 0.02
 _NORM_EPS = 1e-5
 _ROTARY_BASE = 10_000.0
 
@@ -310,7 +310,7 @@ class GELU(nn.Module):
 class Linear(nn.Linear):
     """A linear layer without bias whose weight is drawn from a normal distribution."""
 
-    def __init__(self, in_features: int, out_features: int, std: float = _INIT_STD) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float = INIT_STD) -> None:
         self.std = std  # before the base constructor, which calls reset_parameters
         super().__init__(in_features, out_features, bias=False)
 
@@ -325,7 +325,7 @@ class Embedding(nn.Embedding):
     """An embedding drawn from a normal distribution, as narrow as that of the linear layers."""
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=_INIT_STD)
+        nn.init.normal_(self.weight, std=INIT_STD)
 
     def project(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
         """Returns what an output layer that is tied to the embedding does: the logits, or their loss."""
@@ -357,12 +357,12 @@ def _make_mixture(config: ModelShape) -> Mixture:
     if config.shared_experts:
         width = config.shared_experts * (config.expert_width or config.mlp_width)
         shared = _make_mlp(replace(config, mlp_width=width))
-    return Mixture(config, shared, _INIT_STD, _residual_std(config))
+    return Mixture(config, shared, INIT_STD, _residual_std(config))
 
 
 def _residual_std(config: ModelShape) -> float:
     # 2 * layers projections add to the stream; scaled so, its variance does not grow with depth (GPT-2).
-    return _INIT_STD / math.sqrt(2 * config.layers)
+    return INIT_STD / math.sqrt(2 * config.layers)
 
 
 def _check_gpt(config: ModelShape) -> None:

@@ -161,11 +161,31 @@ def _draw(model: Any, patterns: list[str]) -> None:
         model._init_weights(module)
 
 
-def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Returns what the model calls each tensor of its files, by the renamings that the library knows of its classes."""
+def file_names(model: nn.Module, names: Iterable[str]) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
+    """Returns what files call each tensor of a model, by the conversions that the library knows of its classes.
+
+    Experts that are stacked in the model may be many tensors in files. They are apart: a row for each of the matrices
+    that stand one below the other (gate and up), with the names of all experts.
+    """
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     plain = [each for each in mapping if not getattr(each, "operations", None)]
-    return {name: functools.reduce(lambda key, each: each.rename_source_key(key)[0], plain, name) for name in names}
+    stacks = [each for each in mapping if _stacks_experts(getattr(each, "operations", None) or [])]
+    single: dict[str, str] = {}
+    stacked: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        ours = functools.reduce(lambda key, each: each.rename_source_key(key)[0], plain, name)
+        into = ((each, *each.rename_source_key(ours)) for each in stacks)
+        converter, target, pattern = next((each for each in into if each[2] is not None), (None, ours, None))
+        if converter is None or pattern is None:
+            single[ours] = name
+        else:
+            stacked.setdefault(target, {each: [] for each in converter.source_patterns})[pattern].append(name)
+    return single, {name: list(rows.values()) for name, rows in stacked.items()}
+
+
+def _stacks_experts(operations: list[Any]) -> bool:
+    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in operations]
+    return kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 # What folders have for tokens, images and generation, apart from the weights.

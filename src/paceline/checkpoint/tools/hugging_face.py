@@ -1,6 +1,8 @@
 """The package's GPT in the names and shapes of Hugging Face's, out and in; computes the same.
 
     RMSNorm, SwiGLU, rotary            LlamaForCausalLM      the same tensors under other names
+    the same with experts              MixtralForCausalLM    a tensor for each matrix of an expert
+    with shared ones, dense layers     Qwen2MoeForCausalLM   the shared one has a gate of 1/2, and counts twice
     LayerNorm, GELU, learned, tied     GPT2LMHeadModel       matrices transposed, q, k and v in one, biases of zero
 
 Other combinations have no counterpart there, and keep their own names.
@@ -8,8 +10,9 @@ Other combinations have no counterpart there, and keep their own names.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +21,11 @@ from typing import Any
 import torch
 
 from paceline.bounded_yaml import load_shipped
-from paceline.checkpoint.manifest import Manifest, damaged
+from paceline.checkpoint.manifest import MALFORMED, Manifest, damaged
+from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import Stream
+from paceline.checkpoint.tools.experts import split_stream, with_stacks
+from paceline.checkpoint.tools.stream import stream_saved
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.model_shape import ModelShape
@@ -29,6 +35,8 @@ _EPS = 1e-5
 _ROTARY_BASE = 10_000.0
 _NAMES = load_shipped((Path(__file__).parent / "hugging_face_names.yaml").read_text(encoding="utf-8"))
 _LLAMA, _GPT2 = _NAMES["llama"], _NAMES["gpt2"]
+_QWEN, _SHARED_GATE, _SHARED_DOWN = "qwen2_moe", ".mlp.shared_expert_gate.weight", ".mlp.shared_expert.down_proj.weight"
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", _QWEN: "Qwen2MoeForCausalLM"}
 
 Streams = Mapping[str, Stream]
 
@@ -59,56 +67,164 @@ def to_hugging_face(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any]
             raise KeyError(f"{shape.layers} layers")
         if kind == ("rms", "swiglu", "rotary"):
             return _to_llama(shape, streams)
-        if is_classic:
+        if is_classic and not shape.experts:
             return _to_gpt2(shape, streams)
     except (KeyError, IndexError) as error:
         raise damaged(f"the tensors of a checkpoint are not those of its config: {error}") from error
     raise UsageError(
         f"--hf for a GPT with norm {shape.norm}, mlp {shape.mlp}, positions {shape.positions}, tied {shape.tied}, "
-        f"{shape.kv_heads} of {shape.heads} heads for keys and values\n"
-        "  Llama has rms, swiglu, rotary; GPT-2 has layer, gelu, learned, tied, all heads\n"
+        f"{shape.kv_heads} of {shape.heads} heads for keys and values, {shape.experts} experts\n"
+        "  Llama has rms, swiglu, rotary, and so have mixtures; GPT-2 has layer, gelu, learned, tied, all heads\n"
         "  leave --hf out: tensors keep their own names"
     )
 
 
-def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, Stream]:
-    """Returns a Llama's or GPT-2's tensors under the names of the package's GPT. Raises CheckpointError for others."""
+def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dict[str, Stream], dict[str, Any]]:
+    """Returns tensors under the names of the package's GPT, and ``model`` of a config for them (of GPT-2: nothing).
+
+    Raises CheckpointError for a model that computes something else.
+    """
     kind = config.get("model_type")
-    if kind not in ("llama", "gpt2"):
-        fix = "import the weights under their own names: name the safetensors file itself"
-        raise CheckpointError(f"config.json says model_type = {kind!r}\n  llama and gpt2 are known here\n  {fix}")
-    return _from_llama(streams) if kind == "llama" else _from_gpt2(streams)
+    if kind == "gpt2":
+        return _from_gpt2({name: stream_saved(files, name) for name in files.shapes()}), {}
+    if kind not in _ARCHITECTURES:
+        rule = "llama, gpt2, mixtral and qwen2_moe are known here; qwen3_moe and olmoe norm their queries and keys"
+        fix = "train it with model.kind = hf, or name the safetensors file itself: it keeps its own names"
+        raise CheckpointError(f"config.json says model_type = {kind!r}\n  {rule}\n  {fix}")
+    try:
+        model, odd = _model_keys(config), _odd_settings(config)
+        found, problems = ({}, []) if odd else _from_llama(kind, files, model)
+    except MALFORMED as error:
+        raise CheckpointError(f"config.json is not that of a {kind}: {error}\n  copy the folder again") from error
+    if odd:
+        rule, fix = (
+            "the package's GPT has what stands last",
+            "train it with model.kind = hf, which has all of the family",
+        )
+        raise CheckpointError(f"config.json says {'; '.join(odd)}\n  {rule}\n  {fix}")
+    if problems:
+        rule, fix = "each name must have its counterpart, in the shape of config.json", "train it with model.kind = hf"
+        raise CheckpointError("\n  ".join([*problems, f"{rule}\n  {fix}, or copy the folder again"]))
+    return found, model
+
+
+def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {ours: config[theirs] for theirs, ours in _NAMES["keys"].items() if config.get(theirs) is not None}
+    if config["model_type"] == _QWEN:
+        shared, inner = config["shared_expert_intermediate_size"], config["moe_intermediate_size"]
+        keys |= {"shared_experts": shared // inner, "dense_layers": len(config.get("mlp_only_layers") or [])}
+        keys["router"] = {"renormalise": bool(config.get("norm_topk_prob"))}
+    return {"kind": "gpt", **keys}
+
+
+def _odd_settings(config: Mapping[str, Any]) -> list[str]:
+    """Returns what a config says that the package's GPT has in another way only."""
+    rope, dense = config.get("rope_parameters") or config.get("rope_scaling") or {}, config.get("mlp_only_layers") or []
+    shared, inner = config.get("shared_expert_intermediate_size", 0), config.get("moe_intermediate_size", 1)
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    sees_all = not window or window >= config["max_position_embeddings"]
+    rules = {
+        "rms_norm_eps": (config.get("rms_norm_eps"), _EPS),
+        "hidden_act": (config.get("hidden_act"), "silu"),
+        "head_dim": (config.get("head_dim"), config["hidden_size"] // config["num_attention_heads"]),
+        "rope_theta": (rope.get("rope_theta", config.get("rope_theta")), _ROTARY_BASE),
+        "rope_type": (rope.get("rope_type", rope.get("type")), "default"),
+        "sliding_window": (None if sees_all else window, "none"),
+        "decoder_sparse_step": (config.get("decoder_sparse_step"), 1),
+        "mlp_only_layers": (dense, list(range(len(dense)))),
+        "shared_expert_intermediate_size": (shared, shared // inner * inner),
+    }
+    return [f"{key} = {found}, not {own}" for key, (found, own) in rules.items() if found not in (None, own)]
 
 
 def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
-    width = streams["token_embedding.weight"].shape[1]
-    inner, context = streams["layers.0.mlp.up.weight"].shape[0], shape.context or 2048
-    config = _common_config("llama", "LlamaForCausalLM", shape, streams)
-    config |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": shape.layers}
+    kind, embedding, context = _family(shape), streams["token_embedding.weight"], shape.context or 2048
+    width, inner = embedding.shape[1], shape.expert_width or shape.mlp_width
+    config = _common_config(kind, _ARCHITECTURES[kind], shape, streams)
+    config |= {"hidden_size": width, "intermediate_size": shape.mlp_width, "num_hidden_layers": shape.layers}
     config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
     config |= {"head_dim": width // shape.heads, "max_position_embeddings": context, "hidden_act": "silu"}
     config |= {"rms_norm_eps": _EPS, "rope_theta": _ROTARY_BASE, "attention_bias": False, "mlp_bias": False}
-    names = _llama_names(shape.layers)
+    if kind == "mixtral":
+        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active, "intermediate_size": inner}
+    elif kind == _QWEN:
+        config |= {"num_experts": shape.experts, "num_experts_per_tok": shape.active, "moe_intermediate_size": inner}
+        config |= {"shared_expert_intermediate_size": shape.shared_experts * inner, "qkv_bias": False}
+        config |= {"norm_topk_prob": shape.router.renormalise, "mlp_only_layers": list(range(shape.dense_layers))}
+    names, found = _llama_names(kind, range(shape.layers)), list[Stream]()
     if lacking := [name for name in streams if name not in names]:
-        raise UsageError(f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out")
-    return config, [replace(each, name=names[name]) for name, each in streams.items()]
+        raise UsageError(f"--hf: {lacking[0]} has no counterpart in {_ARCHITECTURES[kind]}\n  leave --hf out")
+    for name, stream in streams.items():
+        theirs = names[name]
+        found += [replace(stream, name=theirs)] if isinstance(theirs, str) else split_stream(stream, theirs)
+    if kind == _QWEN:
+        found = [_scaled(each, 2.0) if each.name.endswith(_SHARED_DOWN) else each for each in found]
+        empty = {_SHARED_GATE: (1, width)}
+        if not shape.shared_experts:
+            first = {_SHARED_DOWN.replace("down", name): (0, width) for name in ("gate", "up")}
+            empty |= {**first, _SHARED_DOWN: (width, 0)}
+        for layer, (name, size) in itertools.product(range(shape.dense_layers, shape.layers), empty.items()):
+            make = partial(torch.zeros, size, dtype=embedding.dtype)
+            found.append(Stream.made(f"model.layers.{layer}{name}", size, embedding.dtype, make))
+    return config, found
 
 
-def _llama_names(layers: int) -> dict[str, str]:
-    blocks = {
-        f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
-        for layer in range(layers)
-        for ours, theirs in _LLAMA["block"].items()
-    }
-    return {**_LLAMA["ends"], **blocks}
+def _family(shape: ModelShape) -> str:
+    """Returns the model_type that computes what a GPT does. Raises UsageError for a router that none of them has."""
+    rule = shape.router
+    if shape.experts and (rule.scores, rule.scale, rule.groups) != ("softmax", 1.0, 1):
+        what = f"--hf for a GPT with router.scores = {rule.scores}, scale = {rule.scale}, groups = {rule.groups}"
+        raise UsageError(f"{what}\n  Mixtral and Qwen2-MoE have softmax, 1.0 and 1\n  leave --hf out")
+    is_plain = rule.renormalise and not shape.shared_experts and not shape.dense_layers
+    return "llama" if not shape.experts else "mixtral" if is_plain else _QWEN
 
 
-def _from_llama(streams: Streams) -> dict[str, Stream]:
-    names = {theirs: ours for ours, theirs in _llama_names(len(streams)).items()}  # at most so many layers
-    kept = [name for name in streams if not name.endswith("rotary_emb.inv_freq")]  # a constant, which older files have
-    if lacking := [name for name in kept if name not in names]:
-        raise CheckpointError(f"{lacking[0]} has no counterpart in the package's GPT, which has no biases")
-    return {names[name]: replace(streams[name], name=names[name]) for name in kept}
+def _llama_names(kind: str, layers: Iterable[int]) -> dict[str, str | tuple[str, ...]]:
+    """Returns what a family calls each tensor of a GPT; of experts, a pattern for each matrix."""
+    family = _NAMES[kind]
+    block = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in {**_LLAMA["block"], **family["block"]}.items()}
+    experts = family.get("experts", {})
+    block |= {ours: tuple(f"{each}.weight" for each in theirs) for ours, theirs in experts.items()}
+    return {**_LLAMA["ends"], **_layer_names(layers, block)}
+
+
+def _layer_names(layers: Iterable[int], block: Mapping[str, Any]) -> dict[str, Any]:
+    def named(layer: int, theirs: Any) -> Any:
+        prefix = f"model.layers.{layer}."
+        return prefix + theirs if isinstance(theirs, str) else tuple(prefix + each for each in theirs)
+
+    return {f"layers.{layer}.{ours}": named(layer, theirs) for layer in layers for ours, theirs in block.items()}
+
+
+def _scaled(stream: Stream, factor: float) -> Stream:
+    return Stream.made(stream.name, stream.shape, stream.dtype, lambda: stream.whole() * factor)
+
+
+def _from_llama(kind: str, files: Checkpoint, model: Mapping[str, Any]) -> tuple[dict[str, Stream], list[str]]:
+    """Returns the tensors under our names, and what is odd about theirs."""
+    layers, experts = range(min(model["layers"], len(files.shapes()))), model.get("experts", 0)
+    names, stacked = _llama_names(kind, layers), _layer_names(layers, _NAMES["stacked"])
+    patterns = {stacked[ours]: theirs for ours, theirs in names.items() if not isinstance(theirs, str)}
+    stacks = {name: [fnmatch.filter(files.shapes(), each) for each in rows] for name, rows in patterns.items()}
+    stacks = {name: rows for name, rows in stacks.items() if any(rows)}  # not those that are stacked in the files
+    files, problems = with_stacks(files, stacks, dict.fromkeys(stacks, experts))
+    kept, found = {name: stream_saved(files, name) for name in files.shapes()}, dict[str, Stream]()
+    for ours, theirs in names.items():
+        name = next((each for each in (theirs, stacked.get(ours)) if each in kept), None)
+        if name is None:
+            continue
+        found[ours] = replace(kept.pop(name), name=ours)
+        if ours in stacked and found[ours].shape[0] != experts:
+            problems.append(f"{name} is {list(found[ours].shape)}, and config.json says {experts} experts")
+        if ours.endswith(".shared.down.weight"):
+            found[ours] = _scaled(found[ours], 0.5)
+            gate = kept.pop(str(theirs).replace(_SHARED_DOWN, _SHARED_GATE))
+            if bool(gate.whole().any()):
+                problems.append(f"{gate.name} is not zero: it weighs the shared expert by the token")
+    if not problems:  # else parts of experts are left over, too; older files have a constant of the rotation
+        lacking = [name for name in kept if not name.endswith("rotary_emb.inv_freq")]
+        problems = [f"{name} has no counterpart in the package's GPT" for name in lacking]
+    return {name: each for name, each in found.items() if 0 not in each.shape}, problems
 
 
 def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:

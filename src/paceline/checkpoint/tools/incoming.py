@@ -10,7 +10,7 @@ are pickles: they are opened only where the user allows it, and then as tensors 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.formats import TensorPlace, check_found, read_header
-from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
+from paceline.checkpoint.formats import check_found, read_header
+from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, Manifest, SavedPiece, SavedTensor, State
+from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_read
-from paceline.checkpoint.tensors import DTYPES, Progress, Stream, decode, encode, ignore_progress
+from paceline.checkpoint.tensors import Progress, Stream, decode, encode, ignore_progress
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
-from paceline.checkpoint.tools.stream import WINDOW_BYTES, write_checkpoint
+from paceline.checkpoint.tools.stream import stream_saved, write_checkpoint
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
@@ -39,11 +40,15 @@ _MOST_COPIES = 16  # how often tensors of a torch file may show the same bytes: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """What was found in somebody's file: tensors of a model, and of an optimizer by ``parameter/key``."""
+    """What was found in somebody's file: tensors of a model, and of an optimizer by ``parameter/key``.
+
+    ``keys`` are those of ``model`` in a config for it, where the file tells.
+    """
 
     model: dict[str, Stream]
     optimizer: dict[str, Stream] = field(default_factory=dict)
     found: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -124,28 +129,40 @@ def save_incoming(
     streams = [replace(stream, name=MODEL + name) for name, stream in incoming.model.items()]
     streams += [replace(stream, name=OPTIMIZER + name) for name, stream in incoming.optimizer.items()]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
+    about |= {"config": {"model": dict(incoming.keys)}} if incoming.keys else {}
     plain = State(step=0, position=0, found=dict(incoming.found), about=about)
     return write_checkpoint(folder, [streams], plain, progress=progress, may_replace=may_replace)
 
 
 def _open_safetensors(path: Path) -> Incoming:
     files, config = safetensors_files(path)
-    streams: dict[str, Stream] = {}
+    folder = open_files(path if path.is_dir() else path.parent, files)
+    if config is not None and config.get("model_type"):
+        made, keys = from_hugging_face(config, folder)
+        return Incoming(model=made, keys=keys)
+    streams = {name: stream_saved(folder, name) for name in folder.shapes()}
     extra: dict[str, Any] = {}
     for file in files:
-        header = read_header(LocalFiles(), file)
-        if twice := streams.keys() & header.tensors.keys():
-            what = f"{file} has {min(twice)}, and another file too"
-            raise CheckpointError(f"{what}\n  each tensor is in one file\n  copy the folder again")
-        streams |= {name: _file_stream(file, name, place) for name, place in header.tensors.items()}
-        extra |= _ours(file, header.metadata.get(METADATA, "{}"))
-    if config is not None and config.get("model_type"):
-        return Incoming(model=from_hugging_face(config, streams))
+        extra |= _ours(file, read_header(LocalFiles(), file).metadata.get(METADATA, "{}"))
     return Incoming(
         model={name: each for name, each in streams.items() if not name.startswith(OPTIMIZER)},
         optimizer={name.removeprefix(OPTIMIZER): e for name, e in streams.items() if name.startswith(OPTIMIZER)},
         found=extra,
     )
+
+
+def open_files(folder: Path, files: Iterable[Path]) -> Checkpoint:
+    """Returns safetensors files of a folder as a checkpoint in which each tensor is one piece."""
+    tensors: dict[str, SavedTensor] = {}
+    for file in files:
+        header = read_header(LocalFiles(), file)
+        if twice := tensors.keys() & header.tensors.keys():
+            what = f"{file} has {min(twice)}, and another file too"
+            raise CheckpointError(f"{what}\n  each tensor is in one file\n  copy the folder again")
+        for name, place in header.tensors.items():
+            pieces = (SavedPiece(file=file.name, region=whole_region(place.shape)),)
+            tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
+    return Checkpoint(folder, Manifest(step=0, position=0, world=1, tensors=tensors, files={}), LocalFiles())
 
 
 def _ours(file: Path, text: str) -> dict[str, Any]:
@@ -187,22 +204,6 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
     except MALFORMED as error:
         what = f"{path} is damaged: {error}"
         raise CheckpointError(f"{what}\n  folders of Hugging Face have JSON there\n  copy it again") from error
-
-
-def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
-    def read() -> Iterator[memoryview]:
-        for first in range(place.begin, place.end, WINDOW_BYTES):
-            window = memoryview(bytearray(min(WINDOW_BYTES, place.end - first)))
-            try:
-                LocalFiles().read_into(path, [(first, window)])
-            except OSError as error:
-                raise cannot_read(path, error) from error
-            except EOFError as error:
-                what = f"{path} is cut short: {error}"
-                raise CheckpointError(f"{what}\n  it was whole when it was opened\n  copy it again") from error
-            yield window
-
-    return Stream(name=name, region=whole_region(place.shape), dtype=DTYPES[place.dtype], read=read)
 
 
 def _reason(path: Path, error: Exception) -> str:

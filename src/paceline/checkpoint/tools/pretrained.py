@@ -16,19 +16,17 @@ from typing import Any, cast
 
 from torch import nn
 
-from paceline.checkpoint.formats import read_header
-from paceline.checkpoint.manifest import MANIFEST, HasShards, Manifest, SavedPiece, SavedTensor
+from paceline.checkpoint.manifest import MANIFEST, HasShards
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tools.incoming import safetensors_files
+from paceline.checkpoint.tools.experts import with_stacks
+from paceline.checkpoint.tools.incoming import open_files, safetensors_files
 from paceline.config import peft_folder
 from paceline.config.data_sections import DataShape
 from paceline.config.load import config_from_dict
 from paceline.config.sections import HFModelConfig
 from paceline.errors import MisfitError, UsageError
-from paceline.models.hugging_face import FILL, build_hugging_face, renamed
+from paceline.models.hugging_face import FILL, build_hugging_face, file_names
 from paceline.models.lora import A, B, fits
-from paceline.shards import whole_region
 
 _CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|position_ids)$")
 
@@ -82,13 +80,17 @@ class Pretrained:
 
 def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
-    checkpoint, patterns = _open_files(folder, safetensors_files(folder)[0]), list(fresh)
-    shapes = checkpoint.shapes()
-    by_model = {name: name for name in shapes}
-    names, problems = _match(model, shapes, patterns)
+    checkpoint, patterns = open_files(folder, safetensors_files(folder)[0]), list(fresh)
+    by_model = {name: name for name in checkpoint.shapes()}
+    names, problems = _match(model, checkpoint.shapes(), patterns)
     if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
-        by_model = {ours: theirs for theirs, ours in renamed(model, shapes).items()}
-        names, problems = _match(model, {ours: shapes[theirs] for ours, theirs in by_model.items()}, patterns)
+        single, stacks = file_names(model, by_model)
+        counts = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.ndim}
+        checkpoint, problems = with_stacks(checkpoint, stacks, counts)
+        by_model, shapes = {**single, **{name: name for name in stacks}}, checkpoint.shapes()
+        known = {ours: shapes[theirs] for ours, theirs in by_model.items() if theirs in shapes}
+        names, others = _match(model, known, patterns)
+        problems += [each for each in others if not each.startswith("missing: ") or each.split()[1] not in stacks]
     if problems:
         lacking = [each.split()[1].rpartition(".")[0] for each in problems if each.startswith("missing: ")]
         fresh_layers = ", ".join(dict.fromkeys(lacking))
@@ -105,7 +107,7 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
 def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
     """Matches a folder of PEFT with the adapters of a model, and what was trained beside them with ``fresh``."""
     patterns, endings = list(fresh), (f".{A}", f".{B}")
-    checkpoint = _open_files(folder, [folder / peft_folder.WEIGHTS])
+    checkpoint = open_files(folder, [folder / peft_folder.WEIGHTS])
     shapes = checkpoint.shapes()
     names = {source.removeprefix(peft_folder.PREFIX): source for source in shapes}
     for theirs, ours in ((peft_folder.A, endings[0]), (peft_folder.B, endings[1])):
@@ -125,16 +127,6 @@ def open_adapters(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> 
         fix = "take the folder of the model that they were trained on"
         raise MisfitError(f"the adapters in {folder} are not those of {type(model).__name__}\n{listed}  {fix}")
     return Pretrained(checkpoint=checkpoint, names=names)
-
-
-def _open_files(folder: Path, files: Iterable[Path]) -> Checkpoint:
-    """Returns files of a folder as a checkpoint in which each tensor is one piece."""
-    tensors = {}
-    for file in files:
-        for name, place in read_header(LocalFiles(), file).tensors.items():
-            pieces = (SavedPiece(file=file.name, region=whole_region(place.shape)),)
-            tensors[name] = SavedTensor(shape=place.shape, dtype=place.dtype, pieces=pieces)
-    return Checkpoint(folder, Manifest(step=0, position=0, world=1, tensors=tensors, files={}), LocalFiles())
 
 
 def _match(

@@ -77,7 +77,10 @@ def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None
     def read() -> Iterator[memoryview]:
         return map(host_bytes, stream_region(checkpoint, name, wanted, window_elements(checkpoint, name, wanted)))
 
-    return Stream(name=name, region=wanted, dtype=checkpoint.dtype(name), read=read)
+    def narrow(first: int, last: int) -> Stream:
+        return stream_saved(checkpoint, name, wanted.narrow(first, last))
+
+    return Stream(name=name, region=wanted, dtype=checkpoint.dtype(name), read=read, narrow=narrow)
 
 
 def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:
