@@ -11,7 +11,7 @@ from paceline.models.balance import take_loads
 from paceline.models.experts import Mixture, grouped_product
 from paceline.models.gpt import GPT, gpt_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
