@@ -147,7 +147,9 @@ def _show(certificate: Certificate, name: str) -> None:
     console = new_console()
     verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
-    degrees = [f"{axis} {n}" for axis in ("pipeline", "context", "tensor", "expert") if (n := getattr(certificate, axis)) > 1]
+    degrees = [
+        f"{axis} {n}" for axis in ("pipeline", "context", "tensor", "expert") if (n := getattr(certificate, axis)) > 1
+    ]
     spread = " x ".join([*degrees, certificate.strategy])
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"

@@ -25,8 +25,8 @@ from paceline.plan.model_shape import ModelShape
 
 Beside = Callable[[], Tensor] | None
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while rows
-are under way; returns what the experts make of the rows, and that."""
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while
+rows are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ class _SortedRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (order,) = ctx.saved_tensors
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return gradient.index_select(0, place).unflatten(0, (-1, ctx.active)).sum(1), None, None
+        tokens, width = len(order) // ctx.active, gradient.shape[-1]
+        return gradient.index_select(0, place).view(tokens, ctx.active, width).sum(1), None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

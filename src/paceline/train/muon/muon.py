@@ -37,7 +37,6 @@ from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
-
 Part: TypeAlias = int | slice | None
 """Where a matrix is in what this rank has of a parameter: its number in a stack, elements of a piece; None: all."""
 _MATRIX = 2
@@ -145,7 +144,9 @@ class Muon(torch.optim.Optimizer):
         for numbers in by_group.values():
             momentum, nesterov = (found[numbers[0]].group[key] for key in ("momentum", "nesterov"))
             buffers = {n: found[n].own(self.state[found[n].parameter]["momentum_buffer"]) for n in numbers}
-            gradients: dict[int, Any] = {n: found[n].own(cast("torch.Tensor", found[n].parameter.grad)) for n in numbers}
+            gradients: dict[int, Any] = {
+                n: found[n].own(cast("torch.Tensor", found[n].parameter.grad)) for n in numbers
+            }
             torch._foreach_lerp_(list(buffers.values()), list(gradients.values()), 1 - momentum)
             given = [number for number in numbers if number in set(current.needed)]
             values = [buffers[number] for number in given]
@@ -163,8 +164,8 @@ class Muon(torch.optim.Optimizer):
             if id(parameter) in places:
                 comm, found = _describe_piece(*places[id(parameter)])
             else:
-                alone = self._engine is None
-                comm = self._alone(parameter.device) if alone else self._engine.groups.of(parameter).gradients
+                engine = self._engine
+                comm = self._alone(parameter.device) if engine is None else engine.groups.of(parameter).gradients
                 matrix, is_stack = Matrix(shape=(parameter.shape[-2], parameter.shape[-1])), parameter.ndim > _MATRIX
                 found = [(matrix, number) for number in range(len(parameter))] if is_stack else [(matrix, None)]
             for matrix, part in found:
@@ -202,7 +203,7 @@ def _make_groups(
 
 
 def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, list[tuple[Matrix, Part]]]:
-    """Returns who shares a parameter, and of each of its matrices which elements ranks hold, and where this one does."""
+    """Returns who shares a parameter, and of each of its matrices what each of them holds, and where this rank does."""
     slot, size = group.layout.slots[place], group.comm.size
     rows, columns = slot.shape[-2:]
     # Memory in the order of the columns is that of the transposed matrix, which is orthogonalised to the transposed.
