@@ -38,7 +38,7 @@ SPLIT = Settings.of(ranks=2, tensor=2, steps=1)
 
 def norm_of_own(_: Any) -> Any:
     """Each group of experts has a norm of its own, by which its ranks clip (NVIDIA-NeMo/Automodel 3816)."""
-    return lambda power, comm, kind: power ** (1 / kind)
+    return lambda power, _, kind: power ** (1 / kind)
 
 
 def averaged_norm(original: Any) -> Any:
