@@ -348,8 +348,8 @@ def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> No
         check_float8(model, model_blocks(model), precision.name)
     if expert > 1 and not has_experts(model):
         raise UsageError(
-            f"expert = {expert}, and the model has no experts of paceline.models.experts, and no parameter is marked as "
-            "one of which ranks hold different parts\n"
+            f"expert = {expert}, and no block of the model has experts of paceline.models.experts, and no parameter of "
+            "the model is marked as one of which ranks hold different parts\n"
             "  ranks are dealt the experts of a mixture; of other models each builds its part, and says so\n"
             "  call mark_expert(parameter) of paceline.engines.groups, or set expert = 1"
         )

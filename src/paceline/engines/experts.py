@@ -37,7 +37,7 @@ def spread_experts(model: nn.Module, comm: Communicator, source: Communicator | 
     ``source`` are the ranks that take the values of their first one; None: all have the same. Raises UsageError where
     ranks cannot have as many experts each.
     """
-    exchange = ExpertExchange(comm)
+    exchange: Any = ExpertExchange(comm)
     for name, mixture in model.named_modules():
         if not isinstance(mixture, Mixture):
             continue
@@ -99,7 +99,7 @@ class Trip:
         return arriving
 
     def start_beside(self, rows: Tensor) -> Tensor:
-        """Sends rows, and returns them: autograd checks the shape of what a node hands on, and ``wait`` has the rest."""
+        """Sends rows, and returns them: a node hands on what has the shape of its input, and ``wait`` has the rest."""
         self.start(rows)
         return rows
 

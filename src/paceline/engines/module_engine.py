@@ -87,8 +87,8 @@ class ModuleEngine(Engine):
 
     def _blank_inputs(self) -> Any:
         """Returns arguments of zero rows: as the module was called last, or as it says that it may be."""
-        if self._last_inputs is None and hasattr(self.module, "example_inputs"):
-            args = tuple(torch.zeros_like(each, device=self.device) for each in self.module.example_inputs())
+        if self._last_inputs is None and callable(say := getattr(self.module, "example_inputs", None)):
+            args = tuple(torch.zeros_like(each, device=self.device) for each in say())
             self._last_inputs = without_samples((args, {}))
         if self._last_inputs is None:
             raise UsageError(NO_BLANK)

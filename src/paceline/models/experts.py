@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ from paceline.plan.model_shape import ModelShape
 
 Beside = Callable[[], Tensor] | None
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while rows
-are under way; returns what the experts make of the rows, and that."""
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while
+rows are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         return self.router.dropped
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns for each token (..., width) the weighted sum of what its experts make of it."""
+        """Returns for each token (..., tokens, width) the weighted sum of what its experts make of it."""
         tokens = x.flatten(0, -2)
         routing = self.router(tokens)
         capacity = self.router.rule.capacity if self.training else 0.0
@@ -132,38 +132,35 @@ class Mixture(nn.Module):
         choice, rows = None, (x.shape[:-2].numel(), x.shape[-2])
         if capacity or is_watched:
             choice = look_at(routing.experts.view(*rows, self.active), self.num_experts, capacity)
-        shared = None if self.shared is None else functools.partial(self.shared, x)
-        mixed, beside = self._mix(tokens, routing, choice, shared)
-        mixed = mixed.view(x.shape) if beside is None else mixed.view(x.shape) + beside
+        mixed = self._mix(x, tokens, routing, choice)
         if choice is not None and is_watched:
             mixed = self.router.watch(mixed, routing.logits.view(*rows, self.num_experts), choice)
         return mixed
 
-    def _mix(
-        self, tokens: Tensor, routing: Routing, choice: Choice | None, shared: Beside
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns what the experts make of tokens (tokens, width), weighed and added up, and what is shared."""
+    def _mix(self, x: Tensor, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
+        """Returns what the experts make of x, whose tokens lie one behind another, weighed and added up."""
         chosen, kept = routing.experts.reshape(-1), None
         if choice is not None and choice.kept is not None:
             kept = choice.kept.reshape(-1)
             chosen = torch.where(kept, chosen, self.num_experts)  # behind all others, where no expert looks
         order = chosen.argsort(stable=True)
-        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens.device)
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
         rows = _SortedRows.apply(tokens, order, self.active, kept)  # type: ignore[no-untyped-call]
+        shared = None if self.shared is None else functools.partial(self.shared, x)
         if self.exchange is None:
             made, beside = self.experts(rows, counts), None if shared is None else shared()
-        elif kept is None:
-            made, beside = self.exchange(rows, counts, self.experts, shared)
         else:  # what is dropped stays here
-            made, beside = self.exchange(rows[: int(counts.sum())], counts, self.experts, shared)
-            made = F.pad(made, (0, 0, 0, len(rows) - len(made)))
+            sent = rows if kept is None else rows[: int(counts.sum())]
+            made, beside = self.exchange(sent, counts, self.experts, shared)
+            made = F.pad(made, (0, 0, 0, len(rows) - len(sent)))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = made.index_select(0, place)
         if kept is not None:  # a kernel leaves alone what is no expert's
             made = torch.where(kept.unsqueeze(-1), made, 0.0)
-        made = made.view(len(tokens), self.active, tokens.shape[-1])
-        return (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1), beside
+        made = made.view(len(tokens), self.active, x.shape[-1])
+        mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
+        return mixed if beside is None else cast("Tensor", mixed + beside)
 
 
 class _SortedRows(torch.autograd.Function):
@@ -181,7 +178,8 @@ class _SortedRows(torch.autograd.Function):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         found = gradient.index_select(0, place)
         found = found if kept is None else torch.where(kept.unsqueeze(-1), found, 0.0)
-        return found.view(len(order) // ctx.active, ctx.active, gradient.shape[-1]).sum(1), None, None, None
+        tokens, width = len(order) // ctx.active, gradient.shape[-1]
+        return found.view(tokens, ctx.active, width).sum(1), None, None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -196,12 +194,18 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         rows, weights = rows.to(dtype), weights.to(dtype)
     if kind == "meta":
         return rows.new_empty(len(rows), weights.shape[1]) + 0 * weights[0, :, 0]
-    if kind == "cuda" and rows.dtype == torch.bfloat16:
+    if kind == "cuda" and _fits_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
     made = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+def _fits_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Says whether torch's kernel takes these: what it loads begins at, and goes on by, multiples of 16 bytes."""
+    sizes = (*weights.shape[1:], weights.storage_offset(), rows.storage_offset())
+    return rows.dtype == weights.dtype == torch.bfloat16 and len(rows) > 0 and all(each % 8 == 0 for each in sizes)
 
 
 def _of_best_groups(scores: Tensor, groups: int, active: int) -> Tensor:

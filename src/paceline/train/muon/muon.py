@@ -164,8 +164,8 @@ class Muon(torch.optim.Optimizer):
             if id(parameter) in places:
                 comm, found = _describe_piece(*places[id(parameter)])
             else:
-                alone = self._engine is None
-                comm = self._alone(parameter.device) if alone else self._engine.groups.of(parameter).gradients
+                engine = self._engine
+                comm = self._alone(parameter.device) if engine is None else engine.groups.of(parameter).gradients
                 matrix, is_stack = Matrix(shape=(parameter.shape[-2], parameter.shape[-1])), parameter.ndim > _MATRIX
                 found = [(matrix, number) for number in range(len(parameter))] if is_stack else [(matrix, None)]
             for matrix, part in found:
@@ -203,7 +203,7 @@ def _make_groups(
 
 
 def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, list[tuple[Matrix, Part]]]:
-    """Returns who shares a parameter, and of each of its matrices which elements ranks hold, and where this one does."""
+    """Returns who shares a parameter, and of each of its matrices what each of them holds, and where this rank does."""
     slot, size = group.layout.slots[place], group.comm.size
     rows, columns = slot.shape[-2:]
     # Memory in the order of the columns is that of the transposed matrix, which is orthogonalised to the transposed.
