@@ -30,9 +30,9 @@ LINES = {
     "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_560,
+    "checkpoint": 4_815,  # folders of mixtures, experts one by one and stacked; upcycling
     "classic": 1_560,
-    "cli": 3_430,  # completion.py
+    "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
     "config": 3_650,  # a router of experts
@@ -42,7 +42,7 @@ LINES = {
     "health": 1_490,
     "launch": 2_980,
     "learn": 1_620,
-    "models": 2_910,  # attention over ranks and inside documents; experts
+    "models": 3_000,  # attention over ranks and inside documents; experts and their adapters
     "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,

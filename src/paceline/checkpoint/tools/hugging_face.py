@@ -93,18 +93,13 @@ def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dic
         raise CheckpointError(f"config.json says model_type = {kind!r}\n  {rule}\n  {fix}")
     try:
         model, odd = _model_keys(config), _odd_settings(config)
-        found, problems = ({}, []) if odd else _from_llama(kind, files, model)
+        found, problems = ({}, [f"config.json says {'; '.join(odd)}"]) if odd else _from_llama(kind, files, model)
     except MALFORMED as error:
         raise CheckpointError(f"config.json is not that of a {kind}: {error}\n  copy the folder again") from error
-    if odd:
-        rule, fix = (
-            "the package's GPT has what stands last",
-            "train it with model.kind = hf, which has all of the family",
-        )
-        raise CheckpointError(f"config.json says {'; '.join(odd)}\n  {rule}\n  {fix}")
     if problems:
-        rule, fix = "each name must have its counterpart, in the shape of config.json", "train it with model.kind = hf"
-        raise CheckpointError("\n  ".join([*problems, f"{rule}\n  {fix}, or copy the folder again"]))
+        rule = "the package's GPT has the names and shapes of config.json, and other settings in one way only"
+        fix = "train it with model.kind = hf, or copy the folder again"
+        raise CheckpointError("\n  ".join([*problems, rule, fix]))
     return found, model
 
 
