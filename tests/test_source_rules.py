@@ -30,9 +30,9 @@ LINES = {
     "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_560,
+    "checkpoint": 4_815,  # folders of mixtures, experts one by one and stacked; upcycling
     "classic": 1_560,
-    "cli": 3_430,  # completion.py
+    "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
     "config": 3_720,  # a router of experts, and which of its keys go together

@@ -144,7 +144,7 @@ def test_one_rank_s_experts_are_not_saved_for_all(tmp_path: Path, monkeypatch: p
         return replace(region, shape=shape, cuts=(*region.cuts, (0, split.spans(0, 2))))
 
     monkeypatch.setattr(ExpertParts, "region", of_the_first)
-    with pytest.raises(RankFailedError, match=r"cannot write .*experts\.\w+: .*saved twice"):
+    with pytest.raises(RankFailedError, match=r"cannot write .*experts\.\w+: "):
         saved(LAYOUTS["experts"], tmp_path)
     assert not list(tmp_path.glob("checkpoints/step-*"))
 

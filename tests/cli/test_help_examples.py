@@ -89,6 +89,10 @@ BEFORE = {  # what an example goes on from
         "checkpoint export runs/small model.safetensors",
         "checkpoint import model.safetensors start",
     ],
+    "--resume mixture": [
+        "train gpt_small train.steps=1 name=small --quiet",
+        "checkpoint upcycle runs/small mixture --experts 8",
+    ],
     "path: data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "inspect data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "digits-simulated": ["simulate digits --ranks 2 train.steps=3"],

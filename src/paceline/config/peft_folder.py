@@ -77,11 +77,26 @@ def peft_config(layers: dict[str, dict[str, Any]], rank: int, names: list[str], 
         rule = "a folder of PEFT has adapters of one scale and dropout, on weights that all lie alike"
         raise UsageError(f"the adapters differ: {sorted(kinds)}\n  {rule}\n  merge them: paceline checkpoint merge")
     ((scale, dropout, is_transposed),) = kinds
+    stacks = [each["stack"] for each in layers.values() if "stack" in each]
+    layers = {name: each for name, each in layers.items() if "stack" not in each}
     lasts = {name.rpartition(".")[2] for name in layers}
     is_short = {name.rpartition(".")[0] for name in names if lasts & set(name.split(".")[:-1])} == layers.keys()
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout, "bias": "none"}
     values |= {"target_modules": sorted(lasts if is_short else layers), "fan_in_fan_out": is_transposed, **known}
+    values |= {"target_parameters": stacks} if stacks else {}
     return (json.dumps({**values, "inference_mode": True}, indent=2) + "\n").encode()
+
+
+def stack_places(layers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Returns where PEFT has the adapters of stacks: those of one module inside each other, the last one outside."""
+    places: dict[str, str] = {}
+    for name, adapter in reversed(layers.items()):
+        if "stack" in adapter:
+            place = adapter["stack"].rpartition(".")[0]
+            while place in places.values():
+                place += ".base_layer"
+            places[name] = place
+    return places
 
 
 def resolve_lora(lora: LoraConfig) -> LoraConfig:

@@ -6,6 +6,9 @@ B begins with zeros, so the model begins as it was. Trained are rank * (inputs +
 inputs * outputs. The layer keeps its class, its names and its weight, and has ``lora_a`` and ``lora_b`` besides. An
 export adds the product to the weight. Layers are nn.Linear, and GPT-2's with a weight of (inputs, outputs), which is
 known by its attribute ``nf``.
+
+The stacked matrices of experts (experts, outputs, inputs) have an A and a B for each expert, where they are named.
+Their module computes with the sums: of all experts of a layer at a time, these are in memory until backward.
 """
 
 from __future__ import annotations
@@ -42,6 +45,34 @@ class Adapted(nn.Module):
         return self.lora_scale * F.linear(F.linear(dropout(x, self.lora_dropout, self.training), a), b)
 
 
+class StackAdapter(nn.Module):
+    """The adapters of one stack of matrices, beside it in its module."""
+
+    def __init__(self, parameter: str, weight: Tensor, rank: int, scale: float) -> None:
+        super().__init__()
+        (experts, outputs, inputs), device = weight.shape, "cpu" if weight.is_meta else weight.device
+        a = torch.empty(experts * rank, inputs, dtype=weight.dtype, device=device)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        b = torch.zeros(experts, outputs, rank, dtype=weight.dtype, device=device)
+        self.lora_a, self.lora_b = nn.Parameter(a.view(experts, rank, inputs)), nn.Parameter(b)
+        self.parameter, self.lora_scale = parameter, scale
+
+
+class AdaptedExperts(nn.Module):
+    """Mixed into the class of a module with stacks: it computes with the sums under the names of the stacks."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        found = [each for each in self.children() if isinstance(each, StackAdapter)]
+        for each in found:
+            stack = cast("Tensor", self._parameters[each.parameter])
+            vars(self)[each.parameter] = stack + each.lora_scale * (each.lora_b @ each.lora_a).to(stack.dtype)
+        try:
+            return super().forward(*inputs, **options)
+        finally:
+            for each in found:
+                del vars(self)[each.parameter]
+
+
 def add_lora(
     model: nn.Module,
     *,
@@ -54,18 +85,25 @@ def add_lora(
     """Freezes a model and gives linear layers adapters, in place; returns the layers' names.
 
     ``targets`` are patterns of the last parts of names, such as ``q_proj`` or ``mlp.*``; without any, every linear
-    layer but the output layer and what is trained whole. ``trained`` are patterns of such parameters, of a new head.
+    layer but the output layer and what is trained whole. ``experts`` and ``experts.down_proj`` name stacks of experts.
+    ``trained`` are patterns of such parameters, of a new head.
     """
     head = output_layer(model)
+    stacks = [each for each in _stacks(model) if any(fits(f"{each[0]}.{each[2]}", pattern) for pattern in targets)]
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
     if not targets:  # what is trained whole needs no adapter
         layers = {n: m for n, m in layers.items() if not any(fits(f"{n}.weight", pattern) for pattern in trained)}
-    lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
+    named = [f"{name}.{stack}" for name, _, stack in stacks]
+    lost = [p for p in targets if not any(matches(n, p) for n in layers) and not any(fits(n, p) for n in named)]
     if lost or not layers:
         known = sorted({name.rpartition(".")[2] for name in layers})
         what = f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer"
-        rule = "adapters are for linear layers, by the last parts of their names"
+        rule = "adapters are for linear layers and stacks of experts, by the last parts of their names"
         raise UsageError(f"{what}\n  {rule}\n  the model has {', '.join(known) or 'none'}")
+    if stacks and dropout:
+        rule = "the adapters of experts are added to weights, and what experts read is not at hand there"
+        fix = "set lora.dropout = 0, or leave experts out of lora.targets"
+        raise UsageError(f"lora.dropout = {dropout} with lora.targets = {list(targets)}\n  {rule}\n  {fix}")
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         if any(fits(name, pattern) for pattern in trained):
@@ -82,7 +120,18 @@ def add_lora(
         layer.register_parameter(A, nn.Parameter(a))
         layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
         vars(layer).update(lora_scale=alpha / rank, lora_dropout=dropout)
-    return list(chosen)
+    for _, module, stack in stacks:
+        adapter = StackAdapter(stack, cast("Tensor", module._parameters[stack]), rank, alpha / rank)
+        module.add_module(f"{stack}_adapter", adapter)
+        if not isinstance(module, AdaptedExperts):
+            module.__class__ = mixed(AdaptedExperts, cast("Any", type(module)))
+    return [*chosen, *named]
+
+
+def _stacks(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Returns the matrices of experts, (experts, outputs, inputs): their module with its name, and their own."""
+    modules = [(n, m) for n, m in model.named_modules() if not getattr(m, "is_transposed", False)]
+    return [(n, m, own) for n, m in modules for own, p in m._parameters.items() if p is not None and p.ndim == 3]
 
 
 def output_layer(model: Any) -> Any:
@@ -106,6 +155,9 @@ def adapters(parts: Iterable[nn.Module], trained: Iterable[str]) -> dict[str, di
         if isinstance(module, Adapted):
             is_transposed = not isinstance(module, nn.Linear)
             found[name] = {"scale": module.lora_scale, "dropout": module.lora_dropout, "is_transposed": is_transposed}
+        elif isinstance(module, StackAdapter):
+            stack = f"{name.rpartition('.')[0]}.{module.parameter}"
+            found[name] = {"scale": module.lora_scale, "dropout": 0.0, "is_transposed": False, "stack": stack}
     whole = [name for name in trained if found and not name.endswith((f".{A}", f".{B}"))]
     return found | {name: {"is_whole": True} for name in whole}
 

@@ -54,10 +54,10 @@ def _parts_of(name: str, rows: Rows, shapes: Mapping[str, tuple[int, ...]], coun
     if not all(numbered):
         return [], [f"missing: a matrix of each expert of {name}"]
     firsts = [row[min(row)] for row in numbered]
-    count = max([count, *(number + 1 for row in numbered for number in row)])
-    parts, problems = [], []
+    count = max([count, *map(len, rows)])
+    parts, problems = [], [f"unexpected: {row[number]}" for row in numbered for number in row if number >= count]
     for number, (row, first) in itertools.product(range(count), zip(numbered, firsts, strict=True)):
-        parts.append(row.get(number) or _renumbered(first, number))
+        parts.append(row.get(number) or renumbered(first, number))
         rule, found = (*shapes[first][:1], *shapes[firsts[0]][1:]), shapes.get(parts[-1])
         if found is None:
             problems.append(f"missing: {parts[-1]} {list(rule)}")
@@ -115,10 +115,11 @@ def _drawn(shape: tuple[int, int], seed: int) -> torch.Tensor:
 def _number(name: str) -> tuple[int, int]:
     """Returns the place of the last number among a name's parts, and the number: that of an expert."""
     parts = name.split(".")
-    return next((place, int(parts[place])) for place in reversed(range(len(parts))) if parts[place].isdigit())
+    return next(((at, int(parts[at])) for at in reversed(range(len(parts))) if parts[at].isdecimal()), (0, 0))
 
 
-def _renumbered(name: str, number: int) -> str:
+def renumbered(name: str, number: object) -> str:
+    """Returns what a part is called for another expert, or with ``*`` for all."""
     parts = name.split(".")
     parts[_number(name)[0]] = str(number)
     return ".".join(parts)

@@ -10,7 +10,6 @@ Other combinations have no counterpart there, and keep their own names.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from paceline.bounded_yaml import load_shipped
 from paceline.checkpoint.manifest import MALFORMED, Manifest, damaged
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import Stream
-from paceline.checkpoint.tools.experts import split_stream, with_stacks
+from paceline.checkpoint.tools.experts import renumbered, split_stream, with_stacks
 from paceline.checkpoint.tools.stream import stream_saved
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.errors import CheckpointError, UsageError
@@ -87,24 +86,19 @@ def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dic
     kind = config.get("model_type")
     if kind == "gpt2":
         return _from_gpt2({name: stream_saved(files, name) for name in files.shapes()}), {}
-    if kind not in _ARCHITECTURES:
+    if kind not in tuple(_ARCHITECTURES):
         rule = "llama, gpt2, mixtral and qwen2_moe are known here; qwen3_moe and olmoe norm their queries and keys"
         fix = "train it with model.kind = hf, or name the safetensors file itself: it keeps its own names"
         raise CheckpointError(f"config.json says model_type = {kind!r}\n  {rule}\n  {fix}")
     try:
         model, odd = _model_keys(config), _odd_settings(config)
-        found, problems = ({}, []) if odd else _from_llama(kind, files, model)
-    except MALFORMED as error:
+        found, problems = ({}, [f"config.json says {'; '.join(odd)}"]) if odd else _from_llama(kind, files, model)
+    except (*MALFORMED, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json is not that of a {kind}: {error}\n  copy the folder again") from error
-    if odd:
-        rule, fix = (
-            "the package's GPT has what stands last",
-            "train it with model.kind = hf, which has all of the family",
-        )
-        raise CheckpointError(f"config.json says {'; '.join(odd)}\n  {rule}\n  {fix}")
     if problems:
-        rule, fix = "each name must have its counterpart, in the shape of config.json", "train it with model.kind = hf"
-        raise CheckpointError("\n  ".join([*problems, f"{rule}\n  {fix}, or copy the folder again"]))
+        rule = "the package's GPT has the names and shapes of config.json, and other settings in one way only"
+        fix = "train it with model.kind = hf, or copy the folder again"
+        raise CheckpointError("\n  ".join([*problems, rule, fix]))
     return found, model
 
 
@@ -204,10 +198,15 @@ def _from_llama(kind: str, files: Checkpoint, model: Mapping[str, Any]) -> tuple
     """Returns the tensors under our names, and what is odd about theirs."""
     layers, experts = range(min(model["layers"], len(files.shapes()))), model.get("experts", 0)
     names, stacked = _llama_names(kind, layers), _layer_names(layers, _NAMES["stacked"])
+    parts: dict[str, list[str]] = {}
+    for part in files.shapes():
+        parts.setdefault(renumbered(part, "*"), []).append(part)
     patterns = {stacked[ours]: theirs for ours, theirs in names.items() if not isinstance(theirs, str)}
-    stacks = {name: [fnmatch.filter(files.shapes(), each) for each in rows] for name, rows in patterns.items()}
-    stacks = {name: rows for name, rows in stacks.items() if any(rows)}  # not those that are stacked in the files
-    files, problems = with_stacks(files, stacks, dict.fromkeys(stacks, experts))
+    stacks = {
+        name: [parts.get(each, []) for each in rows] for name, rows in patterns.items() if name not in files.shapes()
+    }
+    stacks = {name: rows for name, rows in stacks.items() if any(rows)}
+    files, problems = with_stacks(files, stacks, dict.fromkeys(stacks, min(experts, len(files.shapes()))))
     kept, found = {name: stream_saved(files, name) for name in files.shapes()}, dict[str, Stream]()
     for ours, theirs in names.items():
         name = next((each for each in (theirs, stacked.get(ours)) if each in kept), None)

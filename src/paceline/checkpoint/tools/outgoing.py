@@ -174,7 +174,8 @@ def merge_streams(streams: Mapping[str, Stream], layers: Mapping[str, Any], wher
     try:
         for name, adapter in layers.items():
             if "is_whole" not in adapter:
-                a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
+                weight = found[adapter.get("stack", f"{name}.weight")]
+                a, b = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}")
                 make = functools.partial(_merge, weight, a, b, adapter)
                 found[weight.name] = Stream.made(weight.name, weight.shape, weight.dtype, make)
     except MALFORMED as error:
@@ -200,11 +201,16 @@ def _peft_writer(checkpoint: Checkpoint, streams: Mapping[str, Stream], progress
     whole = sorted({name.rpartition(".")[0] for name in found if name not in layers})
     made = {name: stream for name, stream in streams.items() if name.rpartition(".")[0] in whole}
     try:
+        places = peft_folder.stack_places(layers)
         for name in layers:
-            made |= {name + peft_folder.A: streams[f"{name}.{A}"], name + peft_folder.B: streams[f"{name}.{B}"]}
+            a, b, at = streams[f"{name}.{A}"], streams[f"{name}.{B}"], places.get(name, name)
+            if name in places:
+                a = Stream.made(a.name, (a.shape[0] * a.shape[1], a.shape[2]), a.dtype, functools.partial(_flat_a, a))
+                b = Stream.made(b.name, (b.shape[1], b.shape[0] * b.shape[2]), b.dtype, functools.partial(_flat_b, b))
+            made |= {at + peft_folder.A: a, at + peft_folder.B: b}
         settings = parse_json_object(read_files(checkpoint, HUGGING_FACE).get("config.json", b"{}"))
         kind = str((settings.get("architectures") or [""])[0])
-        rank = streams[f"{next(iter(layers))}.{A}"].shape[0]
+        rank = streams[f"{next(iter(layers))}.{A}"].shape[-2]
         known: dict[str, Any] = {"base_model_name_or_path": checkpoint.manifest.setting("model", "path")}
         known["task_type"] = next((task for ending, task in _TASKS.items() if kind.endswith(ending)), None)
         config = peft_folder.peft_config(layers, rank, list(streams), **known, modules_to_save=whole or None)
@@ -212,6 +218,14 @@ def _peft_writer(checkpoint: Checkpoint, streams: Mapping[str, Stream], progress
         raise damaged(f"the adapters of {checkpoint.path} are not those of its tensors: {error}") from error
     named = [replace(stream, name=peft_folder.PREFIX + name) for name, stream in made.items()]
     return folder_writer({peft_folder.CONFIG: config}, named, progress, peft_folder.WEIGHTS)
+
+
+def _flat_a(a: Stream) -> torch.Tensor:
+    return a.whole().flatten(0, 1)
+
+
+def _flat_b(b: Stream) -> torch.Tensor:
+    return b.whole().permute(1, 2, 0).flatten(1)
 
 
 def _merge(weight: Stream, a: Stream, b: Stream, adapter: Mapping[str, Any]) -> torch.Tensor:
