@@ -30,25 +30,25 @@ LINES = {
     "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_560,
+    "checkpoint": 4_550,
     "classic": 1_560,
-    "cli": 3_430,  # completion.py
+    "cli": 3_410,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
-    "comm": 7_180,  # single_tensors.py came from classic
-    "config": 3_620,
+    "comm": 7_170,  # single_tensors.py came from classic
+    "config": 3_590,
     "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
+    "engines": 11_310,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
     "health": 1_490,
-    "launch": 2_980,
+    "launch": 2_970,
     "learn": 1_620,
     "models": 2_740,  # attention over ranks and inside documents
     "plan": 1_620,  # the same; ranks that share sequences
-    "predict": 4_040,
+    "predict": 4_010,
     "profile": 570,
-    "records": 3_870,  # samples.py
-    "rehearse": 2_730,
-    "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "records": 3_860,  # samples.py
+    "rehearse": 2_720,
+    "run": 7_380,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
     "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
