@@ -40,15 +40,15 @@ LINES = {
     "doctor": 840,
     "engines": 11_370,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; routers
     "health": 1_490,
-    "launch": 2_980,
+    "launch": 2_970,
     "learn": 1_620,
     "models": 3_170,  # attention over ranks and inside documents; experts, and their balance
     "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
-    "records": 3_870,  # samples.py
-    "rehearse": 2_730,
-    "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "records": 3_860,  # samples.py
+    "rehearse": 2_720,
+    "run": 7_380,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
     "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py

@@ -18,17 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.chaos import faults
-from paceline.chaos.report import (
-    Command,
-    LossComparison,
-    Notes,
-    Report,
-    compare_steps,
-    handle,
-    make_report,
-    straggler_verdict,
-)
+from paceline.chaos import faults, report
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.tensors import decode
@@ -108,7 +98,7 @@ def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int)
 
 def run_with_faults(
     run: FaultyRun, planned: Sequence[faults.Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
-) -> Report | None:
+) -> report.Report | None:
     """Trains with faults, with ``compare`` undisturbed too; returns what it cost, None if the command was refused."""
     faults.write_plan(scratch, seed, planned)
     commands = _run_commands(run, scratch, num_faults=len(planned))
@@ -116,22 +106,24 @@ def run_with_faults(
         return None
     attempts = _attempts(run.folder, run.ranks)
     fired, started = faults.read_notes(scratch, faults.Fired), faults.read_notes(scratch, faults.Started)
-    notes = Notes(fired=fired, started=started, passed=faults.read_notes(scratch, faults.Passed))
-    handlings = [handle(each, notes, attempts[0], commands, run.config) for each in planned]
+    notes = report.Notes(fired=fired, started=started, passed=faults.read_notes(scratch, faults.Passed))
+    handlings = [report.handle(each, notes, attempts[0], commands, run.config) for each in planned]
     handlings = [
-        replace(each, verdict=straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
+        replace(each, verdict=report.straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
         for each in handlings
     ]
     samples, twin = audit_samples(run.folder), _compare(run, attempts, planned) if compare else None
     name, first = run.config.name, attempts[0]
-    report = make_report(name, run.ranks, first, commands, handlings, mtbf_s=mtbf_s, samples=samples, comparison=twin)
+    found = report.make_report(
+        name, run.ranks, first, commands, handlings, mtbf_s=mtbf_s, samples=samples, comparison=twin
+    )
     if run.folder.is_dir():
         kept = run.folder / "chaos"
         kept.mkdir(exist_ok=True)
         for path in scratch.iterdir():
             shutil.copy2(path, kept / path.name)
-        (kept / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-    return report
+        (kept / "report.json").write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    return found
 
 
 def audit_samples(folder: Path) -> str:
@@ -154,7 +146,7 @@ def audit_samples(folder: Path) -> str:
     return f"{state['count']:,} up to step {manifest.step}, {once}: {state['hash'][:12]}"
 
 
-def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Command]:
+def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[report.Command]:
     """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
     begin = ["train", str(run.path), *run.overrides, "--json"]
     commands = [_run_command(run, begin, scratch, run.folder)]
@@ -173,7 +165,7 @@ def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Com
 
 def _run_command(
     run: FaultyRun, arguments: Sequence[str], scratch: Path | None, replaced: Path | None = None
-) -> Command:
+) -> report.Command:
     """Runs ``paceline`` in a process, in place of an older run in ``replaced``; tells what it tells, and faults."""
     force = ["--force"] if replaced is not None and (replaced / "config.yaml").is_file() else []
     environment = {name: value for name, value in run.environment.items() if name != faults.VARIABLE}
@@ -206,7 +198,7 @@ def _run_command(
     finally:
         is_over.set()
         teller.join()
-    return Command(start=start, end=time.time(), code=code, told=tuple(told))
+    return report.Command(start=start, end=time.time(), code=code, told=tuple(told))
 
 
 def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:
@@ -230,7 +222,9 @@ def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     return [found.get(rank, []) for rank in range(ranks)]
 
 
-def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], planned: Sequence[faults.Fault]) -> LossComparison:
+def _compare(
+    run: FaultyRun, attempts: list[list[RankAttempt]], planned: Sequence[faults.Fault]
+) -> report.LossComparison:
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name
     run.say("now undisturbed, to compare")
@@ -239,4 +233,6 @@ def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], planned: Sequenc
     is_expected = command.code == 0 and not any(each.kind in faults.ON_LOSS for each in planned)
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)
-    return compare_steps(attempts, twin, is_expected=is_expected, samples="the same" if ours == theirs else theirs)
+    return report.compare_steps(
+        attempts, twin, is_expected=is_expected, samples="the same" if ours == theirs else theirs
+    )

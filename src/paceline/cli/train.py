@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import (
-    ConfigPath,
-    NoMemoryCheck,
-    Overrides,
-    check_file,
-    check_word,
-    load_and_tell,
-    print_json,
-    tells_for_host,
-)
+from paceline.cli import options
 from paceline.cli.runs import require_server
 from paceline.errors import ConfigError, PacelineError, Problem, UsageError, did_you_mean
 from paceline.health.exit_codes import REFUSED
@@ -43,8 +34,8 @@ _MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 def train(
     context: typer.Context,
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: options.ConfigPath,
+    overrides: options.Overrides = None,
     *,
     resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
     force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
@@ -59,12 +50,12 @@ def train(
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
     node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
     is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run."),
-    no_memory_check: NoMemoryCheck = False,
+    no_memory_check: options.NoMemoryCheck = False,
 ) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks."""
     options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
-    for note in notes if tells_for_host() else ():
+    for note in notes if options.tells_for_host() else ():
         echo(note, err=True)
     from paceline.run.location import RunOptions
     from paceline.run.train import train as run
@@ -77,7 +68,7 @@ def train(
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
     if verbose and (quiet or as_json):
         raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
-    options = RunOptions(
+    asked = RunOptions(
         force=force,
         resume=resume,
         is_quiet=as_json or quiet,
@@ -88,11 +79,11 @@ def train(
     if find_lr:
         from paceline.run.find_rate import find_rate
 
-        show_finding(find_rate(config, words, options=options), as_json=as_json)
+        show_finding(find_rate(config, words, options=asked), as_json=as_json)
         return
     words += ["train.microbatch=auto"] if auto_batch_size else []
     with live_page(config, words) if is_watched else nullcontext():
-        result = run(config, words, options)
+        result = run(config, words, asked)
     if result is not None and (as_json or not quiet):
         show_result(result, as_json=as_json)
 
@@ -117,7 +108,7 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
 
 def show_finding(found: RateFinding, *, as_json: bool) -> None:
     if as_json:
-        print_json({"suggestion": found.suggestion, "rates": found.rates, "losses": found.losses})
+        options.print_json({"suggestion": found.suggestion, "rates": found.rates, "losses": found.losses})
         return
     stride = max(1, len(found.rates) // 12)
     for rate, loss in list(zip(found.rates, found.losses, strict=True))[::stride]:
@@ -133,7 +124,7 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
-        print_json(result.summary.to_json() | chosen)
+        options.print_json(result.summary.to_json() | chosen)
         if note:
             echo(note, err=True)
         return
@@ -261,8 +252,8 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
 
 
 def chaos(
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: options.ConfigPath,
+    overrides: options.Overrides = None,
     *,
     faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md."),
     random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed."),
@@ -283,7 +274,7 @@ def chaos(
         raise UsageError("--faults or --random\n  one of them says what goes wrong\n  try --faults kill:rank=1@step=20")
     changes = list(overrides or [])
     if backend is not None:
-        check_word("--backend", backend, ("virtual", "gloo"))
+        options.check_word("--backend", backend, ("virtual", "gloo"))
         changes += [f"comm.backend={backend}", "parallel.device=cpu"]
     run = prepare_run(
         load_config_with_sources(config, changes),
@@ -302,7 +293,7 @@ def chaos(
     if report is None:
         raise typer.Exit(REFUSED)
     if as_json:
-        print_json(report.to_json())
+        options.print_json(report.to_json())
     else:
         verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
         echo("\n".join(["", *report_lines(report), f"\n{verdict}; the run is in {run.folder}"]))
@@ -310,10 +301,12 @@ def chaos(
 
 
 def profile(
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: options.ConfigPath,
+    overrides: options.Overrides = None,
     steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
-    output: Path = typer.Option(Path("trace.json"), callback=check_file, help="The time line; a .gz is compressed."),
+    output: Path = typer.Option(
+        Path("trace.json"), callback=options.check_file, help="The time line; a .gz is compressed."
+    ),
     beside: list[Path] = typer.Option([], metavar="TRACE", help="A time line to lay beside it; may be repeated."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
@@ -326,7 +319,7 @@ def profile(
     from paceline.profile.merge import merged_events, summarize_profile
     from paceline.run.processes import PROFILE
 
-    asked = load_and_tell(config, overrides).config
+    asked = options.load_and_tell(config, overrides).config
     for path in beside:
         lay_beside([], path)  # what is no trace is refused before anything runs
     with scratch_folder() as folder:
@@ -341,7 +334,7 @@ def profile(
         events = lay_beside(events, path)
     write_events(output, events, {"kind": "measured", "name": asked.name, "step_s": found.step_s})
     if as_json:
-        print_json(found.to_json() | {"trace": str(output)})
+        options.print_json(found.to_json() | {"trace": str(output)})
         return
     for line in [*found.lines(), "", f"The time line is in {output}: open it in ui.perfetto.dev."]:
         echo(line)

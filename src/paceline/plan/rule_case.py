@@ -10,22 +10,12 @@ from typing import Any, get_args
 
 from paceline.errors import Problem, did_you_mean
 from paceline.mesh import divisors
-from paceline.plan.layout import (
-    CHECKPOINTS,
-    STRATEGIES,
-    Algorithm,
-    Buffers,
-    Compile,
-    Compression,
-    ContextMethod,
-    Layout,
-    Offload,
-)
+from paceline.plan import layout as layouts
 from paceline.plan.model_shape import ModelShape
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
 
-DEFAULT, ANY_MODEL = Layout(), ModelShape(kind="factory")
+DEFAULT, ANY_MODEL = layouts.Layout(), ModelShape(kind="factory")
 DEGREES = ("pipeline", "context_ranks", "tensor")  # with the ranks that share the batch, they make up all
 
 
@@ -33,7 +23,7 @@ DEGREES = ("pipeline", "context_ranks", "tensor")  # with the ranks that share t
 class RuleCase:
     """What a rule looks at: a layout as it was asked for, the ranks if they are known, the model."""
 
-    layout: Layout
+    layout: layouts.Layout
     _: KW_ONLY
     ranks: int | None = None  # None: not known yet
     node_ranks: int | None = None  # of a host; None: all; 0: not known yet
@@ -84,7 +74,7 @@ def named_twice(names: tuple[str, ...]) -> str:
 
 
 def text_of(value: object) -> str:
-    value = value.parts if isinstance(value, Offload) else value
+    value = value.parts if isinstance(value, layouts.Offload) else value
     if isinstance(value, tuple):
         return "[" + ", ".join(str(each) for each in value) + "]"
     if value == "estimated":
@@ -93,12 +83,12 @@ def text_of(value: object) -> str:
 
 
 WORDS: dict[str, tuple[str, ...]] = {
-    "strategy": STRATEGIES,
-    "algorithm": get_args(Algorithm),
-    "checkpoint_activations": CHECKPOINTS,
-    "buffers": get_args(Buffers),
-    "compile": get_args(Compile),
-    "context_method": get_args(ContextMethod),
+    "strategy": layouts.STRATEGIES,
+    "algorithm": get_args(layouts.Algorithm),
+    "checkpoint_activations": layouts.CHECKPOINTS,
+    "buffers": get_args(layouts.Buffers),
+    "compile": get_args(layouts.Compile),
+    "context_method": get_args(layouts.ContextMethod),
     "schedule": tuple(CHUNKS),
 }
 """What fields may be that are one of some words; a schedule may also be one's own."""
@@ -114,12 +104,12 @@ _AT_LEAST = {  # whole numbers
     **dict.fromkeys(("data", "shard_ranks", "node_ranks", "chunks", "prefetch", "mlp_tiles"), 0),
 }
 _OBJECTS = {
-    "offload": (Offload, "paceline.Offload(optimizer=True)"),
-    "compression": (Compression, 'paceline.Compression(policy="topk")'),
+    "offload": (layouts.Offload, "paceline.Offload(optimizer=True)"),
+    "compression": (layouts.Compression, 'paceline.Compression(policy="topk")'),
 }
 
 
-def field_problems(layout: Layout) -> list[Problem]:
+def field_problems(layout: layouts.Layout) -> list[Problem]:
     """Lists the fields of a layout whose values are of no use: unknown words, wrong types, numbers out of range."""
     return [problem for each in fields(layout) for problem in _problems(each.name, getattr(layout, each.name))]
 

@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.bounded_yaml import load_yaml
-from paceline.records import records
+from paceline.records import records as kinds
 from paceline.records.summary import PHASES
 from paceline.untrusted import open_regular
 
@@ -78,11 +78,11 @@ def _is_over(paths: Sequence[Path]) -> bool:
     ranks = [path for path in paths if path.stem.startswith("rank-")]
     with contextlib.suppress(OSError):
         quiet_s = time.time() - max((path.stat().st_mtime for path in ranks), default=0.0)
-        return quiet_s > _STAYS_SILENT_S or (quiet_s > _STAYS_S and records.EndRecord in _newest(ranks[0]))
+        return quiet_s > _STAYS_SILENT_S or (quiet_s > _STAYS_S and kinds.EndRecord in _newest(ranks[0]))
     return True
 
 
-def _newest(path: Path) -> dict[object, records.Record]:
+def _newest(path: Path) -> dict[object, kinds.Record]:
     """Returns the last record of each type among the first and the last lines of a file; of communication by group."""
     with open_regular(path) as file:
         size = file.seek(0, 2)
@@ -93,42 +93,42 @@ def _newest(path: Path) -> dict[object, records.Record]:
     lines = tail.split(b"\n")[:-1]  # the last part is a line that is being written
     if size > _TAIL_BYTES:
         lines = [head.split(b"\n")[0], *lines[1:]]  # the first of the run, and no half line
-    found: dict[object, records.Record] = {}
+    found: dict[object, kinds.Record] = {}
     for line in reversed(lines):
-        if records.StepRecord in found and line.startswith(records.STEPS):
+        if kinds.StepRecord in found and line.startswith(kinds.STEPS):
             continue  # it is older
         with contextlib.suppress(ValueError):
-            record = records.parse_line(line)
-            kind = records.StepRecord if isinstance(record, records.StepRecord) else type(record)
-            found.setdefault((record.kind, record.group) if isinstance(record, records.CommRecord) else kind, record)
-            if isinstance(record, records.RunRecord):
+            record = kinds.parse_line(line)
+            kind = kinds.StepRecord if isinstance(record, kinds.StepRecord) else type(record)
+            found.setdefault((record.kind, record.group) if isinstance(record, kinds.CommRecord) else kind, record)
+            if isinstance(record, kinds.RunRecord):
                 break  # an attempt begins
     return found
 
 
-def _of_rank(labels: dict[str, str], newest: dict[object, records.Record]) -> Iterator[Sample]:
-    run = newest.get(records.RunRecord)
+def _of_rank(labels: dict[str, str], newest: dict[object, kinds.Record]) -> Iterator[Sample]:
+    run = newest.get(kinds.RunRecord)
     for record in newest.values():
         match record:
-            case records.RunRecord():
+            case kinds.RunRecord():
                 yield "paceline_steps_planned", labels, record.total_steps
-            case records.StepRecord():
-                yield from _of_step(labels, record, run if isinstance(run, records.RunRecord) else None)
-            case records.EvalRecord():
+            case kinds.StepRecord():
+                yield from _of_step(labels, record, run if isinstance(run, kinds.RunRecord) else None)
+            case kinds.EvalRecord():
                 yield "paceline_eval_loss", labels, record.loss
                 if record.accuracy is not None:
                     yield "paceline_eval_accuracy", labels, record.accuracy
-            case records.CommRecord():
+            case kinds.CommRecord():
                 collective = {**labels, "kind": record.kind, "group": record.group}
                 yield "paceline_comm_bytes_per_second", collective, record.bandwidth
                 yield "paceline_comm_bus_bytes_per_second", collective, record.bus_bandwidth
-            case records.EndRecord():
+            case kinds.EndRecord():
                 yield "paceline_ended", {**labels, "status": record.status}, 1
     if newest:
         yield "paceline_last_record_timestamp_seconds", labels, max(record.time for record in newest.values())
 
 
-def _of_step(labels: dict[str, str], record: records.StepRecord, run: records.RunRecord | None) -> Iterator[Sample]:
+def _of_step(labels: dict[str, str], record: kinds.StepRecord, run: kinds.RunRecord | None) -> Iterator[Sample]:
     values = {
         "paceline_step": record.step,
         "paceline_epoch": record.epoch,
@@ -152,8 +152,8 @@ def _of_step(labels: dict[str, str], record: records.StepRecord, run: records.Ru
             yield "paceline_memory_bytes", {**labels, "kind": kind}, value
 
 
-def _of_host(label: str, newest: dict[object, records.Record]) -> Iterator[Sample]:
-    if isinstance(record := newest.get(records.HostRecord), records.HostRecord):
+def _of_host(label: str, newest: dict[object, kinds.Record]) -> Iterator[Sample]:
+    if isinstance(record := newest.get(kinds.HostRecord), kinds.HostRecord):
         for key, value in record.values.items():
             name, _, device = key.partition("/")
             metric = f"paceline_{name.replace('.', '_')}"

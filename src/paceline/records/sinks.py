@@ -21,31 +21,21 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
+from paceline.records import records as kinds
 from paceline.records.event_words import event_name, event_text
-from paceline.records.records import (
-    CommRecord,
-    EndRecord,
-    EvalRecord,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    StepRecord,
-    to_line,
-)
 from paceline.records.thin import thin_lines
 from paceline.units import format_count
 
 _MOST_KEPT = 100_000
 _WARNINGS = ("skipped", "straggler", "roll_back")
 _Clock = Callable[[], float]
-_Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
+_Stepped = kinds.StepRecord | kinds.EvalRecord | kinds.EventRecord | kinds.CommRecord
 
 
 class Sink(Protocol):
     """A place that records go to."""
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: kinds.Record) -> None:
         """Takes records, in their order; may keep them in memory until the next flush."""
 
     def flush(self) -> None:
@@ -80,17 +70,17 @@ class JsonlSink:
         _cut_unterminated_line(path)
         self._lock = Lock()
         # Kept here and not in the file object's buffer: a forked loader worker would write its copy of that out again.
-        self._kept: list[Record] = []
+        self._kept: list[kinds.Record] = []
         self._flush_every_s, self._clock, self._flushed_at = flush_every_s, clock, clock()
         self._waits_for_space = waits_for_space
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: kinds.Record) -> None:
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
             self._kept += records
             is_time = self._clock() - self._flushed_at >= self._flush_every_s
-            if is_time or not all(isinstance(record, StepRecord | CommRecord) for record in records):
+            if is_time or not all(isinstance(record, kinds.StepRecord | kinds.CommRecord) for record in records):
                 self._write_out()
 
     def flush(self) -> None:
@@ -107,17 +97,17 @@ class JsonlSink:
         if self._kept:
             kept, self._kept = self._kept, []  # let go of first: a record that cannot be written fails once
             try:
-                self._append("".join(map(to_line, kept)).encode())
+                self._append("".join(map(kinds.to_line, kept)).encode())
             except OSError as error:
                 if not (self._waits_for_space and is_disk_full(error)):
                     raise
                 self._kept = kept[-_MOST_KEPT:]
             self._thin(kept)
 
-    def _thin(self, written: Sequence[Record]) -> None:
+    def _thin(self, written: Sequence[kinds.Record]) -> None:
         """Adds up older records, at the same steps on all ranks. A disk without room for the new file keeps the old."""
-        self._num_samples += sum(isinstance(each, HostRecord) for each in written)
-        step = next((each.step for each in reversed(written) if isinstance(each, StepRecord)), self._num_samples)
+        self._num_samples += sum(isinstance(each, kinds.HostRecord) for each in written)
+        step = next((each.step for each in reversed(written) if isinstance(each, kinds.StepRecord)), self._num_samples)
         if self._most is None or step // (self._most // 2) == self._period:
             return
         self._period = step // (self._most // 2)
@@ -174,12 +164,12 @@ class TensorBoardSink:
         self._lock = Lock()
         self._has_started = False
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: kinds.Record) -> None:
         with self._lock:
             for record in records:
-                if isinstance(record, RunRecord):
+                if isinstance(record, kinds.RunRecord):
                     self._has_started = False  # steps may come again
-                elif isinstance(record, EventRecord) and record.name == "histogram":
+                elif isinstance(record, kinds.EventRecord) and record.name == "histogram":
                     self._write_values(record, list(self._histograms(record.detail)))
                 elif isinstance(record, _Stepped) and (values := list(scalars(record))):
                     self._write_values(record, [self._value(tag=tag, simple_value=x) for tag, x in values])
@@ -247,19 +237,19 @@ class Strided:
     def __init__(self, sink: Sink, every: int, *, least_s: float = 0.5) -> None:
         self._sink = sink
         self._choice = StepChoice(every, least_s=least_s)
-        self._skipped: list[Record] = []  # the newest step, if it was not passed on
+        self._skipped: list[kinds.Record] = []  # the newest step, if it was not passed on
 
-    def write(self, *records: Record) -> None:
-        due: list[Record] = []
+    def write(self, *records: kinds.Record) -> None:
+        due: list[kinds.Record] = []
         for record in records:
-            if isinstance(record, StepRecord) and not self._choice.is_due(record.step, record.time):
+            if isinstance(record, kinds.StepRecord) and not self._choice.is_due(record.step, record.time):
                 self._skipped = [record]
                 continue
-            if isinstance(record, RunRecord):
+            if isinstance(record, kinds.RunRecord):
                 self._choice.begin(record.total_steps)
-            elif isinstance(record, EndRecord):
+            elif isinstance(record, kinds.EndRecord):
                 due += self._skipped
-            if isinstance(record, StepRecord | RunRecord | EndRecord):
+            if isinstance(record, kinds.StepRecord | kinds.RunRecord | kinds.EndRecord):
                 self._skipped = []
             due.append(record)
         if due:
@@ -282,7 +272,7 @@ class Fanout:
         self._sinks = tuple(sinks)
         self._goes_on_when_full = goes_on_when_full
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: kinds.Record) -> None:
         for sink in self._sinks:
             self._call(sink.write, *records)
 
@@ -296,7 +286,7 @@ class Fanout:
             for sink in reversed(self._sinks):
                 stack.callback(self._call, sink.close)
 
-    def _call(self, action: Callable[..., None], *records: Record) -> None:
+    def _call(self, action: Callable[..., None], *records: kinds.Record) -> None:
         try:
             action(*records)
         except OSError as error:
@@ -316,25 +306,25 @@ def _cut_unterminated_line(path: Path) -> None:
         file.truncate(keep)
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
+def scalars(record: kinds.Record) -> Iterator[tuple[str, float]]:
     """Yields the numbers of a step, an evaluation, communication, a host, or an event of scalars; of others none."""
     match record:
-        case StepRecord():
+        case kinds.StepRecord():
             yield from _of_step(record)
-        case EvalRecord():
+        case kinds.EvalRecord():
             yield from ((f"eval/{name}", value) for name, value in record.scores.items())
             yield "eval/seconds", record.seconds
-        case CommRecord():
+        case kinds.CommRecord():
             values = {"calls": record.calls, "bytes": record.bytes, "seconds": record.seconds}
             values |= {"bytes_per_s": record.bandwidth, "bus_bytes_per_s": record.bus_bandwidth}
             yield from ((f"comm/{record.group}/{record.kind}/{name}", value) for name, value in values.items())
-        case HostRecord():
+        case kinds.HostRecord():
             yield from ((f"host/{record.host}/{name}", value) for name, value in record.values.items())
-        case EventRecord(name="scalars"):
+        case kinds.EventRecord(name="scalars"):
             yield from ((tag, value) for tag, value in record.detail.items() if isinstance(value, int | float))
 
 
-def _of_step(record: StepRecord) -> Iterator[tuple[str, float]]:
+def _of_step(record: kinds.StepRecord) -> Iterator[tuple[str, float]]:
     phases = ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "host_s")
     values = {
         "train/loss": record.loss,
@@ -360,12 +350,12 @@ class LogSink:
         self._logger = logger
         self._global_batch = 0
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: kinds.Record) -> None:
         for record in records:
-            if isinstance(record, RunRecord):
+            if isinstance(record, kinds.RunRecord):
                 self._global_batch = record.global_batch
             if line := describe(record, self._global_batch):
-                is_warning = isinstance(record, EventRecord) and record.name in _WARNINGS
+                is_warning = isinstance(record, kinds.EventRecord) and record.name in _WARNINGS
                 self._logger.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
 
     def flush(self) -> None:
@@ -375,27 +365,27 @@ class LogSink:
         """Does nothing: the logger's handlers are not its own."""
 
 
-def describe(record: Record, global_batch: int = 0) -> str:
+def describe(record: kinds.Record, global_batch: int = 0) -> str:
     """Returns a record in one line; empty for what is many numbers. A rank may have a part of the global batch."""
     match record:
-        case RunRecord():
+        case kinds.RunRecord():
             size, how = format_count(record.num_parameters), f"{record.strategy}, {record.backend}"
             where = f"rank {record.rank} of {record.world_size} begins on {record.host} ({record.device})"
             return f"{where}: {how}, {size} parameters, {record.total_steps} steps"
-        case StepRecord():
+        case kinds.StepRecord():
             loss = "no samples" if record.loss is None else f"loss {record.loss:.4f}"
             if record.loss is not None and record.samples < global_batch:
                 loss += f" of this rank's {record.samples} of {global_batch} samples"
             rate = f"{record.samples_per_s:,.0f} samples/s"
             return f"step {record.step}: {loss}, lr {record.lr:.3g}, {1e3 * record.step_s:.1f} ms, {rate}"
-        case EvalRecord():
+        case kinds.EvalRecord():
             told = [f"{name} {value:.4f}" for name, value in record.scores.items()]
             return f"evaluation after step {record.step}: {', '.join(told)}"
-        case EventRecord(name="histogram" | "scalars" | "samples"):
+        case kinds.EventRecord(name="histogram" | "scalars" | "samples"):
             return ""
-        case EventRecord():
+        case kinds.EventRecord():
             return f"{event_name(record.name)} at step {record.step}: {event_text(record)}"
-        case EndRecord():
+        case kinds.EndRecord():
             why = f": {record.message}" if record.message else ""
             return f"{record.status} after step {record.step} and {record.seconds:.1f} s{why}"
     return ""

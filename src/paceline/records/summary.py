@@ -33,48 +33,38 @@ from typing import Any, TypeVar
 from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
 from paceline.health.straggler import steps_of, without_warm_up
-from paceline.records.records import (
-    EndRecord,
-    EvalRecord,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    SpanRecord,
-    StepRecord,
-    read_records,
-)
+from paceline.records import records as kinds
 from paceline.records.thin import part_until
 
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")  # of a step, as fields of its record
 FINAL_STEPS = 5  # the training loss at the end of a run is that of its last few steps
 
-_Kind = TypeVar("_Kind", StepRecord, EvalRecord, EventRecord, EndRecord)
+_Kind = TypeVar("_Kind", kinds.StepRecord, kinds.EvalRecord, kinds.EventRecord, kinds.EndRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAttempt:
     """One start of a rank: its run record, and what it wrote after that, in order; its last may be missing."""
 
-    run: RunRecord
-    records: tuple[Record, ...] = ()
+    run: kinds.RunRecord
+    records: tuple[kinds.Record, ...] = ()
 
     @property
-    def steps(self) -> tuple[StepRecord, ...]:
-        return self._all(StepRecord)
+    def steps(self) -> tuple[kinds.StepRecord, ...]:
+        return self._all(kinds.StepRecord)
 
     @property
-    def evaluations(self) -> tuple[EvalRecord, ...]:
-        return self._all(EvalRecord)
+    def evaluations(self) -> tuple[kinds.EvalRecord, ...]:
+        return self._all(kinds.EvalRecord)
 
     @property
-    def events(self) -> tuple[EventRecord, ...]:
-        return self._all(EventRecord)
+    def events(self) -> tuple[kinds.EventRecord, ...]:
+        return self._all(kinds.EventRecord)
 
     @property
-    def end(self) -> EndRecord | None:
+    def end(self) -> kinds.EndRecord | None:
         """The end that was recorded; None: the attempt goes on, or was killed."""
-        ends = self._all(EndRecord)
+        ends = self._all(kinds.EndRecord)
         return ends[-1] if ends else None
 
     @property
@@ -90,11 +80,11 @@ class RankAttempt:
         return tuple(each for each in self.records if isinstance(each, kind))
 
 
-def split_attempts(records: Sequence[Record]) -> list[RankAttempt]:
+def split_attempts(records: Sequence[kinds.Record]) -> list[RankAttempt]:
     """Cuts the records of a rank into attempts; a resumed run appends to the same file."""
-    groups: list[tuple[RunRecord, list[Record]]] = []
+    groups: list[tuple[kinds.RunRecord, list[kinds.Record]]] = []
     for record in records:
-        if isinstance(record, RunRecord):
+        if isinstance(record, kinds.RunRecord):
             groups.append((record, []))
         elif groups:
             groups[-1][1].append(record)
@@ -109,7 +99,7 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     try:
         for path in (run_folder / "records").glob("rank-*.jsonl"):
             number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-            if number and (records := read_file(path, RunRecord)):
+            if number and (records := read_file(path, kinds.RunRecord)):
                 found[int(number[1])] = split_attempts(records)
     finally:
         if was_on:
@@ -127,14 +117,14 @@ def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
         rule = "every rank writes its records there from its first moment on"
         raise RunFolderError(f"no run to report on in {run_folder}: {records} {what}\n  {rule}\n  {fix}")
     paths = sorted((run_folder / "records").glob("host-*.jsonl")) if with_hosts else []
-    hosts = [each for path in paths for each in read_file(path, HostRecord) if isinstance(each, HostRecord)]
+    hosts = [each for path in paths for each in read_file(path, kinds.HostRecord) if isinstance(each, kinds.HostRecord)]
     return RunRecords(ranks, hosts)
 
 
-def read_file(path: Path, first: type[Record]) -> list[Record]:
+def read_file(path: Path, first: type[kinds.Record]) -> list[kinds.Record]:
     """Reads one file of records, which begins with one of the type ``first``. Raises RunFolderError if it cannot."""
     try:
-        records = list(read_records(path))
+        records = list(kinds.read_records(path))
         if records and not isinstance(records[0], first):
             raise ValueError(f"{path}, line 1: the first record is no {first.__name__}")
     except OSError as error:
@@ -150,19 +140,19 @@ def read_file(path: Path, first: type[Record]) -> list[Record]:
     return records
 
 
-def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, StepRecord]:
+def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, kinds.StepRecord]:
     """Returns the steps of a rank that its final state is made of: a step made again replaces it and all later ones."""
     return {step: record for step, (_, record) in _steps_with_attempts(attempts).items()}
 
 
-def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, StepRecord]]:
-    found: dict[int, tuple[RankAttempt, StepRecord]] = {}
+def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, kinds.StepRecord]]:
+    found: dict[int, tuple[RankAttempt, kinds.StepRecord]] = {}
     for attempt in attempts:
         for record in attempt.steps:
             if found and record.step <= next(reversed(found)):
                 later = [(own, made) for step, (own, made) in found.items() if step >= record.step]
                 found = {step: made for step, made in found.items() if step < record.step}
-                if isinstance(span := later[0][1], SpanRecord) and span.step - span.steps < record.step - 1:
+                if isinstance(span := later[0][1], kinds.SpanRecord) and span.step - span.steps < record.step - 1:
                     found[record.step - 1] = later[0][0], part_until(span, record.step - 1)
             found[record.step] = attempt, record
     return found
@@ -215,12 +205,12 @@ class RankSummary(Totals):
     absent_steps: int = 0
 
 
-def add_up(records: Iterable[StepRecord]) -> Totals:
+def add_up(records: Iterable[kinds.StepRecord]) -> Totals:
     """Adds up records of one rank or of many, in their order."""
     return Totals(**_sums(records))
 
 
-def _sums(records: Iterable[StepRecord]) -> dict[str, Any]:
+def _sums(records: Iterable[kinds.StepRecord]) -> dict[str, Any]:
     known = list(records)
     steps = [record.steps for record in known]
     return {
@@ -248,7 +238,7 @@ def middle(values: Sequence[float], weights: Sequence[int], share: float = 0.5) 
 class StepTable:
     """Steps in order; each row has the records of the ranks that took part in the step, by rank."""
 
-    def __init__(self, rows: Iterable[Mapping[int, StepRecord]]) -> None:
+    def __init__(self, rows: Iterable[Mapping[int, kinds.StepRecord]]) -> None:
         self.rows = tuple(row for row in rows if row)
 
     def __len__(self) -> int:
@@ -290,7 +280,7 @@ class StepTable:
         rates = [sum(each.samples / each.steps for each in row.values()) / length for row, length in timed]
         return middle(rates, [steps_of(row) for row, _ in timed]) if timed else None
 
-    def of_rank(self, rank: int) -> list[StepRecord]:
+    def of_rank(self, rank: int) -> list[kinds.StepRecord]:
         return [row[rank] for row in self.rows if rank in row]
 
     def totals(self) -> Totals:
@@ -309,7 +299,7 @@ class RunRecords:
     The last attempt of the lowest rank at a step counts: ``attempts`` has it, a row of ``steps`` its ranks.
     """
 
-    def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[HostRecord] = ()) -> None:
+    def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[kinds.HostRecord] = ()) -> None:
         self.ranks = ranks
         self.hosts = hosts
         self.lead = next(iter(ranks.values()))
@@ -325,11 +315,11 @@ class RunRecords:
         self.steps = StepTable(rows)
 
     @classmethod
-    def of(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> RunRecords:
+    def of(cls, records: Sequence[Sequence[kinds.Record]], hosts: Sequence[kinds.HostRecord] = ()) -> RunRecords:
         """Takes the records of each rank, in the order of ranks."""
         return cls(dict(enumerate(map(split_attempts, records))), hosts)
 
-    def events(self, name: str) -> list[EventRecord]:
+    def events(self, name: str) -> list[kinds.EventRecord]:
         """Returns the events of a name of all ranks, rank by rank."""
         attempts = chain.from_iterable(self.ranks.values())
         return [event for attempt in attempts for event in attempt.events if event.name == name]
@@ -342,18 +332,18 @@ class RunRecords:
         return RankSummary(rank=rank, device=run.device, host=run.host, absent_steps=absent, **sums)
 
     @property
-    def evaluation(self) -> EvalRecord | None:
+    def evaluation(self) -> kinds.EvalRecord | None:
         """The last evaluation. Every rank records the same; after a resume on fewer, some have only an older one."""
         found = [[each for attempt in own for each in attempt.evaluations] for own in self.ranks.values()]
         return max((own[-1] for own in found if own), key=lambda record: record.time, default=None)
 
     @property
-    def end(self) -> EndRecord | None:
+    def end(self) -> kinds.EndRecord | None:
         """The worst end among the ranks of the last attempt."""
         return worst_end(own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size)
 
 
-def worst_end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
+def worst_end(ends: Iterable[kinds.EndRecord | None]) -> kinds.EndRecord | None:
     """Returns the worst end of some ranks: one that failed, else none at all, else one that was stopped."""
     known = list(ends)
     found = {end.status: end for end in reversed(known) if end is not None}

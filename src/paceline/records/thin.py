@@ -23,20 +23,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
-from paceline.records.records import (
-    THINNED,
-    CommRecord,
-    EndRecord,
-    EventRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-    SpanRecord,
-    StepRecord,
-    marked,
-    parse_line,
-    to_line,
-)
+from paceline.records import records as kinds
 
 FEWEST, MOST, ALL_LINES = 64, 4096, 2**15
 TAIL = 16
@@ -47,8 +34,8 @@ _LENGTHS = re.compile(r"(-?\d{1,4}):(\d{1,12})")
 _SUMS = ("loss_sum", "count", "samples")
 _LAST = ("step", "position", "epoch", "time", "loss_scale", "allocated_bytes", "reserved_bytes")
 _GREATEST = ("memory_bytes", "peak_bytes")
-_NO_MEAN = {each.name: None if "None" in str(each.type) else math.nan for each in fields(StepRecord)}
-_MEANS = [each.name for each in fields(StepRecord) if each.name not in (*_SUMS, *_LAST, *_GREATEST, "loss")]
+_NO_MEAN = {each.name: None if "None" in str(each.type) else math.nan for each in fields(kinds.StepRecord)}
+_MEANS = [each.name for each in fields(kinds.StepRecord) if each.name not in (*_SUMS, *_LAST, *_GREATEST, "loss")]
 
 
 def lines_kept(asked: int | str, ranks: int | str) -> int | None:
@@ -61,7 +48,7 @@ def lines_kept(asked: int | str, ranks: int | str) -> int | None:
 def thin_lines(data: bytes, most: int) -> bytes | None:
     """Returns a file of records with older ones added up; None where there is nothing to add up yet."""
     lines = data.splitlines(keepends=True)
-    mark = lines.pop(1) if len(lines) > 1 and THINNED in lines[1][:200] else b""
+    mark = lines.pop(1) if len(lines) > 1 and kinds.THINNED in lines[1][:200] else b""
     records = [_parse(line) for line in lines]
     places, starts = _places(records)
     cut = next(reversed(places.values()), 0) // (most // 2) * (most // 2) - TAIL
@@ -71,26 +58,26 @@ def thin_lines(data: bytes, most: int) -> bytes | None:
     tail = next((at for at, place in places.items() if at >= max(starts) and place > cut), len(lines))
     kept = list(_added_up(lines[:tail], records, places, starts, size))
     body, rest = sum(map(len, kept)), b"".join(lines[tail:])
-    removed = len(data) - len(mark) - len(rest) - body + marked(mark, "removed")
+    removed = len(data) - len(mark) - len(rest) - body + kinds.marked(mark, "removed")
     detail = {"each": size, "body": body, "removed": removed}
-    told = EventRecord(name="thinned", step=cut, detail=detail, time=time.time())
-    return b"".join([kept[0], to_line(told).encode(), *kept[1:], rest])
+    told = kinds.EventRecord(name="thinned", step=cut, detail=detail, time=time.time())
+    return b"".join([kept[0], kinds.to_line(told).encode(), *kept[1:], rest])
 
 
-def _parse(line: bytes) -> Record | None:
+def _parse(line: bytes) -> kinds.Record | None:
     try:
-        return parse_line(line)
+        return kinds.parse_line(line)
     except ValueError:  # stays as it is, for whoever reads it to tell of
         return None
 
 
-def _places(records: Sequence[Record | None]) -> tuple[dict[int, int], dict[int, int]]:
+def _places(records: Sequence[kinds.Record | None]) -> tuple[dict[int, int], dict[int, int]]:
     """Returns the number of each step or sample by its line, and of those that an attempt begins or goes back with."""
     places, starts, before, is_new = dict[int, int](), dict[int, int](), 0, True
     for at, record in enumerate(records):
-        is_new = is_new or isinstance(record, RunRecord)
-        if isinstance(record, StepRecord | HostRecord):
-            places[at] = record.step if isinstance(record, StepRecord) else before + record.samples
+        is_new = is_new or isinstance(record, kinds.RunRecord)
+        if isinstance(record, kinds.StepRecord | kinds.HostRecord):
+            places[at] = record.step if isinstance(record, kinds.StepRecord) else before + record.samples
             if is_new or places[at] <= before:
                 starts[at] = places[at]
             before, is_new = places[at], False
@@ -99,7 +86,7 @@ def _places(records: Sequence[Record | None]) -> tuple[dict[int, int], dict[int,
 
 def _added_up(
     lines: Sequence[bytes],
-    records: Sequence[Record | None],
+    records: Sequence[kinds.Record | None],
     places: Mapping[int, int],
     starts: Mapping[int, int],
     size: int,
@@ -109,10 +96,10 @@ def _added_up(
     timed: dict[Any, list[bytes]] = {}
     sent: dict[Any, list[bytes]] = {}  # by kind and group
     for at, (line, record) in enumerate(zip(lines, records, strict=False)):
-        if at in starts or isinstance(record, RunRecord | EndRecord):
+        if at in starts or isinstance(record, kinds.RunRecord | kinds.EndRecord):
             yield from chain(_flushed(timed), _flushed(sent))
         singles = _FIRST if at in starts else singles - (at in places)
-        if isinstance(record, CommRecord):
+        if isinstance(record, kinds.CommRecord):
             sent.setdefault((record.kind, record.group, record.ranks), []).append(line)
         elif at in places and singles <= 0:
             timed.setdefault("", []).append(line)
@@ -127,23 +114,23 @@ def _added_up(
 
 def _flushed(blocks: dict[Any, list[bytes]]) -> list[bytes]:
     """Empties blocks of lines; returns one line for each."""
-    found = [block[0] if len(block) == 1 else _sum_of(list(map(parse_line, block))) for block in blocks.values()]
+    found = [block[0] if len(block) == 1 else _sum_of(list(map(kinds.parse_line, block))) for block in blocks.values()]
     blocks.clear()
     return found
 
 
 def _sum_of(records: list[Any]) -> bytes:
-    adders: dict[type, Callable[[Any], Record]] = {CommRecord: add_comm, HostRecord: add_samples}
-    return to_line(adders.get(type(records[-1]), add_steps)(records)).encode()
+    adders: dict[type, Callable[[Any], kinds.Record]] = {kinds.CommRecord: add_comm, kinds.HostRecord: add_samples}
+    return kinds.to_line(adders.get(type(records[-1]), add_steps)(records)).encode()
 
 
-def add_comm(records: Sequence[CommRecord]) -> CommRecord:
+def add_comm(records: Sequence[kinds.CommRecord]) -> kinds.CommRecord:
     """Adds up operations of one kind and group."""
     sums = {name: sum(getattr(each, name) for each in records) for name in ("calls", "bytes", "seconds")}
     return replace(records[-1], **sums)
 
 
-def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
+def add_steps(records: Sequence[kinds.StepRecord]) -> kinds.SpanRecord:
     """Adds up steps of a rank that follow one another."""
     last = records[-1]
     values: dict[str, Any] = {name: sum(getattr(each, name) for each in records) for name in _SUMS}
@@ -152,7 +139,7 @@ def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
         values[name] = max((size for each in records if (size := getattr(each, name)) is not None), default=None)
     for name in _MEANS:
         values[name] = _mean(((getattr(each, name), each.steps) for each in records), _NO_MEAN[name])
-    return SpanRecord(
+    return kinds.SpanRecord(
         **values,
         loss=values["loss_sum"] / values["count"] if values["count"] else None,
         steps=sum(each.steps for each in records),
@@ -164,7 +151,7 @@ def add_steps(records: Sequence[StepRecord]) -> SpanRecord:
     )
 
 
-def add_samples(records: Sequence[HostRecord]) -> HostRecord:
+def add_samples(records: Sequence[kinds.HostRecord]) -> kinds.HostRecord:
     """Averages samples of a host that follow one another."""
     names = dict.fromkeys(name for each in records for name in each.values)
     means = {name: _mean((each.values.get(name), each.samples) for each in records) for name in names}
@@ -172,7 +159,7 @@ def add_samples(records: Sequence[HostRecord]) -> HostRecord:
     return replace(records[-1], values=values, samples=sum(each.samples for each in records))
 
 
-def part_until(record: SpanRecord, step: int) -> SpanRecord:
+def part_until(record: kinds.SpanRecord, step: int) -> kinds.SpanRecord:
     """Returns the part of a record up to a step: the run went back into its midst. Sums are by its share."""
     steps = record.steps - (record.step - step)
     sums: dict[str, Any] = {name: getattr(record, name) * steps / record.steps for name in _SUMS}
@@ -180,11 +167,11 @@ def part_until(record: SpanRecord, step: int) -> SpanRecord:
     return replace(record, step=step, steps=steps, **sums)
 
 
-def lengths_of(records: Iterable[StepRecord]) -> Counter[int]:
+def lengths_of(records: Iterable[kinds.StepRecord]) -> Counter[int]:
     """Returns how many steps took how long, by the number of a class that is 5 % wide."""
     found: Counter[int] = Counter()
     for each in records:
-        if isinstance(each, SpanRecord):
+        if isinstance(each, kinds.SpanRecord):
             found.update({int(number): int(count) for number, count in _LENGTHS.findall(each.lengths)})
         elif 0 < each.step_s < math.inf:
             found[math.floor(math.log(each.step_s) / _CLASS)] += 1

@@ -24,18 +24,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import Config
 from paceline.config.sections import MonitorConfig
 from paceline.errors import PacelineError
+from paceline.records import records as kinds
 from paceline.records.host import HostSampler, open_gpus
-from paceline.records.records import (
-    EndRecord,
-    EventRecord,
-    GrowingFile,
-    HostRecord,
-    Record,
-    RunRecord,
-    StepRecord,
-    follow_records,
-    parse_line,
-)
 from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink, scalars
 from paceline.records.thin import lines_kept
 from paceline.records.trackers import TrackedRun, open_tracker
@@ -106,15 +96,15 @@ def live_progress(folder: Path, *, is_shown: bool) -> Iterator[None]:
     view, since, is_over, here = ProgressView(), time.time(), threading.Event(), f"{Path.cwd()}{os.sep}"
 
     def follow() -> None:
-        for record in follow_records(folder / "records" / "rank-0.jsonl", is_over.is_set, poll_s=0.1):
+        for record in kinds.follow_records(folder / "records" / "rank-0.jsonl", is_over.is_set, poll_s=0.1):
             if record.time < since:  # a resumed run's file begins with what an earlier attempt wrote
                 continue
-            if isinstance(record, EventRecord):  # paths below the current folder are shown as seen from there
+            if isinstance(record, kinds.EventRecord):  # paths below the current folder are shown as seen from there
                 near = {k: v.removeprefix(here) if isinstance(v, str) else v for k, v in record.detail.items()}
                 record = replace(record, detail=near)
             # What went wrong is told once, with its cause; an attempt that failed in its set-up plans no steps.
-            is_failure = isinstance(record, EndRecord) and record.status != "done"
-            if not is_failure and not (isinstance(record, RunRecord) and record.total_steps == 0):
+            is_failure = isinstance(record, kinds.EndRecord) and record.status != "done"
+            if not is_failure and not (isinstance(record, kinds.RunRecord) and record.total_steps == 0):
                 view.write(record)
 
     try:
@@ -175,59 +165,59 @@ class TensorBoard:
         self._sinks: dict[str, TensorBoardSink] = {}
         self.take("rank-0", ())  # fails here where the library is missing
 
-    def take(self, source: str, records: Sequence[Record]) -> None:
+    def take(self, source: str, records: Sequence[kinds.Record]) -> None:
         sink = self._sinks.get(source)
         if sink is None:
             folder = self._folder if source == "rank-0" else self._folder / source
             sink = self._sinks[source] = TensorBoardSink(folder)
         if source == "rank-0":
-            self._step = max((each.step for each in records if isinstance(each, StepRecord)), default=self._step)
-        sink.write(*(self._with_step(each) if isinstance(each, HostRecord) else each for each in records))
+            self._step = max((each.step for each in records if isinstance(each, kinds.StepRecord)), default=self._step)
+        sink.write(*(self._with_step(each) if isinstance(each, kinds.HostRecord) else each for each in records))
 
     def close(self) -> None:
         for sink in self._sinks.values():
             sink.close()
 
-    def _with_step(self, record: HostRecord) -> EventRecord:
+    def _with_step(self, record: kinds.HostRecord) -> kinds.EventRecord:
         """Returns a host's values as those of the step that rank 0 has come to."""
         prefix = f"host/{record.host}/"  # the folder has the name
         detail = {f"host/{name.removeprefix(prefix)}": value for name, value in dict(scalars(record)).items()}
-        return EventRecord(name="scalars", step=self._step, detail=detail, time=record.time)
+        return kinds.EventRecord(name="scalars", step=self._step, detail=detail, time=record.time)
 
 
 class _Source:
     """A file of records that is read as it grows; of steps, those that are due."""
 
     def __init__(self, path: Path, *, every: int, offset: int) -> None:
-        self._file = GrowingFile(path, offset)
+        self._file = kinds.GrowingFile(path, offset)
         self._choice = StepChoice(every, points=_POINTS)
         self._skipped = b""  # the newest step, if it was not due
 
-    def read(self, *, is_last: bool) -> list[Record]:
+    def read(self, *, is_last: bool) -> list[kinds.Record]:
         """Returns the records that have come since the last call; a line that is none is left out."""
-        found: list[Record] = []
+        found: list[kinds.Record] = []
         for line in self._file.lines():
             with contextlib.suppress(ValueError):
                 found += self._take(line)
         return found + (self._newest_step() if is_last else [])
 
-    def _take(self, line: bytes) -> list[Record]:
+    def _take(self, line: bytes) -> list[kinds.Record]:
         """Looks at step and time alone of a step: a small model makes thousands of them a second."""
         step = _STEP.match(line)
         if step is not None and not self._choice.is_due(int(step[1]), float(step[2])):
             self._skipped = line
             return []
-        record = parse_line(line)
-        before = self._newest_step() if isinstance(record, EndRecord) else []
-        if isinstance(record, StepRecord | RunRecord):
+        record = kinds.parse_line(line)
+        before = self._newest_step() if isinstance(record, kinds.EndRecord) else []
+        if isinstance(record, kinds.StepRecord | kinds.RunRecord):
             self._skipped = b""
-        if isinstance(record, RunRecord):
+        if isinstance(record, kinds.RunRecord):
             self._choice.begin(record.total_steps)
         return [*before, record]
 
-    def _newest_step(self) -> list[Record]:
+    def _newest_step(self) -> list[kinds.Record]:
         line, self._skipped = self._skipped, b""
-        return [parse_line(line)] if line else []
+        return [kinds.parse_line(line)] if line else []
 
     def unread_bytes(self) -> int:
         with contextlib.suppress(OSError):
@@ -252,7 +242,7 @@ class _Follower:
             is_last = self.is_over.wait(_LOOK_S)
             self._find()
             for path, source in self.sources.items():
-                records: list[Record] = []
+                records: list[kinds.Record] = []
                 if tracker is None and path.stem != "rank-0":
                     continue
                 try:

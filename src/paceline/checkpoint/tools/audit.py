@@ -22,16 +22,7 @@ from paceline.checkpoint.formats import coverage_problems, piece_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
-from paceline.data.order import (
-    DataOrder,
-    GlobalBatch,
-    Segment,
-    batches_of,
-    extend_hash,
-    hash_text,
-    segments_of,
-    skipped_of,
-)
+from paceline.data import order as orders
 from paceline.errors import CheckpointError, PacelineError
 from paceline.untrusted import is_count
 
@@ -124,7 +115,7 @@ def check_samples(manifest: Manifest) -> AuditCheck:
 
 
 def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
-    segments, skipped, count = segments_of(state), skipped_of(state), int(state["count"])
+    segments, skipped, count = orders.segments_of(state), orders.skipped_of(state), int(state["count"])
     for segment in segments:  # numbers that no run has would take memory and time without end
         order, places = segment.order, (segment.first, segment.last, count)
         is_right = is_count(order.length, _MOST_SAMPLES) and is_count(order.global_batch, _MOST_BATCH)
@@ -156,7 +147,7 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
 
 
 def follow(
-    segments: Sequence[Segment], skipped: Sequence[tuple[int, int]], position: int
+    segments: Sequence[orders.Segment], skipped: Sequence[tuple[int, int]], position: int
 ) -> tuple[list[str], list[str]]:
     """Follows the segments from 0 to the position that the run goes on from: what is wrong, gaps with a reason."""
     problems, gaps, unused, place = [], [], list(skipped), 0
@@ -182,7 +173,7 @@ def follow(
     return problems, gaps
 
 
-def _reason(first: int, last: int, order: DataOrder | None, unused: list[tuple[int, int]]) -> str:
+def _reason(first: int, last: int, order: orders.DataOrder | None, unused: list[tuple[int, int]]) -> str:
     """Says why there is a gap: it was noted, or is the end of an epoch that the config drops. Empty: neither."""
     if first < last and (first, last) in unused:
         unused.remove((first, last))
@@ -192,7 +183,7 @@ def _reason(first: int, last: int, order: DataOrder | None, unused: list[tuple[i
     return ""
 
 
-def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
+def consume_again(segments: Sequence[orders.Segment]) -> tuple[str, int, list[str]]:
     """Returns the hash of the ids, the number of batches, and what is wrong: ids that come twice, batches cut."""
     known, num_batches, problems, epoch = (0, 0), 0, list[str](), -1
     has_come = np.zeros(max((segment.order.length for segment in segments), default=0), dtype=np.bool_)  # in an epoch
@@ -200,7 +191,7 @@ def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
     for batches in _runs(segments):
         (segment, last), first = batches[-1], batches[0][1]
         indices = np.concatenate([batch.indices for _, batch in batches])[: segment.last - first.position]
-        known, num_batches = extend_hash(known, indices), num_batches + len(batches)
+        known, num_batches = orders.extend_hash(known, indices), num_batches + len(batches)
         if first.epoch != epoch:
             epoch, has_come[:] = first.epoch, False
         is_first = np.zeros(len(indices), dtype=np.bool_)
@@ -219,13 +210,13 @@ def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
         f"{', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''}"
         for number, (place, ids) in twice.items()
     ]
-    return hash_text(known), num_batches, problems
+    return orders.hash_text(known), num_batches, problems
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[list[tuple[Segment, GlobalBatch]]]:
+def _runs(segments: Sequence[orders.Segment]) -> Iterator[list[tuple[orders.Segment, orders.GlobalBatch]]]:
     """Yields batches of one segment and epoch together, many at a time: each by itself would cost more than its ids."""
-    together: list[tuple[Segment, GlobalBatch]] = []
-    for segment, batch in batches_of(segments):
+    together: list[tuple[orders.Segment, orders.GlobalBatch]] = []
+    for segment, batch in orders.batches_of(segments):
         is_full = len(together) * segment.order.global_batch >= _AT_ONCE
         if together and (is_full or together[-1][0] is not segment or together[-1][1].epoch != batch.epoch):
             yield together
@@ -235,7 +226,7 @@ def _runs(segments: Sequence[Segment]) -> Iterator[list[tuple[Segment, GlobalBat
         yield together
 
 
-def _order_problems(manifest: Manifest, segments: Sequence[Segment]) -> list[str]:
+def _order_problems(manifest: Manifest, segments: Sequence[orders.Segment]) -> list[str]:
     """Compares the order that was noted last with what the saved config and the plan of the run ask for."""
     if not segments:
         return []
@@ -254,7 +245,7 @@ def _order_problems(manifest: Manifest, segments: Sequence[Segment]) -> list[str
     ]
 
 
-def _in_words(segment: Segment) -> str:
+def _in_words(segment: orders.Segment) -> str:
     order, place = segment.order, f"{segment.first:,} to {segment.last:,}"
     return f"{place} of {order.length:,} samples, seed {order.seed}, batch {order.global_batch:,}"
 
