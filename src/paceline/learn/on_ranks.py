@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.learn.exercise import RIGHT, Said, says
 from paceline.learn.watched import (
     Expected,
+    Storages,
     Watched,
     WatchedCommunicator,
     all_close,
@@ -195,30 +194,6 @@ class _Called(NamedTuple):
     is_kept: bool  # whether the weights of other ranks are in memory between forward and backward
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the memory of every tensor that is made, and does not keep it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        each = found if isinstance(found, tuple | list) else (found,)
-        storages = [one.untyped_storage() for one in each if isinstance(one, torch.Tensor)]
-        self.made += [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
-        return found
-
-    def alive(self) -> torch.Tensor:
-        """Returns the numbers that are still in the memory of what was made."""
-        found = [torch.empty(0, dtype=torch.float64)]
-        for made in self.made:
-            storage = torch.UntypedStorage._new_with_weak_ptr(made.cdata)  # None where it is gone
-            if storage is not None and storage.nbytes() % 8 == 0:
-                found.append(torch.empty(0, dtype=torch.float64).set_(storage))
-        return torch.cat(found)
-
-
 def check_linear(function: Any) -> Said:
     """Runs the reader's layer on two and four ranks: output, gradients, then the operations."""
     weight = torch.arange(24, dtype=torch.float64).sin().view(_SHAPE)
@@ -228,7 +203,7 @@ def check_linear(function: Any) -> Said:
         def work(comm: WatchedCommunicator, own: Sequence[torch.Tensor] = inputs) -> _Called:
             mine = weight.flatten().chunk(comm.size)[comm.rank].clone().requires_grad_()
             x = own[comm.rank].clone().requires_grad_()
-            with _Storages() as storages:
+            with Storages() as storages:
                 output = function(comm, x, mine, _SHAPE)
             forward, is_kept = dict(comm.calls), bool(torch.isin(weight, storages.alive()).all())
             if getattr(output, "requires_grad", False):
@@ -357,6 +332,18 @@ def check_step_means(function: Any) -> Said:
     return _judge(function, (brings, table.nanmean(0), {"all_ranks": table.nansum(0) / 3}))
 
 
+def check_buffers(function: Any) -> Said:
+    """Averages three tensors through buffers, of which at least two are under way at once."""
+    own = [[torch.arange(4.0) + 10 * place + 100 * rank**2 for place in range(3)] for rank in range(3)]
+    whole = torch.stack([torch.stack(each) for each in own])
+    found = run_with(function, [[each] for each in own])
+    usual: dict[str, Expected] = {"sum": whole.sum(0), "unchanged": list(whole), "last": whole.mean(0)[2].expand(3, 4)}
+    if said := compare(found.results, whole.mean(0), usual):
+        return said
+    comm = found.comms[0]
+    return says("serial") if comm.most_under_way < min(2, comm.calls.total()) else RIGHT
+
+
 def check_skipped(function: Any) -> Said:
     """With gradients that are finite, then with one that is not, on one rank."""
 
@@ -377,6 +364,7 @@ CHECKS = {
     "3.1": check_average,
     "3.4": check_mean,
     "3.5": check_step_means,
+    "3.6": check_buffers,
     "4.2": check_step,
     "5.2": check_linear,
     "6.2": check_mlp,
