@@ -236,8 +236,8 @@ def draw_read_timeline() -> str:
     picture = Picture(
         "Read a time line: what is the step waiting for?",
         "Three steps of data parallelism on 8 GPUs, each on a time scale of its own. Look at the upper row first. No "
-        "gaps: the step computes. A gap above a red box: it waits for communication. A gap without one: the device waits "
-        "for the host, which starts its kernels.",
+        "gaps: the step computes. A gap above a red box: it waits for communication. A gap without one: the device "
+        "waits for the host, which starts its kernels.",
         "dry runs of DDP on " + " and ".join(sorted({cluster for cluster, _ in READ_CASES.values()})),
     )
     legend = [
