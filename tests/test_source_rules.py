@@ -41,7 +41,7 @@ LINES = {
     "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
     "health": 1_490,
     "launch": 2_980,
-    "learn": 1_620,
+    "learn": 1_770,  # a capstone, places of data, and curves
     "models": 2_740,  # attention over ranks and inside documents
     "plan": 1_620,  # the same; ranks that share sequences
     "predict": 4_040,

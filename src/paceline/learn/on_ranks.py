@@ -211,44 +211,27 @@ def check_linear(function: Any) -> Said:
             return _Called(output, x.grad, mine.grad, forward, dict(comm.calls), is_kept)
 
         called = run_watched(work, ranks).results
-        passes = (_pass_wrong(each, weight, inputs[rank], rank) for rank, each in enumerate(called))
-        own = [2 * (x @ weight.T).T @ x for x in inputs]
-        if said := next(filter(None, passes), None) or _weight_gradients_wrong(called, own) or _calls_wrong(called[0]):
+        if said := _passes_wrong(called, weight, inputs) or _calls_wrong(called[0]):
             return said
     return RIGHT
 
 
-def _pass_wrong(called: _Called, weight: torch.Tensor, inputs: torch.Tensor, rank: int) -> Said | None:
-    x, output = inputs.clone().requires_grad_(), called.output
-    expected = x @ weight.T
-    is_tensor = isinstance(output, torch.Tensor)
-    if not is_tensor or output.shape != expected.shape:
-        shape = tuple(output.shape) if is_tensor else type(output).__name__
-        return says("shape", rank=rank, shape=shape, given=(_ROWS, 4), expected=tuple(expected.shape))
-    if not torch.allclose(output, expected.detach()):
-        return says("output")
-    if called.of_x is None:
-        return says("no_gradient_of_x")
-    (of_x,) = torch.autograd.grad(expected.square().sum(), x)
-    return None if torch.allclose(called.of_x, of_x) else says("gradient_of_x")
+def _passes_wrong(called: Sequence[_Called], weight: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Said | None:
+    """Compares outputs and gradients. The loss is the sum of squares of a rank's own output."""
+    ranks, own = len(called), [2 * (x @ weight.T).T @ x for x in inputs]
+    total = sum(own[1:], own[0])
 
+    def cut(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [whole.flatten().chunk(ranks)[rank] for rank, whole in enumerate(wholes)]
 
-def _weight_gradients_wrong(called: Sequence[_Called], own: Sequence[torch.Tensor]) -> Said | None:
-    """Says what is wrong with the gradients of the slices; ``own`` are those of each rank's samples, whole."""
-    ranks, total = len(called), sum(own[1:], own[0])
-    given = [each.of_slice for each in called if each.of_slice is not None]
-    if len(given) < ranks:
-        return says("no_gradient")
-
-    def is_given(wholes: Sequence[torch.Tensor]) -> bool:
-        slices = [whole.flatten().chunk(ranks)[rank] for rank, whole in enumerate(wholes)]
-        return all(map(torch.allclose, given, slices))
-
-    if is_given([total / ranks] * ranks):
-        return None
-    if is_given([total] * ranks):
-        return says("sum", ranks=ranks)
-    return says("own" if is_given(own) else "gradient")
+    of_weight = {"sum": cut([total] * ranks), "own": cut(own)}
+    given = zip(*((each.output, each.of_x, each.of_slice) for each in called), strict=True)
+    right = [[x @ weight.T for x in inputs], [2 * x @ weight.T @ weight for x in inputs], cut([total / ranks] * ranks)]
+    names = (("shape", "output"), ("no_gradient_of_x", "gradient_of_x"), ("no_gradient", "gradient"))
+    for values, expected, (missing, wrong) in zip(given, right, names, strict=True):
+        if said := compare(values, expected, of_weight if missing == "no_gradient" else {}):
+            return says({"shape": missing, "otherwise": wrong}.get(said.name, said.name), **said.gaps)
+    return None
 
 
 def _calls_wrong(called: _Called) -> Said | None:
