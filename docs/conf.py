@@ -32,6 +32,7 @@ html_title = "Paceline"
 html_static_path = ["_static"]
 html_extra_path = ["_root"]
 html_css_files = ["book.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
