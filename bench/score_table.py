@@ -78,7 +78,7 @@ def _paragraphs(dev: Validation) -> list[str]:
     return [
         "An error is the mean of |predicted / measured - 1| over rows, in each row's own metric. *One rate per device* "
         "is the error of a single FLOP/s figure for each device and precision. That figure is fitted on the very rows "
-        f"it is scored on; even so its error is lower than that of the prediction on: {told or 'no family'}. "
+        f"that it is scored on. Even so, it is better than the prediction on {told or 'no family'}. "
         "*Given the smallest run* is the error of a group's other runs when its smallest run's throughput is known.",
         f"More figures of the `dev` rows: nine of ten rows are within {_percent(dev.time.p90)}. Inside the calibrated "
         f"domain the error is {_both(dev.inside)}, outside of it {_both(dev.outside)}. In {ranking.groups} groups of "

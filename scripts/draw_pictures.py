@@ -26,6 +26,7 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "collectives.svg": ("pictures_messages", "draw_collectives"),
     "ring.svg": ("pictures_messages", "draw_ring"),
     "tree.svg": ("pictures_messages", "draw_tree"),
+    "topology.svg": ("pictures_network", "draw_topology"),
     "cards.svg": ("pictures_cards", "draw_cards"),
     "overlap.svg": ("pictures_traces", "draw_overlap"),
     "memory-bars.svg": ("pictures_plans", "draw_memory_bars"),
@@ -35,8 +36,13 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "tensor-attention.svg": ("pictures_tensor", "draw_attention"),
     "schedules.svg": ("pictures_schedules", "draw_schedules"),
     "precision.svg": ("pictures_plans", "draw_precision"),
+    "roofline.svg": ("pictures_limits", "draw_roofline"),
+    "read-timeline.svg": ("pictures_traces", "draw_read_timeline"),
+    "placement.svg": ("pictures_network", "draw_placement"),
     "landscape.svg": ("pictures_plans", "draw_landscape"),
     "ring-attention.svg": ("pictures_ring", "draw_ring_attention"),
+    "at-scale.svg": ("pictures_limits", "draw_at_scale"),
+    "play-curves.svg": ("pictures_curves", "draw_play_curves"),
     "restarts.svg": ("pictures_restarts", "draw_restarts"),
 }
 

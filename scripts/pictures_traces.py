@@ -1,4 +1,4 @@
-"""Pictures of lessons 3 and 5: time lines of a step, from dry runs of the real engines.
+"""Pictures of lessons 3, 5 and 8: time lines of a step, from dry runs of the real engines.
 
 The engine of one rank runs a step on tensors without values; what it issues is timed on a cluster of the catalog, as
 ``paceline predict --trace`` does. Kernels of one block are drawn as one box.
@@ -212,3 +212,49 @@ def draw_fsdp_timeline() -> str:
         ("none", "idle"),
     ]
     return _draw(picture, fsdp_traces(), legend)
+
+
+READ = ("parallel.strategy=ddp", "model.compile=false", "comm.bucket_mb=100")
+READ_CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "1. It computes": (
+        "1x dgx-h100",
+        ("model.size=gpt-1.1b", "model.layers=6", "data.context=2048", "train.global_batch=32", "train.microbatch=4"),
+    ),
+    "2. It waits for communication": (
+        "1x a100-pcie-8x",
+        ("model.size=gpt-1.1b", "model.layers=6", "data.context=1024", "train.global_batch=8", "train.microbatch=1"),
+    ),
+    "3. It waits for the host, then for communication": (
+        "1x dgx-h100",
+        ("model.size=gpt-124m", "model.layers=6", "data.context=256", "train.global_batch=8", "train.microbatch=1"),
+    ),
+}
+
+
+def draw_read_timeline() -> str:
+    """Draws read-timeline.svg: three steps, each on a time scale of its own."""
+    picture = Picture(
+        "Read a time line: what is the step waiting for?",
+        "Three steps of data parallelism on 8 GPUs, each on a time scale of its own. Look at the upper row first. No "
+        "gaps: the step computes. A gap above a red box: it waits for communication. A gap without one: the device "
+        "waits for the host, which starts its kernels.",
+        "dry runs of DDP on " + " and ".join(sorted({cluster for cluster, _ in READ_CASES.values()})),
+    )
+    legend = [
+        ("a", "forward"),
+        ("b", "backward"),
+        ("d", "all-reduce"),
+        ("e", "exposed"),
+        ("f", "optimizer"),
+        ("none", "idle"),
+    ]
+    y = picture.legend(MARGIN, picture.top + 8, legend) + 6
+    for title, (cluster, words) in READ_CASES.items():
+        step = dry_run(cluster, *READ, *words)
+        seconds = step.longest.seconds
+        busy = sum(bar.end - bar.start for bar in compute_bars(step.longest.spans)) / seconds
+        words = f"step {1e3 * step.seconds:.1f} ms; computes {busy:.0%}, exposed {step.longest.exposed / seconds:.0%}"
+        y = _draw_trace(picture, y, Trace(title=title, words=words, step=step), _SPACE / seconds)
+        picture.ruler(_LEFT, y - 10, _SPACE, seconds * 1000, "ms")
+        y += 24
+    return picture.svg(y + 4)

@@ -73,6 +73,8 @@ BANNED = {
 
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(|<img\b([^>]*)>")
 _ITALICS = re.compile(r"(?<![*\w`\\])\*(?![*\s])([^*\n]+?)(?<![\s*])\*(?![*\w])")
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+COLUMNS = 96
 _ACRONYM = re.compile(r"\b[A-Z]{2,}\d*s?\b")
 
 
@@ -150,6 +152,16 @@ def test_images_have_words_for_those_who_do_not_see_them(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_no_riddles(page: str) -> None:
     assert not riddles(read(page))
+
+
+SCRIPTS = [path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")]  # pages show some as they are
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "CONTRIBUTING.md"])
+def test_code_is_as_wide_as_the_column_of_the_book(page: str) -> None:
+    """A wider block scrolls, and a reader misses its end."""
+    wide = [line for block in _FENCED.findall(read(page)) for line in block.splitlines() if len(line) > COLUMNS]
+    assert not [line for line in wide if not any(line.removeprefix("+") in script for script in SCRIPTS)]
 
 
 def test_no_page_has_a_notation_of_its_own() -> None:

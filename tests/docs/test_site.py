@@ -221,16 +221,45 @@ def test_the_book_loads_nothing_from_elsewhere(site: Path) -> None:
     assert not [path.name for path in files if loaded.search(path.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.exhaustive
-def test_the_search_finds_a_key_from_a_file(site: Path) -> None:
+def shown(address: str) -> str:
+    """Returns a page of the site as a browser has it behind its scripts."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium (make browser)")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-    command = [browser, *options, f"file://{site}/search.html?q=monitor.trace"]
-    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    results = page.partition('id="search-results"')[2]
-    assert "reference/config.html" in results
+    return subprocess.run([browser, *options, address], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def found_by(site: Path, words: str) -> list[str]:
+    """Returns the pages that the search of the site finds, the best first."""
+    results = shown(f"file://{site}/search.html?q={words}").partition('id="search-results"')[2]
+    return re.findall(r'<a href="([^"#]+)[^"]*" data-score', results)
+
+
+@pytest.mark.exhaustive
+def test_the_search_finds_a_key_from_a_file(site: Path) -> None:
+    assert "docs/reference/config.html" in found_by(site, "monitor.trace")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("hang", "verdicts"),
+        ("gradient+accumulation", "convert"),
+        ("checkpoint", "checkpoints"),
+        ("straggler", "verdicts"),
+        ("memory", "memory"),
+    ],
+)
+def test_the_search_finds_the_page_about_it_first(site: Path, words: str, page: str) -> None:
+    assert found_by(site, words)[0] == f"docs/{page}.html"
+
+
+@pytest.mark.exhaustive
+def test_each_block_of_code_has_a_button_that_copies_it(site: Path) -> None:
+    page = shown(f"file://{site}/docs/start.html")
+    assert page.count('class="copy"') == len(re.findall(r'<div class="highlight">', page)) > 10
 
 
 @pytest.mark.exhaustive

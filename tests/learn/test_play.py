@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
@@ -19,12 +21,14 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.learn.play import (
+    CURVES,
     MEMORY_PARTS,
     NUMBERS,
     STEP_PARTS,
     PlayInputs,
     answer_for,
     choices,
+    curves_for,
     make_play_app,
     play_page,
 )
@@ -32,6 +36,7 @@ from paceline.plan.plan import MemoryEstimate
 from paceline.predict.formulas.step import Prediction, StepParts
 from paceline.search.request import request_for
 from paceline.search.result import plan_for
+from paceline.units import format_bytes
 from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
@@ -62,7 +67,7 @@ def test_an_answer_is_that_of_the_command(inputs: PlayInputs, monkeypatch: pytes
     assert answer["step"]["seconds"] == planned.seconds
     assert answer["memory"]["needs"] == planned.memory_bytes
     assert answer["step"]["mfu"] == planned.mfu
-    assert answer["about"]["global_batch"] == planned.workload.global_batch
+    assert answer["about"]["batch"] == planned.workload.global_batch
 
 
 def as_written(config: Config, cluster: Cluster) -> Prediction:
@@ -86,10 +91,41 @@ def test_what_does_not_fit_is_said_with_sizes_and_ways_out() -> None:
     memory = answer_for(PlayInputs(strategy="ddp", microbatch=2))["memory"]
     assert not memory["fits"]
     assert memory["words"].startswith("It does not fit: a rank needs 1")
-    assert memory["ways"] == (
-        "Less memory: a smaller microbatch, recompute: full, strategy: fsdp, more GPUs, a larger device."
-    )
+    ways = memory["ways"]
+    assert ways.startswith("It fits with one change: strategy zero2 over 32 data-parallel ranks (")
+    assert "4 tensor ranks (" in ways
+    assert "GPUs" not in ways  # under ddp, more of them share nothing
+    assert "strategy zero1" not in ways  # which needs too much, too
+    fsdp = answer_for(PlayInputs(strategy="fsdp", microbatch=2))["memory"]["needs"]
+    assert f"strategy fsdp over 32 data-parallel ranks ({format_bytes(fsdp)})" in ways
+    sharded = answer_for(PlayInputs(strategy="fsdp", gpus=2))["memory"]
+    assert "4 GPUs (" in sharded["ways"] or sharded["fits"]
     assert answer_for(PlayInputs(strategy="fsdp"))["memory"]["fits"]
+
+
+def test_the_global_batch_stays_where_the_mesh_moves() -> None:
+    """More stages do the same work: the tokens of a step are those of one stage."""
+    one, four = (answer_for(PlayInputs(pipeline=stages)) for stages in (1, 4))
+    assert one["about"]["batch"] == four["about"]["batch"] == 256
+    steps = [each["step"]["tokens_per_s"] * each["step"]["seconds"] for each in (one, four)]
+    assert steps == pytest.approx([256 * 4096] * 2)
+
+
+def test_curves_are_answers_of_one_slider() -> None:
+    inputs = PlayInputs(batch=96, gpus=24)
+    curves = curves_for(inputs)
+    assert curves.keys() == CURVES.keys()
+    for name, points in curves.items():
+        values = [point["at"] for point in points]
+        assert values == sorted(set(values))
+        assert getattr(inputs, name) in values  # which may be no power of two
+        middle = points[len(points) // 2]
+        answer = answer_for(replace(inputs, **{name: middle["at"]}))
+        assert middle["memory"] == answer["memory"]["needs"]
+        assert middle["tokens_per_s"] == answer["step"]["tokens_per_s"] / answer["about"]["gpus"]
+    assert max(point["at"] for point in curves["gpus"]) == 32  # of 64, the batch of 96 would give a part of a sample
+    memory = [point["memory"] for point in curves["context"]]
+    assert memory == sorted(memory)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +221,9 @@ def test_requests_get_numbers_or_words(url: str) -> None:
     assert status == 400
     assert "whole number" in answer["problems"][0]
     assert ask(size="x" * 2000)[0] == 414
+    status, _, body = get(url, "/api/curves?gpus=16")
+    assert (status, json.loads(body)) == (200, curves_for(PlayInputs(gpus=16)))
+    assert get(url, "/api/curves?gpus=many")[0] == 400
 
 
 @pytest.mark.exhaustive
@@ -234,4 +273,40 @@ def test_the_page_is_readable_on_a_small_screen(browser: Browser, url: str) -> N
     with browser.page(f"{url}/", width=390, height=800, dark=True) as page:
         page.wait("document.body.dataset.shown")
         assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert page.ask("getComputedStyle(byId('summary')).position") == "fixed"  # the result stays in view
+        assert "tokens/s a GPU" in page.ask("byId('summary').textContent")
         assert page.errors == []
+
+
+def test_an_address_has_all_settings_and_two_can_be_compared(browser: Browser, url: str) -> None:
+    with browser.page(f"{url}/?gpus=24&batch=96&strategy=zero1&no=1&width=x#gpus=8", width=1400, height=1000) as page:
+        page.wait("page.curves && page.kept && !byId('compare').hidden && byId('compared').rows.length > 1")
+        answer = answer_for(PlayInputs(gpus=24, batch=96, strategy="zero1"))
+        assert page.ask("byId('memory-words').textContent").strip() == answer["memory"]["words"]
+        rows = page.ask("[...byId('compared').rows].map((row) => [...row.cells].map((cell) => cell.textContent))")
+        assert ["gpus", "8", "24"] in rows
+        assert ["strategy", "fsdp", "zero1"] in rows
+        assert page.ask("document.querySelectorAll('#plots svg').length") == 6
+        assert page.ask("document.querySelectorAll('#plots path.kept').length") == 6
+        page.ask("change('tensor', 2)")
+        assert page.ask("location.search") == "?gpus=24&strategy=zero1&tensor=2&batch=96"
+        page.ask("byId('drop').click()")
+        assert page.ask("byId('compare').hidden")
+        assert page.ask("location.hash") == ""
+        # A click on a curve moves its slider.
+        page.wait("document.body.dataset.curves === String(page.asked)")
+        page.ask("document.querySelector('#plots svg').dispatchEvent(new MouseEvent('click', {clientX: 0}))")
+        page.wait("page.answer.about.gpus === 2")
+        assert page.errors == []
+
+
+def test_each_preset_is_answered(browser: Browser, url: str) -> None:
+    with browser.page(f"{url}/", width=1400, height=1000) as page:
+        page.wait("document.body.dataset.shown")
+        presets = dict(page.ask("PRESETS"))
+        lessons = {int(re.match(r"\d+", name)[0]) for name in presets}  # type: ignore[index]
+        assert len(lessons) == len(presets)
+        for name, values in presets.items():
+            answer = answer_for(PlayInputs.of({key: str(value) for key, value in values.items()}))
+            assert answer["problems"] == [], name
+            assert answer["memory"]["fits"] is ("does not fit" not in name)

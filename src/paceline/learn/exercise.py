@@ -98,10 +98,8 @@ class Lesson(NamedTuple):
 @cache
 def lessons() -> dict[int, Lesson]:
     text = resources.files("paceline.learn").joinpath("exercises.yaml").read_text(encoding="utf-8")
-    return {
-        number: Lesson(each["title"], tuple(Exercise(**one) for one in each["exercises"]))
-        for number, each in enumerate(load_yaml(text), start=1)
-    }
+    found = [Lesson(each["title"], tuple(Exercise(**one) for one in each["exercises"])) for each in load_yaml(text)]
+    return {int(each.exercises[0].number.partition(".")[0]): each for each in found}
 
 
 def calculate(formula: Formula, symbols: Mapping[str, float]) -> float:

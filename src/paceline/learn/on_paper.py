@@ -1,10 +1,11 @@
-"""Checks of answers that need no ranks, and no torch: a block's time, schedules, and rounding."""
+"""Checks of answers that need no ranks, and no torch: a block's time, schedules, rounding, and places."""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -176,4 +177,31 @@ def check_moves(moves: Callable[[float, float], Any]) -> Said:
     return says("otherwise", weight=weight, update=update, given=said, expected=not said)
 
 
-CHECKS = {"6.3": check_degree, "7.3": check_row, "8.2": check_moves}
+# Lesson 12: the places that ranks read.
+
+_STEPS = ((0, 8, 4), (24, 8, 3), (40, 5, 8), (1000, 6, 1), (7, 9, 2))  # position, batch, ranks
+
+
+def check_places(next_places: Callable[[int, int, int, int], Any]) -> Said:
+    """Says whether the ranks of a step read each of its places once, and about as many each."""
+    for position, batch, ranks in _STEPS:
+        read = [next_places(position, batch, rank, ranks) for rank in range(ranks)]
+        for rank, places in enumerate(read):
+            if not isinstance(places, list | tuple | range) or not all(type(each) is int for each in places):
+                return says("no_list", call=f"{position}, {batch}, {rank}, {ranks}", given=str(places)[:60])
+        wanted, found = range(position, position + batch), Counter(place for places in read for place in places)
+        wrong = {
+            "outside": [place for place in found if place not in wanted],
+            "twice": [place for place in found if found[place] > 1],
+            "left_out": [place for place in wanted if place not in found],
+        }
+        for name, places in wrong.items():
+            if places:
+                return says(name, ranks=ranks, batch=batch, position=position, place=min(places))
+        counts = list(map(len, read))
+        if max(counts) > min(counts) + 1:
+            return says("uneven", ranks=ranks, batch=batch, most=max(counts), least=min(counts))
+    return RIGHT
+
+
+CHECKS = {"6.3": check_degree, "7.3": check_row, "8.2": check_moves, "12.3": check_places}

@@ -12,11 +12,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.learn import watched
 from paceline.learn.exercise import RIGHT, Said, says
+from paceline.learn.watched import (
+    Expected,
+    Storages,
+    Watched,
+    WatchedCommunicator,
+    all_close,
+    compare,
+    run_watched,
+    run_with,
+    shown_calls,
+)
 
 
 def _tensor_of(rank: int, elements: int) -> torch.Tensor:
@@ -32,7 +40,7 @@ _ELEMENTS = 3
 def check_all_gather(function: Any) -> Said:
     """Runs the reader's all-gather on one, two and four ranks, and compares with the tensors that the ranks brought."""
     for size in (1, 2, 4):
-        found = watched.run_with(function, [[_tensor_of(rank, _ELEMENTS)] for rank in range(size)])
+        found = run_with(function, [[_tensor_of(rank, _ELEMENTS)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         for rank, result in enumerate(found.results):
@@ -63,7 +71,7 @@ def _gathered_wrong(result: Any, size: int) -> Said | None:
 def check_reduce_scatter(function: Any) -> Said:
     """Runs the reader's reduce-scatter on two, three and four ranks: the values, then the bytes, then the ring."""
     for size in (2, 3, 4):
-        found = watched.run_with(function, [[_tensor_of(rank, 2 * size)] for rank in range(size)])
+        found = run_with(function, [[_tensor_of(rank, 2 * size)] for rank in range(size)])
         if called := found.calls_besides("send", "recv"):
             return says("calls", called=called)
         if said := _slices_wrong(found.results, size) or _messages_wrong(found, size):
@@ -79,10 +87,10 @@ def _slices_wrong(results: list[Any], size: int) -> Said | None:
         "own": [each.chunk(size)[rank] for rank, each in enumerate(tensors)],
         "mean": [each / size for each in expected],
     }
-    return watched.compare(results, expected, usual)
+    return compare(results, expected, usual)
 
 
-def _messages_wrong(found: watched.Watched, size: int) -> Said | None:
+def _messages_wrong(found: Watched, size: int) -> Said | None:
     """Says what is wrong with what the ranks sent, and to whom. A slice has two float64 elements."""
     sent = max(found.sent_bytes)
     rank = found.sent_bytes.index(sent)
@@ -110,7 +118,7 @@ def check_average(function: Any) -> Said:
             function(model, comm)
             return [parameter.grad for parameter in model.parameters()]
 
-        found = watched.run_watched(work, _RANKS)
+        found = run_watched(work, _RANKS)
         if said := _averages_wrong(found.results, some_missing):
             return said
         times = max(comm.calls.get("all_reduce", 0) for comm in found.comms)
@@ -135,8 +143,8 @@ def _averages_wrong(results: list[list[torch.Tensor | None]], is_missing: bool) 
             return says("none", rank=given.index(None), ranks=_RANKS, name=name)
         own = [torch.zeros(2, dtype=torch.float64) if each is None else each for each in before]  # the bias alone
         total = torch.stack(own).sum(0)
-        usual: dict[str, watched.Expected] = {"sum": total, "unchanged": own, "divided_twice": total / _RANKS**2}
-        if said := watched.compare(given, total / _RANKS, usual):
+        usual: dict[str, Expected] = {"sum": total, "unchanged": own, "divided_twice": total / _RANKS**2}
+        if said := compare(given, total / _RANKS, usual):
             return says("otherwise" if said.name == "differ" else said.name, **said.gaps, name=name)
     return None
 
@@ -149,7 +157,7 @@ def check_step(function: Any) -> Said:
     before = torch.arange(24, dtype=torch.float64).sin()
     for ranks in (4, 3):
         gradients = [torch.arange(24, dtype=torch.float64).add(7 * rank).cos() for rank in range(ranks)]
-        found = watched.run_with(function, [[before, own, 0.1] for own in gradients])
+        found = run_with(function, [[before, own, 0.1] for own in gradients])
         mean = sum(gradients[1:], gradients[0]) / ranks
         usual = {
             "sum": before - 0.1 * ranks * mean,
@@ -157,13 +165,13 @@ def check_step(function: Any) -> Said:
             "uphill": before + 0.1 * mean,
             "own": before - 0.1 * torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)]),
         }
-        if said := watched.compare(found.results, before - 0.1 * mean, usual):
+        if said := compare(found.results, before - 0.1 * mean, usual):
             return said
         calls = found.comms[0].calls
         if calls.get("all_reduce"):
             return says("all_reduce")
         if calls != {"reduce_scatter": 1, "all_gather": 1}:
-            return says("calls", called=watched.shown_calls(calls))
+            return says("calls", called=shown_calls(calls))
         gathered = torch.cat([comm.brought["all_gather"][0].flatten() for comm in found.comms])
         if not torch.allclose(gathered, before - 0.1 * mean):
             return says("not_updated")
@@ -186,92 +194,51 @@ class _Called(NamedTuple):
     is_kept: bool  # whether the weights of other ranks are in memory between forward and backward
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the memory of every tensor that is made, and does not keep it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        each = found if isinstance(found, tuple | list) else (found,)
-        storages = [one.untyped_storage() for one in each if isinstance(one, torch.Tensor)]
-        self.made += [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
-        return found
-
-    def alive(self) -> torch.Tensor:
-        """Returns the numbers that are still in the memory of what was made."""
-        found = [torch.empty(0, dtype=torch.float64)]
-        for made in self.made:
-            storage = torch.UntypedStorage._new_with_weak_ptr(made.cdata)  # None where it is gone
-            if storage is not None and storage.nbytes() % 8 == 0:
-                found.append(torch.empty(0, dtype=torch.float64).set_(storage))
-        return torch.cat(found)
-
-
 def check_linear(function: Any) -> Said:
     """Runs the reader's layer on two and four ranks: output, gradients, then the operations."""
     weight = torch.arange(24, dtype=torch.float64).sin().view(_SHAPE)
     for ranks in (2, 4):
         inputs = [torch.arange(20, dtype=torch.float64).add(3 * rank).cos().view(_ROWS, 4) for rank in range(ranks)]
 
-        def work(comm: watched.WatchedCommunicator, own: Sequence[torch.Tensor] = inputs) -> _Called:
+        def work(comm: WatchedCommunicator, own: Sequence[torch.Tensor] = inputs) -> _Called:
             mine = weight.flatten().chunk(comm.size)[comm.rank].clone().requires_grad_()
             x = own[comm.rank].clone().requires_grad_()
-            with _Storages() as storages:
+            with Storages() as storages:
                 output = function(comm, x, mine, _SHAPE)
             forward, is_kept = dict(comm.calls), bool(torch.isin(weight, storages.alive()).all())
             if getattr(output, "requires_grad", False):
                 output.square().sum().backward()
             return _Called(output, x.grad, mine.grad, forward, dict(comm.calls), is_kept)
 
-        called = watched.run_watched(work, ranks).results
-        passes = (_pass_wrong(each, weight, inputs[rank], rank) for rank, each in enumerate(called))
-        own = [2 * (x @ weight.T).T @ x for x in inputs]
-        if said := next(filter(None, passes), None) or _weight_gradients_wrong(called, own) or _calls_wrong(called[0]):
+        called = run_watched(work, ranks).results
+        if said := _passes_wrong(called, weight, inputs) or _calls_wrong(called[0]):
             return said
     return RIGHT
 
 
-def _pass_wrong(called: _Called, weight: torch.Tensor, inputs: torch.Tensor, rank: int) -> Said | None:
-    x, output = inputs.clone().requires_grad_(), called.output
-    expected = x @ weight.T
-    is_tensor = isinstance(output, torch.Tensor)
-    if not is_tensor or output.shape != expected.shape:
-        shape = tuple(output.shape) if is_tensor else type(output).__name__
-        return says("shape", rank=rank, shape=shape, given=(_ROWS, 4), expected=tuple(expected.shape))
-    if not torch.allclose(output, expected.detach()):
-        return says("output")
-    if called.of_x is None:
-        return says("no_gradient_of_x")
-    (of_x,) = torch.autograd.grad(expected.square().sum(), x)
-    return None if torch.allclose(called.of_x, of_x) else says("gradient_of_x")
+def _passes_wrong(called: Sequence[_Called], weight: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Said | None:
+    """Compares outputs and gradients. The loss is the sum of squares of a rank's own output."""
+    ranks, own = len(called), [2 * (x @ weight.T).T @ x for x in inputs]
+    total = sum(own[1:], own[0])
 
+    def cut(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [whole.flatten().chunk(ranks)[rank] for rank, whole in enumerate(wholes)]
 
-def _weight_gradients_wrong(called: Sequence[_Called], own: Sequence[torch.Tensor]) -> Said | None:
-    """Says what is wrong with the gradients of the slices; ``own`` are those of each rank's samples, whole."""
-    ranks, total = len(called), sum(own[1:], own[0])
-    given = [each.of_slice for each in called if each.of_slice is not None]
-    if len(given) < ranks:
-        return says("no_gradient")
-
-    def is_given(wholes: Sequence[torch.Tensor]) -> bool:
-        slices = [whole.flatten().chunk(ranks)[rank] for rank, whole in enumerate(wholes)]
-        return all(map(torch.allclose, given, slices))
-
-    if is_given([total / ranks] * ranks):
-        return None
-    if is_given([total] * ranks):
-        return says("sum", ranks=ranks)
-    return says("own" if is_given(own) else "gradient")
+    of_weight = {"sum": cut([total] * ranks), "own": cut(own)}
+    given = zip(*((each.output, each.of_x, each.of_slice) for each in called), strict=True)
+    right = [[x @ weight.T for x in inputs], [2 * x @ weight.T @ weight for x in inputs], cut([total / ranks] * ranks)]
+    names = (("shape", "output"), ("no_gradient_of_x", "gradient_of_x"), ("no_gradient", "gradient"))
+    for values, expected, (missing, wrong) in zip(given, right, names, strict=True):
+        if said := compare(values, expected, of_weight if missing == "no_gradient" else {}):
+            return says({"shape": missing, "otherwise": wrong}.get(said.name, said.name), **said.gaps)
+    return None
 
 
 def _calls_wrong(called: _Called) -> Said | None:
     if called.is_kept or called.both.get("all_gather") == 1:
         return says("kept")
     if called.forward != {"all_gather": 1} or called.both != {"all_gather": 2, "reduce_scatter": 1}:
-        return says("calls", called=watched.shown_calls(called.both))
+        return says("calls", called=shown_calls(called.both))
     return None
 
 
@@ -285,28 +252,28 @@ def check_mlp(function: Any) -> Said:
     bias = torch.arange(4, dtype=torch.float64).add(1)
     product = F.gelu(x @ up.T) @ down.T
     for ranks in (2, 4):
-        found = watched.run_with(function, [[x, up, down, bias]] * ranks)
+        found = run_with(function, [[x, up, down, bias]] * ranks)
         usual = {
             "biases": product + ranks * bias,
             "no_bias": product,
             "averaged": product / ranks + bias,
             "whole_and_summed": ranks * product + bias,
         }
-        said = watched.compare(found.results, product + bias, usual) or _sums_wrong(found.comms[0], product.nbytes)
+        said = compare(found.results, product + bias, usual) or _sums_wrong(found.comms[0], product.nbytes)
         if said is not None:
             return said
         summands = [comm.brought["all_reduce"][0] for comm in found.comms]
-        if watched.all_close(summands, summands[0]):
+        if all_close(summands, summands[0]):
             return says("whole")
     return RIGHT
 
 
-def _sums_wrong(first: watched.WatchedCommunicator, expected: int) -> Said | None:
+def _sums_wrong(first: WatchedCommunicator, expected: int) -> Said | None:
     """Says what is wrong with what the first rank sent: one sum of ``expected`` bytes is enough."""
     if not first.calls:
         return says("nothing_sent")
     if first.calls != {"all_reduce": 1}:
-        return says("calls", called=watched.shown_calls(first.calls))
+        return says("calls", called=shown_calls(first.calls))
     if (sent := first.brought["all_reduce"][0].nbytes) != expected:
         return says("bytes", sent=sent, expected=expected)
     return None
@@ -314,15 +281,13 @@ def _sums_wrong(first: watched.WatchedCommunicator, expected: int) -> Said | Non
 
 # Functions that were broken and should be mended, by what all ranks return in the end.
 
-Trial = tuple[
-    Sequence[Any], watched.Expected, Mapping[str, watched.Expected]
-]  # what ranks bring, should return, and usually do
+Trial = tuple[Sequence[Any], Expected, Mapping[str, Expected]]  # what ranks bring, should return, and usually do
 
 
 def _judge(function: Any, *trials: Trial) -> Said:
     """Runs the function with what each rank brings, and compares what the ranks return."""
     for brings, right, usual in trials:
-        if said := watched.compare(watched.run_with(function, brings).results, right, usual):
+        if said := compare(run_with(function, brings).results, right, usual):
             return said
     return RIGHT
 
@@ -350,6 +315,18 @@ def check_step_means(function: Any) -> Said:
     return _judge(function, (brings, table.nanmean(0), {"all_ranks": table.nansum(0) / 3}))
 
 
+def check_buffers(function: Any) -> Said:
+    """Averages three tensors through buffers, of which at least two are under way at once."""
+    own = [[torch.arange(4.0) + 10 * place + 100 * rank**2 for place in range(3)] for rank in range(3)]
+    whole = torch.stack([torch.stack(each) for each in own])
+    found = run_with(function, [[each] for each in own])
+    usual: dict[str, Expected] = {"sum": whole.sum(0), "unchanged": list(whole), "last": whole.mean(0)[2].expand(3, 4)}
+    if said := compare(found.results, whole.mean(0), usual):
+        return said
+    comm = found.comms[0]
+    return says("serial") if comm.most_under_way < min(2, comm.calls.total()) else RIGHT
+
+
 def check_skipped(function: Any) -> Said:
     """With gradients that are finite, then with one that is not, on one rank."""
 
@@ -370,6 +347,7 @@ CHECKS = {
     "3.1": check_average,
     "3.4": check_mean,
     "3.5": check_step_means,
+    "3.6": check_buffers,
     "4.2": check_step,
     "5.2": check_linear,
     "6.2": check_mlp,

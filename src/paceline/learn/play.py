@@ -4,8 +4,9 @@
     answer = answer_for(inputs)
 
 An answer comes from the functions behind ``paceline plan``, as it judges a config that is written. It imports no torch
-and takes about ten milliseconds. The page gets the command that gives the same config, on top of ``gpt_7b``, which
-ships. The page is one file, served on the loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it shows.
+and takes about ten milliseconds; ``curves_for`` asks for each value of three sliders, and the global batch stays. The
+page gets the command that gives the same config, on top of ``gpt_7b``, which ships. It is one file, served on the
+loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it shows, ``/api/curves`` the curves.
 The content security policy allows its style and script by their hashes and nothing else, and requests must name a
 loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
 """
@@ -13,13 +14,14 @@ loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,11 +30,11 @@ from starlette.routing import Route
 
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.entries import shipped
-from paceline.config import Config, config_from_dict
+from paceline.config import config_from_dict
 from paceline.config.load import read_values
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError, PacelineError, UsageError
-from paceline.plan.layout import STRATEGIES, Layout
+from paceline.plan.layout import STRATEGIES
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.formulas.step import Prediction
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
@@ -54,8 +56,10 @@ NUMBERS: Mapping[str, tuple[int, int]] = {
     "tensor": (1, 64),
     "pipeline": (1, 16),
     "microbatch": (1, 128),
-    "accumulate": (1, 64),
+    "batch": (1, 65536),
 }
+# What is drawn as curves, and up to which value.
+CURVES: Mapping[str, int] = {"gpus": 1024, "context": 131072, "batch": 8192}
 # What the file does not say as the sliders stand at first: the command always has it.
 _OWN = ("parallel.ranks", "parallel.strategy", "train.microbatch", "train.global_batch")
 # Parts of a step, as the page shows them: those of StepParts that are added up in each.
@@ -113,7 +117,7 @@ class PlayInputs:
     pipeline: int = 1
     schedule: str = "1f1b"
     microbatch: int = 1
-    accumulate: int = 8
+    batch: int = 256
     precision: str = "bf16_master"
     recompute: str = "none"
     compile: str = "on"
@@ -142,10 +146,6 @@ class PlayInputs:
         data, rest = divmod(self.gpus, self.tensor * self.pipeline)
         return 0 if rest else data
 
-    @property
-    def global_batch(self) -> int:
-        return self.microbatch * self.accumulate * max(1, self.data)
-
     def settings(self) -> dict[str, str]:
         """Returns the keys of the config that the sliders set."""
         shape = GPT_SIZES[self.size]
@@ -165,7 +165,7 @@ class PlayInputs:
             "parallel.tensor": str(self.tensor),
             "parallel.pipeline": str(self.pipeline),
             "train.microbatch": str(self.microbatch),
-            "train.global_batch": str(self.global_batch),
+            "train.global_batch": str(self.batch),
             "train.precision": self.precision,
             "memory.checkpoint_activations": self.recompute,
         }
@@ -205,45 +205,66 @@ def _shown(text: str) -> str:
 # Answers.
 
 
-def answer_for(inputs: PlayInputs) -> dict[str, Any]:
-    """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
-    about = {"cluster": inputs.cluster_text} | {
-        name: getattr(inputs, name) for name in ("gpus", "data", "global_batch")
-    }
-    commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
-    answer: dict[str, Any] = {"about": about, "commands": commands}
-    try:
-        cluster = load_cluster(inputs.cluster_text)
-        config = config_from_dict(
-            _base_values(), "play", [f"{key}={value}" for key, value in inputs.settings().items()]
-        )
-        return answer | {"problems": []} | _priced(config, cluster)
-    except ConfigError as error:
-        return answer | {"problems": [str(each) for each in error.problems]}
-    except PacelineError as error:
-        return answer | {"problems": [str(error)]}
+class Priced(NamedTuple):
+    """Where the sliders stand, priced: its parts are those of ``paceline plan``."""
+
+    cluster: Cluster
+    task: TrainingTask
+    ranked: Prediction
+    memory: MemoryEstimate
 
 
-def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """Prices a config as it is written. Raises UsageError with the rule that refuses it."""
-    request = request_for(config, cluster)
+def price(inputs: PlayInputs) -> Priced:
+    """Prices a config as it is written. Raises PacelineError with the rule that refuses it."""
+    cluster = load_cluster(inputs.cluster_text)
+    words = [f"{key}={value}" for key, value in inputs.settings().items()]
+    request = request_for(config_from_dict(_base_values(), "play", words), cluster)
     task = request.tasks[0]
     workload = workload_as_written(request.config, task, cluster)
     if workload is None:
         raise UsageError(why_not_written(request.config, cluster))
-    ranked = rank_one(workload, cluster, task.need)
     memory = None if task.need is None else task.need.estimate(workload.layout)
     if memory is None:
         raise UsageError("the model cannot be cut into these stages\n  a stage has one block at least")
-    return {
-        "memory": _memory(ranked, memory, cluster),
-        "step": _step(ranked, task),
-        "model": {"parameters": task.model.params, "text": f"{format_count(task.model.params)} parameters"},
-    }
+    return Priced(cluster, task, rank_one(workload, cluster, task.need), memory)
 
 
-def _memory(ranked: Prediction, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
-    budget, needs = budget_of(cluster), ranked.memory_bytes
+def answer_for(inputs: PlayInputs) -> dict[str, Any]:
+    """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
+    about = {"cluster": inputs.cluster_text} | {name: getattr(inputs, name) for name in ("gpus", "data", "batch")}
+    commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
+    answer: dict[str, Any] = {"about": about, "commands": commands}
+    try:
+        priced = price(inputs)
+    except ConfigError as error:
+        return answer | {"problems": [str(each) for each in error.problems]}
+    except PacelineError as error:
+        return answer | {"problems": [str(error)]}
+    params = priced.task.model.params
+    model = {"parameters": params, "text": f"{format_count(params)} parameters"}
+    memory, step = _memory(priced, inputs), _step(priced.ranked, priced.task)
+    return answer | {"problems": [], "memory": memory, "step": step, "model": model}
+
+
+def curves_for(inputs: PlayInputs) -> dict[str, list[dict[str, float]]]:
+    """Returns memory and speed along each curve: one slider moves, the others stay; what is refused is left out."""
+    curves: dict[str, list[dict[str, float]]] = {}
+    for name, most in CURVES.items():
+        first = {"context": 512, "batch": inputs.microbatch * max(1, inputs.data)}.get(name, 1)
+        values = sorted({getattr(inputs, name), *(first * 2**power for power in range(18) if first * 2**power <= most)})
+        curves[name] = []
+        for value in values:
+            with contextlib.suppress(PacelineError):
+                priced = price(replace(inputs, **{name: value}))
+                speed = priced.ranked.tokens_per_s / priced.cluster.devices
+                point = {"at": value, "memory": priced.ranked.memory_bytes, "tokens_per_s": speed}
+                curves[name].append(point | {"budget": budget_of(priced.cluster)})
+    return curves
+
+
+def _memory(priced: Priced, inputs: PlayInputs) -> dict[str, Any]:
+    cluster, memory = priced.cluster, priced.memory
+    budget, needs = budget_of(cluster), priced.ranked.memory_bytes
     fits = needs <= budget
     room = f"{format_bytes(budget)} of the device's {format_bytes(cluster.device.memory_bytes)} may be taken"
     words = f"It {'fits' if fits else 'does not fit'}: a rank needs {format_bytes(needs)}, and {room}."
@@ -255,19 +276,27 @@ def _memory(ranked: Prediction, memory: MemoryEstimate, cluster: Cluster) -> dic
         "device": cluster.device.memory_bytes,
         "fits": fits,
         "words": words,
-        "ways": "" if fits else _ways_out(ranked.layout),
+        "ways": "" if fits else _ways_out(inputs, budget),
     }
 
 
-def _ways_out(layout: Layout) -> str:
-    """Says which sliders make it need less."""
-    ways = ["a smaller microbatch"] if layout.microbatch > 1 else []
-    if layout.checkpoint_activations != "full":
-        ways.append("recompute: full")
-    if layout.data > 1 and layout.strategy != "fsdp":
-        ways.append("strategy: fsdp")
-    ways += ["more GPUs", "a larger device"]
-    return f"Less memory: {', '.join(ways)}."
+def _ways_out(inputs: PlayInputs, budget: float) -> str:
+    """Says which single changes make it fit, and what a rank needs then."""
+    data = f"over {inputs.data} data-parallel ranks"
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (f"strategy {name} {data}", {"strategy": name}) for name in STRATEGIES if name != "ddp"
+    ]
+    changes += [("recompute full", {"recompute": "full"}), ("a microbatch of 1", {"microbatch": 1})]
+    for name, words in (("tensor", "tensor ranks"), ("pipeline", "pipeline stages"), ("gpus", "GPUs")):
+        more = [times * getattr(inputs, name) for times in (2, 4)]
+        changes += [(f"{each} {words}", {name: each}) for each in more]
+    ways = []
+    for words, change in changes:
+        with contextlib.suppress(PacelineError):
+            needs = price(replace(inputs, **change)).ranked.memory_bytes
+            if needs <= budget:
+                ways.append(f"{words} ({format_bytes(needs)})")
+    return f"It fits with one change: {', '.join(ways)}." if ways else "No single change of a slider makes it fit."
 
 
 def _step(ranked: Prediction, task: TrainingTask) -> dict[str, Any]:
@@ -298,7 +327,7 @@ _MOST_QUERY = 1000  # letters
 
 def make_play_app() -> Starlette:
     """Returns the application, which answers requests to names of this machine alone."""
-    app = Starlette(routes=[Route("/", _page), Route("/api/answer", _answer)])
+    app = Starlette(routes=[Route("/", _page), Route("/api/answer", _answer), Route("/api/curves", _answer)])
     app.add_middleware(Gate, token="")  # nosec B106  # none is needed on the loopback
     answer_for(PlayInputs())  # the first one reads the catalog and the constants
     return app
@@ -332,4 +361,5 @@ async def _answer(request: Request) -> Response:
         inputs = PlayInputs.of(dict(request.query_params))
     except UsageError as error:
         return as_response({"problems": [str(error)]}, status=400)
-    return as_response(await asyncio.to_thread(answer_for, inputs))
+    asked = curves_for if request.url.path.endswith("curves") else answer_for
+    return as_response(await asyncio.to_thread(asked, inputs))

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -44,6 +47,7 @@ class WatchedCommunicator(WrappedCommunicator):
         self.brought: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.receivers: set[int] = set()
         self.under_way: list[str] = []
+        self.most_under_way = 0
         self._is_late = is_late
 
     def barrier(self) -> None:
@@ -63,6 +67,7 @@ class WatchedCommunicator(WrappedCommunicator):
         if not self._is_late:
             return self.inner.issue(call)
         self.under_way.append(call.kind)
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
         sent = brought.clone()
         hidden = sent if call.output is call.tensor else torch.empty_like(call.output)
         return _LateWork(self, call, self.inner.issue(call._replace(output=hidden, tensor=sent)), hidden, brought)
@@ -100,6 +105,30 @@ class _LateWork:
         return not is_shared and not torch.allclose(tensor.detach(), self._brought, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memory of every tensor that is made, and does not keep it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        each = found if isinstance(found, tuple | list) else (found,)
+        storages = [one.untyped_storage() for one in each if isinstance(one, torch.Tensor)]
+        self.made += [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        return found
+
+    def alive(self) -> torch.Tensor:
+        """Returns the numbers that are still in the memory of what was made."""
+        found = [torch.empty(0, dtype=torch.float64)]
+        for made in self.made:
+            storage = torch.UntypedStorage._new_with_weak_ptr(made.cdata)  # None where it is gone
+            if storage is not None and storage.nbytes() % 8 == 0:
+                found.append(torch.empty(0, dtype=torch.float64).set_(storage))
+        return torch.cat(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """What the ranks returned, and the communicators that counted, by rank."""
@@ -132,11 +161,7 @@ def run_watched(work: Callable[[Any], Any], ranks: int) -> Watched:
 def run_with(function: Callable[..., Any], brings: Sequence[Sequence[Any]]) -> Watched:
     """Runs ``function(comm, *own)`` on a rank for each of ``brings``, with copies of the tensors that it brings."""
 
-    def work(comm: Communicator) -> Any:
-        own = brings[comm.rank]
-        return function(comm, *(each.clone() if isinstance(each, torch.Tensor) else each for each in own))
-
-    return run_watched(work, len(brings))
+    return run_watched(lambda comm: function(comm, *deepcopy(brings[comm.rank])), len(brings))
 
 
 def _run(work: Callable[[Any], Any], ranks: int, *, is_late: bool) -> Watched:
