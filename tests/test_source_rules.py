@@ -30,7 +30,7 @@ LINES = {
     "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_550,
+    "checkpoint": 4_540,
     "classic": 1_560,
     "cli": 3_410,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
@@ -43,12 +43,12 @@ LINES = {
     "launch": 2_970,
     "learn": 1_620,
     "models": 2_740,  # attention over ranks and inside documents
-    "plan": 1_620,  # the same; ranks that share sequences
+    "plan": 1_610,  # the same; ranks that share sequences
     "predict": 4_010,
     "profile": 570,
-    "records": 3_860,  # samples.py
+    "records": 3_830,  # samples.py
     "rehearse": 2_720,
-    "run": 7_380,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "run": 7_370,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
     "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
