@@ -46,9 +46,9 @@ LINES = {
     "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
-    "records": 3_860,  # samples.py
+    "records": 3_830,  # samples.py
     "rehearse": 2_720,
-    "run": 7_380,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "run": 7_370,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
     "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py

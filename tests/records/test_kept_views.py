@@ -20,7 +20,7 @@ from paceline.records import console as views
 from paceline.records import sinks
 from paceline.records.console import ProgressView, format_loss, parameters_text
 from paceline.records.facts import find_goodput
-from paceline.records.records import EndRecord, EvalRecord, EventRecord, HostRecord, Record
+from paceline.records.records import EndRecord, EvalRecord, EventRecord, HostRecord, Record, to_line
 from paceline.records.report import RunSummary, plain_tables, summarize
 from paceline.records.sinks import JsonlSink
 from paceline.records.summary import RunRecords, StepTable, middle, split_attempts, worst_end
@@ -244,7 +244,7 @@ def test_goodput_is_the_share_of_steps_that_count() -> None:
 
 def summary(folder: Path) -> RunSummary:
     (folder / "records").mkdir(parents=True)
-    lines = "".join(map(sinks.to_line, [RUN, *(replace(STEP, step=step) for step in range(1, 9)), END]))
+    lines = "".join(map(to_line, [RUN, *(replace(STEP, step=step) for step in range(1, 9)), END]))
     (folder / "records" / "rank-0.jsonl").write_text(lines)
     return summarize(folder)
 
