@@ -42,7 +42,7 @@ LINES = {
     "health": 1_490,
     "launch": 2_970,
     "learn": 1_620,
-    "models": 3_170,  # attention over ranks and inside documents; experts, and their balance
+    "models": 3_180,  # attention over ranks and inside documents; experts, and their balance
     "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
