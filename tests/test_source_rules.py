@@ -32,18 +32,18 @@ LINES = {
     "chaos": 1_070,
     "checkpoint": 4_560,
     "classic": 1_560,
-    "cli": 3_430,  # completion.py
+    "cli": 3_440,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
     "config": 3_650,  # a router of experts
     "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
+    "engines": 11_620,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_490,
     "launch": 2_980,
     "learn": 1_620,
-    "models": 2_910,  # attention over ranks and inside documents; experts
-    "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
+    "models": 2_920,  # attention over ranks and inside documents; experts
+    "plan": 1_670,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
     "records": 3_870,  # samples.py
@@ -51,8 +51,8 @@ LINES = {
     "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
-    "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
-    "verify": 1_140,
+    "train": 4_990,  # streams of random numbers, by the ranks that read samples; shown.py; matrices in stacks
+    "verify": 1_150,
     "view": 1_980,  # texts, failures, tags and notes of a run; the table of all runs
 }
 
