@@ -19,14 +19,14 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.objects import gather_objects
@@ -51,11 +51,20 @@ class ParameterGroups:
         return self.gradients.size / self.averaged_over
 
 
+@dataclass(slots=True)
+class Blanks:
+    """Zero rows: what a rank without samples runs where ranks meet inside of passes, those with other experts."""
+
+    batch: Any = None  # once one with samples was seen
+    inputs: dict[nn.Module, Any] = field(default_factory=dict)  # what modules are called with
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups(RankGroups[Communicator]):
     """Who a rank talks to. Groups of the same ranks are one communicator."""
 
     sequences: Any = None  # the ``Sequences`` that cuts batches, where those of ``context`` share each sequence
+    blanks: Blanks | None = None  # where ranks meet inside of passes
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
 
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
@@ -90,7 +99,18 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
     if not isinstance(reshard, bool):  # a number of ranks
         first = shard.rank - shard.rank % reshard
         regather = shard.split(range(first, first + reshard))
-    return Groups(**found, regather=regather)
+    return Groups(**found, regather=regather, blanks=Blanks() if layout.expert > 1 else None)
+
+
+def without_samples(batch: Any) -> Any:
+    """Returns a batch of zero rows that otherwise looks like this one."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        made = tensor.new_empty((0, *tensor.shape[1:])) if tensor.ndim else tensor.clone()
+        vars(made).update(vars(tensor))  # of which rows it is a part
+        return made
+
+    return tree_map_only(Tensor, cut, batch)
 
 
 def reduction(comm: Communicator) -> ReduceOp:

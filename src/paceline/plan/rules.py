@@ -382,7 +382,11 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     layout, expert, model, asked = case.layout, case.layout.expert, case.model, case.said("expert")
     if expert == 1:
         return
-    if model.kind in ("mlp", "resnet") or (model.kind == "gpt" and model.layers and not model.experts):
+    if model.kind == "hf":
+        rule = "ranks are dealt the experts of a gpt; those of transformers stay whole, or are split inside"
+        fix = f"set {case.key('expert')} = 1, and {case.key('tensor')} = {expert} to split each expert"
+        yield Problem(what=f"{asked} with model.kind = hf", rule=rule, fix=fix)
+    elif model.kind in ("mlp", "resnet") or (model.kind == "gpt" and model.layers and not model.experts):
         rule = "ranks hold different experts of a block, and these blocks have none"
         fix = f"set {case.key('expert')} = 1" + (", or give the model model.experts" if model.kind == "gpt" else "")
         yield Problem(what=f"{asked} with model.kind = {model.kind} without experts", rule=rule, fix=fix)

@@ -32,7 +32,7 @@ from paceline.data.registry import DataSplits, data_of
 from paceline.data.streams import StreamSamples
 from paceline.engines.apply import parallelize
 from paceline.engines.blocks import fix_sizes, load_compiler
-from paceline.engines.engine import Engine, ignore_phase, without_samples
+from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
@@ -134,8 +134,6 @@ def build_trainer(
     loss = _build_loss(config, layout, work, comm.device)
     seed_everything(config.train.seed)  # a model without values draws them now
     engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
-    if engine.meets_in_passes and not isinstance(data.train, StreamSamples):
-        engine.blank = without_samples(fetch_batch(data.train, np.zeros(1, dtype=np.int64)))
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:
@@ -145,7 +143,7 @@ def build_trainer(
         _fix_sizes(config, plan, engine, loss, num_eval)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
-    loader, eval_loader, choice = _build_loaders(config, plan, data, comm, engine.batch_comm, node_ranks)
+    loader, eval_loader, choice = _build_loaders(config, plan, data, comm, engine, node_ranks)
     parts = TrainerParts(
         plan=plan,
         engine=engine,
@@ -340,7 +338,7 @@ def _fit_microbatch(
 
 
 def _build_loaders(
-    config: Config, plan: Plan, data: DataSplits, comm: Communicator, batch_comm: Communicator, node_ranks: int | None
+    config: Config, plan: Plan, data: DataSplits, comm: Communicator, engine: Engine, node_ranks: int | None
 ) -> tuple[TrainLoader, EvalLoader | None, WorkerChoice | None]:
     options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     order = DataOrder(
@@ -350,7 +348,9 @@ def _build_loaders(
         shuffle=config.data.shuffle,
         drop_last=config.data.last_batch == "drop",
     )
-    rank, ranks, batch = batch_comm.rank, batch_comm.size, plan.batch
+    rank, ranks, batch = engine.batch_comm.rank, engine.batch_comm.size, plan.batch
+    if not isinstance(data.train, StreamSamples):  # which is read once
+        engine.show_batch(lambda: fetch_batch(data.train, np.zeros(1, dtype=np.int64)))
     loader = TrainLoader(data.train, order, rank=rank, ranks=ranks, accumulate=batch.accumulate, options=options)
     if data.eval is None:
         return loader, None, choice

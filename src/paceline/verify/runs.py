@@ -28,7 +28,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import share_memory
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine, without_samples
+from paceline.engines.engine import Engine
 from paceline.engines.float8 import swap_linears
 from paceline.engines.precision import kept_parameters
 from paceline.errors import UsageError
@@ -73,7 +73,7 @@ def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[
         model, names, dropping = prepare(case, settings.dtype)
         restore_dropout(dropping, settings)
         engine = parallelize(model, comm, layout=settings.layout)
-        engine.blank = without_samples(case.make_batch(0))
+        engine.show_batch(lambda: case.make_batch(0))
         loss = case.make_loss()
         optimizer = case.make_optimizer(engine.named_parameters(), engine)
         engine.check_optimizer(optimizer)

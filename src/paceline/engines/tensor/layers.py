@@ -182,9 +182,8 @@ class PartialLayer(SplitLayer):
 class SplitRouter(nn.Module):
     """A router inside of a split part: whole on every rank, and so are its gradients.
 
-    Ranks route alike. What they make of a token's weights is a part on each, and is summed; the rest of what the router
-    learns from, such as the balance of experts, each rank has whole. So the gradient of its input is whole, and the
-    entrance of the split part, which sums, gets a share of it from each.
+    Ranks route alike. Gradients of weights are parts, and are summed; all else that a router learns from, such as the
+    balance of experts, ranks have whole. So that of its input is whole, of which the entrance's sum takes shares.
     """
 
     region: TensorRegion

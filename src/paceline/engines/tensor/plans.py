@@ -34,21 +34,10 @@ from paceline.bounded_yaml import load_shipped
 from paceline.errors import UsageError
 from paceline.models.lora import matches
 
-Role = Literal[
-    "input",
-    "column",
-    "row",
-    "shared",
-    "experts",
-    "partial",
-    "router",
-    "embedding",
-    "head",
-    "between",
-    "positions",
-    "begin",
-    "end",
-]
+Role = (
+    Literal["input", "column", "row", "shared", "experts", "partial", "router"]
+    | Literal["embedding", "head", "between", "positions", "begin", "end"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
