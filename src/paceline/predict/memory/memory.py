@@ -9,6 +9,7 @@ Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 maste
     fsdp          d/N                    d / N         k d / N
     hybrid        as fsdp in a group of N
 
+of a rank alone, whose optimizer of masters reads gradients where backward left them, gradients of one microbatch take m;
 and as temporary for fsdp the root and two units gathered (m each), and the gradients of two units (d each); for zero1
 and zero2 two buckets of gradients, each of a tensor at least.
 
