@@ -9,9 +9,9 @@ Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 maste
     fsdp          d/N                    d / N         k d / N
     hybrid        as fsdp in a group of N
 
-of a rank alone, whose optimizer of masters reads gradients where backward left them, gradients of one microbatch take m;
 and as temporary for fsdp the root and two units gathered (m each), and the gradients of two units (d each); for zero1
-and zero2 two buckets of gradients, each of a tensor at least.
+and zero2 two buckets of gradients, each of a tensor at least. AdamW on masters of a rank that is alone reads gradients
+of one microbatch where backward left them: these take m.
 
 Compression with error feedback keeps what each rank owes, of this step and of the one before: 2 d for each parameter
 that is averaged (of its slice, for hybrid), and PowerSGD of rank r the same two of its right factors: 2 d r a column.
