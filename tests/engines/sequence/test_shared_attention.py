@@ -285,3 +285,11 @@ def test_what_comes_first_in_another_sequence_is_not_known(documents: Tensor | N
             attention(torch.randn(1, 4, 4, 8), *torch.randn(2, 1, 4, 10, 8), is_causal=is_causal)
 
     assert "attention of 8 tokens on 20 others" in refusal(ask)
+
+
+def test_numbers_of_documents_in_place_of_where_they_begin_are_refused() -> None:
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    with pytest.raises(UsageError, match=r"documents\[0\] = \[0, 0, 0, 1\] up to token 3: these are not places"):
+        attention(*torch.randn(3, 1, 2, 8, 4), is_causal=True, documents=numbers)
+    assert "documents[0] = [0, 0, 0, 1] up to token 3" in refusal(lambda rank: rank.begin(8, numbers))
+    assert torch.equal(torch.searchsorted(numbers, numbers), STARTS)  # as the message says

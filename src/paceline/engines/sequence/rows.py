@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.engines.sequence.exchange import pick_tokens
 from paceline.engines.sequence.kernels import Block, Segments, Tokens
+from paceline.models.document_attention import first_tokens
 from paceline.schedule.ring import Meeting, SequenceSplit, deal, documents_of
 
 Documents: TypeAlias = Mapping[int, tuple[int, int, int]]
@@ -40,7 +41,7 @@ class Rows:
 
 def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device, documents: Tensor | None) -> Rows:
     """Cuts rows of one length; ``documents`` (batch, length) says for each token where its document begins."""
-    starts = [[0]] if documents is None else [row.unique_consecutive().tolist() for row in documents.cpu()]
+    starts = [[0]] if documents is None else [row.nonzero().flatten().tolist() for row in first_tokens(documents.cpu())]
     places, shares = list[Tensor](), list[Documents]()
     for dealt in zip(*(deal(length, split.ring, split.order, each) for each in starts), strict=True):
         tokens, found = sum(len(chunk) for chunk, _ in dealt[0]), dict[int, tuple[int, int, int]]()

@@ -147,7 +147,11 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
         return optimizer
     if config.optim.kind == "adamw" and engine.can_fuse_cast and config.parallel.device != "cpu":
         engine.fuse_cast()  # as the optimizer of masters does, which reads gradients where backward left them
-        optimizer.register_step_pre_hook(lambda *_: engine.gradients() and None)
+
+        def collect(*_: Any) -> None:
+            engine.gradients()
+
+        optimizer.register_step_pre_hook(collect)
     is_hosted = any(memory.is_on_host(each) for each in engine.parameters())
     vars(optimizer).update(_step_supports_amp_scaling=not is_hosted, _need_device_dtype_check_for_fused=False)
     for group in optimizer.param_groups:
