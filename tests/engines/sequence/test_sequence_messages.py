@@ -37,17 +37,19 @@ class Noting(WrappedCommunicator):
         return Noting(self.inner.split(ranks), self.sent)
 
 
-def sent(ranks: int, method: SequenceMethod, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+def sent(
+    ranks: int, method: SequenceMethod, dtype: torch.dtype, documents: torch.Tensor | None = None
+) -> tuple[list[Any], list[Any]]:
     """Returns what the last rank sends in forward, and in backward."""
     case = AttentionCase(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH)
 
     def share(comm: Communicator) -> tuple[list[Any], list[Any]]:
         noting = Noting(comm)
         rank = SequenceRank(noting, split_sequence(method, ranks, HEADS))
-        rank.begin(LENGTH)
+        rank.begin(LENGTH, documents)
         leaves = [rank.cut(each, 2).to(dtype).requires_grad_() for each in case.draw()[:3]]
         with use_part(rank):
-            out = attention(*leaves, is_causal=True)
+            out = attention(*leaves, is_causal=True, documents=rank.documents())
         forward = noting.sent[:]
         noting.sent.clear()
         out.sum().backward()
@@ -64,6 +66,13 @@ def test_a_ring_sends_keys_and_values_to_all_others_and_gradients_home(ranks: in
     assert forward == [("send", pair)] * (ranks - 1)
     gradients = pair * max(4, dtype.itemsize) // dtype.itemsize
     assert sorted(backward) == sorted([("send", pair)] * (ranks - 1) + [("send", gradients)] * ranks)
+
+
+def test_short_documents_need_keys_and_values_of_one_other_rank() -> None:
+    starts = torch.arange(LENGTH).div(6, rounding_mode="floor").mul(6).expand(2, -1)
+    forward, backward = sent(4, "ring", torch.float32, starts)
+    pair = 2 * 2 * KV_HEADS * LENGTH // 4 * WIDTH * 4
+    assert (forward, backward) == ([("send", pair)], [("send", pair)] * 3)  # and the gradients there and back
 
 
 def test_ulysses_exchanges_all_but_a_rank_s_own_part() -> None:
@@ -88,8 +97,9 @@ def test_gather_sends_keys_and_values_to_each_other_rank() -> None:
     assert forward == backward == [("all_to_all", key)] * 2
 
 
+@pytest.mark.parametrize("size", [0, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int) -> None:
+def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int, size: int) -> None:
     """A rank of a group with one stream carries out its messages in the order of their issue."""
 
     class Ordered(WrappedCommunicator):
@@ -107,10 +117,10 @@ def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int) -> No
     def share(comm: Communicator) -> list[tuple[str, int]]:
         noting = Ordered(comm)
         rank = SequenceRank(noting, split_sequence("ring", ranks, 2))
-        rank.begin(16)
+        rank.begin(16, torch.arange(16).div(size, rounding_mode="floor").mul(size)[None] if size else None)
         leaves = [rank.cut(torch.randn(1, 2, 16, 4), 2).requires_grad_() for _ in range(3)]
         with use_part(rank):
-            attention(*leaves).sum().backward()
+            attention(*leaves, is_causal=bool(size), documents=rank.documents()).sum().backward()
         return noting.calls
 
     waiting = [calls[:] for calls in run_virtual(share, ranks)]

@@ -17,6 +17,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.sequence import kernels, part, ring
 from paceline.engines.sequence.part import SequenceRank
+from paceline.engines.sequence.rows import cut_rows
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.attention import attention, current_part, positions, use_part
 from paceline.schedule.ring import SEQUENCE_METHODS, Order, SequenceMethod, split_sequence
@@ -46,6 +47,19 @@ def test_ranks_compute_what_one_process_does(method: SequenceMethod, ranks: int,
     if method == "ulysses" and case.heads % ranks:
         case = replace(case, heads=24, kv_heads=3)
     assert error(case, ranks, method) < TOLERANCE
+
+
+SHORT = ((5, 3, 6, 2, 4, 4), (1, 6, 6, 1, 6, 4))  # none longer than the fourth of a row
+
+
+@pytest.mark.parametrize(("ranks", "method", "heads"), [(3, "ring", 8), (4, "ring", 8), (8, "both", 2)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_short_documents_are_cut_in_order(ranks: int, method: SequenceMethod, heads: int, is_causal: bool) -> None:
+    case = AttentionCase(length=24, documents=SHORT, heads=heads, kv_heads=2, is_causal=is_causal)
+    assert error(case, ranks, method) < TOLERANCE
+    split = split_sequence(method, ranks, heads)
+    assert cut_rows(24, split, 0, torch.device("cpu"), case.starts()).order == "contiguous"
+    assert cut_rows(19, split, 0, torch.device("cpu"), CASES["documents"].starts()).order == "zigzag"
 
 
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["documents"]])

@@ -133,7 +133,7 @@ class SequenceRank:
 
     def _attend_on_ring(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:
         ring, (rows, of_keys, is_causal, *_, scale) = self._ring, request
-        steps = ring_schedule(ring.size, self.split.order, is_causal=is_causal)[ring.rank]
+        steps = ring_schedule(ring.size, rows.order, is_causal=is_causal)[ring.rank]
         joins, is_flat, batch = takes_segments(query), rows.documents is not None, len(query)
         kept = of_keys.length, is_causal, joins
         if kept not in rows.blocks:
@@ -142,6 +142,8 @@ class SequenceRank:
             rows.blocks[kept] = [join_blocks(each, query.device) for each in found] if joins else found
         if is_flat:  # the tokens of all rows behind one another
             query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+        if is_causal and rows.order != self.split.order:  # documents reach into the next share, and no further
+            steps = steps[:2]
         tokens = [max(end for *_, end in share.values()) for share in of_keys.shares]
         call = RingCall(comm=ring, steps=steps, blocks=rows.blocks[kept], tokens=tokens, scale=scale)
         mixed: Tensor = RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]

@@ -5,6 +5,9 @@ With K + V of B bytes on each of N ranks, and gradients that add up in float32 a
     forward     N-1 of B
     backward    N-1 of B, and N of the gradients of K and V, which follow them around and end where these are at home
 
+Where documents are short, rows are cut in order, and K and V of the rank before are all that a rank needs: 1 for N - 1,
+and 2 for N.
+
 What travels of two ranks differs in size where their shares do; everyone knows the sizes.
 """
 
@@ -38,12 +41,15 @@ class RingCall:
     def pass_on(self, sent: Tensor, step: RingStep, tag: int) -> tuple[Tensor, list[Work]]:
         """Sends (batch, heads, tokens, size) to the next rank, and receives what the next step is about from the last.
 
-        Where messages are carried out in the order of their issue, ranks that all sent first would wait in a circle.
+        After the last step, it goes home to its source. Where messages are carried out in the order of their issue,
+        ranks that all sent first would wait in a circle: of those ``away`` apart, every second one receives first.
         """
-        comm, source = self.comm, (step.source - 1) % self.comm.size
+        comm, is_last = self.comm, step is self.steps[-1]
+        away, source = (step.number, comm.rank) if is_last else (-1, (step.source - 1) % comm.size)
         received = sent.new_empty(*sent.shape[:2], self.tokens[source], sent.shape[3])
-        ways = [(comm.send, sent, (comm.rank + 1) % comm.size), (comm.recv, received, (comm.rank - 1) % comm.size)]
-        ordered = ways if comm.rank % 2 == 0 else ways[::-1]
+        to, come = (comm.rank - away) % comm.size, (comm.rank + away) % comm.size
+        ways = [(comm.send, sent, to), (comm.recv, received, come)]
+        ordered = ways if comm.rank // abs(away) % 2 == 0 else ways[::-1]
         with unwatched():
             return received, [run(tensor, peer, tag) for run, tensor, peer in ordered]
 

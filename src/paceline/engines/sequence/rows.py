@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.engines.sequence.exchange import pick_tokens
 from paceline.engines.sequence.kernels import Block, Segments, Tokens
 from paceline.models.document_attention import first_tokens
-from paceline.schedule.ring import Meeting, SequenceSplit, deal, documents_of
+from paceline.schedule.ring import Meeting, Order, SequenceSplit, deal, documents_of, order_of
 
 Documents: TypeAlias = Mapping[int, tuple[int, int, int]]
 """Of a share, as ``documents_of`` says it; documents and tokens are counted through the rows of a batch."""
@@ -27,6 +27,7 @@ class Rows:
     """
 
     length: int
+    order: Order
     places: tuple[Tensor, ...]  # of each rank, (tokens,), or (batch, tokens) with documents
     shares: tuple[Documents, ...]  # of each rank of the ring; without documents all rows are alike
     documents: Tensor | None  # of all tokens, (batch, length): where their document begins
@@ -42,8 +43,9 @@ class Rows:
 def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device, documents: Tensor | None) -> Rows:
     """Cuts rows of one length; ``documents`` (batch, length) says for each token where its document begins."""
     starts = [[0]] if documents is None else [row.nonzero().flatten().tolist() for row in first_tokens(documents.cpu())]
+    order = split.order if documents is None else order_of(length, split.ring, starts, split.order)
     places, shares = list[Tensor](), list[Documents]()
-    for dealt in zip(*(deal(length, split.ring, split.order, each) for each in starts), strict=True):
+    for dealt in zip(*(deal(length, split.ring, order, each) for each in starts), strict=True):
         tokens, found = sum(len(chunk) for chunk, _ in dealt[0]), dict[int, tuple[int, int, int]]()
         for row, (share, begins) in enumerate(zip(dealt, starts, strict=True)):
             for start, (first, middle, last) in documents_of(share, begins).items():
@@ -52,11 +54,11 @@ def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device,
         whole = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk, _ in share]) for share in dealt]
         own = (whole[0] if documents is None else torch.stack(whole)).to(device)
         places += own.tensor_split(split.ulysses, -1)
-    if documents is None:
-        return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=None, own_documents=None)
-    documents = documents.to(device)
-    mine = pick_tokens(documents, 1, places[rank])
-    return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=documents, own_documents=mine)
+    documents = None if documents is None else documents.to(device)
+    mine = None if documents is None else pick_tokens(documents, 1, places[rank])
+    return Rows(
+        length=length, order=order, places=tuple(places), shares=tuple(shares), documents=documents, own_documents=mine
+    )
 
 
 def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
