@@ -9,8 +9,7 @@ In step s, rank r has the keys and values of rank r - s, and sends them to rank 
 computes those in which the keys come first: of later ranks' keys its later queries meet all, and of earlier ranks' all
 its queries meet the first chunk. Chunks differ by at most one token, and so do the shares of a row. Packed documents
 are cut so one by one, unless the work is even where the row is cut as a whole. Where none is longer than a share, a row
-is cut in order instead: a document reaches into the next share at most, and keys and values travel once, not N - 1
-times.
+may be cut in order instead: of a share, the last document alone reaches into the next one, and nothing else travels.
 
 A share may be held by several ranks, as neighbouring pieces of it: those exchange tokens for heads before the ring
 (Ulysses). Rank numbers run through the pieces of a share first.
@@ -35,7 +34,7 @@ Meeting: TypeAlias = Literal["all", "diagonal", "first_keys", "later_queries", "
 Share: TypeAlias = list[tuple[range, bool]]
 """The places of a rank of the ring in a row, in order: its chunks, and whether each is the later of two."""
 _UNEVEN = 1.05  # the most work of a rank over the mean, up to which packed rows are cut as a whole
-_UNEVEN_IN_ORDER = 1.5  # and in order: attention is a small part of a step there, and messages are not
+_KEYS_OF_A_PASS = 1024  # that all queries of a rank meet while keys and values travel on once, between GPUs of a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,8 @@ def order_of(length: int, ranks: int, rows: Sequence[Sequence[int]], order: Orde
         return order
     shares = deal(length, ranks, "contiguous")
     works = [sum(each) for each in zip(*(_works(shares, row) for row in rows), strict=True)]
-    return "contiguous" if max(works) * ranks <= _UNEVEN_IN_ORDER * sum(works) else order
+    more = (max(works) - sum(works) / ranks) / (share * len(rows))  # keys of a query, on the rank with the most work
+    return "contiguous" if more <= _KEYS_OF_A_PASS * (ranks - 1) else order
 
 
 def _pieces(length: int, number: int) -> list[range]:

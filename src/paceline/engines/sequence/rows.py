@@ -73,6 +73,24 @@ def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
     return blocks
 
 
+def neighbour_blocks(own: Documents, before: Documents) -> list[Block]:
+    """Returns which queries meet which keys of the share before, counted in those that reach into the next one."""
+    blocks, count = [], 0
+    for document in sorted(own.keys() & before.keys()):
+        (begin, _, end), (first, _, last) = before[document], own[document]
+        blocks.append(Block(slice(first, last), slice(count, count := count + end - begin), False))
+    return blocks
+
+
+def reaching(shares: Sequence[Documents], device: torch.device) -> list[Tensor]:
+    """Returns for each share the places of its tokens whose document goes on in the next one."""
+    found = []
+    for own, after in zip(shares, [*shares[1:], {}], strict=True):
+        pieces = [torch.arange(own[each][0], own[each][2]) for each in sorted(own.keys() & after.keys())]
+        found.append(torch.cat(pieces or [torch.empty(0, dtype=torch.int64)]).to(device))
+    return found
+
+
 def join_blocks(blocks: Sequence[Block], device: torch.device) -> list[Block]:
     """Returns blocks as one, for a kernel that takes all of them; they are alike on the diagonal or off it."""
     if len(blocks) < 2:
