@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.sequence import kernels, part, ring
+from paceline.engines.sequence import rows as cuts
 from paceline.engines.sequence.part import SequenceRank
-from paceline.engines.sequence.rows import cut_rows
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.attention import attention, current_part, positions, use_part
 from paceline.schedule.ring import SEQUENCE_METHODS, Order, SequenceMethod, split_sequence
@@ -58,8 +58,8 @@ def test_short_documents_are_cut_in_order(ranks: int, method: SequenceMethod, he
     case = AttentionCase(length=24, documents=SHORT, heads=heads, kv_heads=2, is_causal=is_causal)
     assert error(case, ranks, method) < TOLERANCE
     split = split_sequence(method, ranks, heads)
-    assert cut_rows(24, split, 0, torch.device("cpu"), case.starts()).order == "contiguous"
-    assert cut_rows(19, split, 0, torch.device("cpu"), CASES["documents"].starts()).order == "zigzag"
+    assert cuts.cut_rows(24, split, 0, torch.device("cpu"), case.starts()).order == "contiguous"
+    assert cuts.cut_rows(19, split, 0, torch.device("cpu"), CASES["documents"].starts()).order == "zigzag"
 
 
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["documents"]])
@@ -213,12 +213,12 @@ def test_a_bug_in_the_ring_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(ring.RingCall, "pass_on", keeping_gradients(ring.RingCall.pass_on))
     else:  # every rank's keys are taken to come first
         monkeypatch.setattr(
-            part, "blocks_of", lambda meets, *shares: BLOCKS("all" if meets != "diagonal" else meets, *shares)
+            cuts, "blocks_of", lambda meets, *shares: BLOCKS("all" if meets != "diagonal" else meets, *shares)
         )
     assert error(CASES["causal"], 3, "ring") > 1e-2
 
 
-BLOCKS = part.blocks_of
+BLOCKS = cuts.blocks_of
 
 
 def test_places_counted_in_a_rank_s_own_tokens_are_seen() -> None:

@@ -13,7 +13,7 @@ What travels of two ranks differs in size where their shares do; everyone knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class RingCall:
 
     comm: Communicator
     steps: Sequence[RingStep]
-    blocks: Sequence[Sequence[Block]]
+    blocks: Mapping[int, Sequence[Block]]
     tokens: Sequence[int]
     scale: float
     travels: Sequence[Tensor] | None = None  # by source, the places of what is sent to the next rank alone; None: all

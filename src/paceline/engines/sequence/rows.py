@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from paceline.comm.base import Communicator
 from paceline.engines.sequence.exchange import pick_tokens
 from paceline.engines.sequence.kernels import Block, Segments, Tokens
+from paceline.engines.sequence.ring import RingCall
 from paceline.models.document_attention import first_tokens
-from paceline.schedule.ring import Meeting, Order, SequenceSplit, deal, documents_of, order_of
+from paceline.schedule.ring import Meeting, Order, SequenceSplit, deal, documents_of, order_of, ring_schedule
 
 Documents: TypeAlias = Mapping[int, tuple[int, int, int]]
 """Of a share, as ``documents_of`` says it; documents and tokens are counted through the rows of a batch."""
@@ -32,7 +34,8 @@ class Rows:
     shares: tuple[Documents, ...]  # of each rank of the ring; without documents all rows are alike
     documents: Tensor | None  # of all tokens, (batch, length): where their document begins
     own_documents: Tensor | None  # of this rank's tokens
-    blocks: dict[tuple[int, bool, bool], list[list[Block]]] = field(default_factory=dict)  # once they are asked for
+    is_in_order: bool = False  # because of short documents: none reaches further than into the next share
+    calls: dict[tuple[int, bool, bool, float], RingCall] = field(default_factory=dict)  # once they are asked for
 
     @property
     def counts(self) -> list[int]:
@@ -57,7 +60,13 @@ def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device,
     documents = None if documents is None else documents.to(device)
     mine = None if documents is None else pick_tokens(documents, 1, places[rank])
     return Rows(
-        length=length, order=order, places=tuple(places), shares=tuple(shares), documents=documents, own_documents=mine
+        length=length,
+        order=order,
+        places=tuple(places),
+        shares=tuple(shares),
+        documents=documents,
+        own_documents=mine,
+        is_in_order=order != split.order,
     )
 
 
@@ -73,22 +82,30 @@ def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
     return blocks
 
 
-def neighbour_blocks(own: Documents, before: Documents) -> list[Block]:
-    """Returns which queries meet which keys of the share before, counted in those that reach into the next one."""
-    blocks, count = [], 0
-    for document in sorted(own.keys() & before.keys()):
-        (begin, _, end), (first, _, last) = before[document], own[document]
-        blocks.append(Block(slice(first, last), slice(count, count := count + end - begin), False))
-    return blocks
+def ring_call(
+    ring: Communicator, rows: Rows, of_keys: Rows, is_causal: bool, joins: bool, scale: float, device: torch.device
+) -> RingCall:
+    """Returns what a rank of a ring does in one attention; ``joins``: one kernel takes all blocks of a step."""
+    steps = ring_schedule(ring.size, rows.order, is_causal=is_causal)[ring.rank]
+    own, shares, travels = rows.shares[ring.rank], list(of_keys.shares), None
+    tokens = [max(end for *_, end in share.values()) for share in shares]
+    if is_causal and rows.is_in_order:
+        steps, reached = steps[:2], [_reaching(*pair, device) for pair in zip(shares, [*shares[1:], {}], strict=True)]
+        travels, shares[ring.rank - 1] = [each for each, _ in reached], reached[ring.rank - 1][1]
+        tokens = [len(each) for each in travels]
+    found = {step.source: blocks_of(step.meets, own, shares[step.source]) for step in steps}
+    blocks = {source: join_blocks(each, device) if joins else each for source, each in found.items()}
+    return RingCall(comm=ring, steps=steps, blocks=blocks, tokens=tokens, scale=scale, travels=travels)
 
 
-def reaching(shares: Sequence[Documents], device: torch.device) -> list[Tensor]:
-    """Returns for each share the places of its tokens whose document goes on in the next one."""
-    found = []
-    for own, after in zip(shares, [*shares[1:], {}], strict=True):
-        pieces = [torch.arange(own[each][0], own[each][2]) for each in sorted(own.keys() & after.keys())]
-        found.append(torch.cat(pieces or [torch.empty(0, dtype=torch.int64)]).to(device))
-    return found
+def _reaching(own: Documents, after: Documents, device: torch.device) -> tuple[Tensor, Documents]:
+    """Returns the tokens of a share whose document goes on in the next one, and these documents, counted in them."""
+    tokens, counted = list[int](), dict[int, tuple[int, int, int]]()
+    for document in sorted(own.keys() & after.keys()):
+        first, _, last = own[document]
+        counted[document] = len(tokens), len(tokens), len(tokens) + last - first
+        tokens += range(first, last)
+    return torch.tensor(tokens, dtype=torch.int64, device=device), counted
 
 
 def join_blocks(blocks: Sequence[Block], device: torch.device) -> list[Block]:
