@@ -38,7 +38,7 @@ LINES = {
     "config": 3_620,
     "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_390,  # short documents on a ring; ranks that share sequences; inputs of blocks on the host; MLPs in tiles
+    "engines": 11_390,  # ranks that share sequences and short documents; inputs of blocks on the host; MLPs in tiles
     "health": 1_490,
     "launch": 2_980,
     "learn": 1_620,
