@@ -2,7 +2,7 @@
 
     PacelineError            everything we raise on purpose; the command line prints it without a traceback
     ├── ConfigError, RunFolderError, LaunchError
-    ├── UsageError           UntraceableError
+    ├── UsageError           UntraceableError, ForeignAttentionError
     ├── DataError            BadSampleError
     ├── CheckpointError      MisfitError
     ├── TrainingError        MemoryExhaustedError, PreemptedError
@@ -71,6 +71,10 @@ class UsageError(PacelineError):
 
 class UntraceableError(UsageError):
     """A model that asks for values, or for an operator without a meta kernel, where it is run without values."""
+
+
+class ForeignAttentionError(UsageError):
+    """A model whose attention asks no other rank, where ranks share each sequence."""
 
 
 class DataError(PacelineError):

@@ -219,8 +219,11 @@ def test_a_mean_and_a_deviation_for_each_channel_or_one_for_all(shape: dict[str,
         ({"sliding_window": 32, "use_sliding_window": False}, {}, ""),
         ({"sliding_window": 32, "layer_types": ["full_attention"]}, {}, ""),
         ({}, {"kind": "jsonl", "classes": 2, "targets": "label"}, "parallel.context = 2 with data of texts that are"),
+        ({"n_head": 3}, {}, "parallel.context = 2 with parallel.context_method = ulysses and 3 heads in "),
+        ({"text_config": {"num_attention_heads": 5}}, {}, "parallel.context = 2 with parallel.context_method = uly"),
+        ({"num_attention_heads": 4}, {}, ""),
     ],
-    ids=["window", "wide", "unused", "no layer", "classes"],
+    ids=["window", "wide", "unused", "no layer", "classes", "heads", "heads of the part for texts", "enough heads"],
 )
 def test_what_ranks_cannot_share_is_told(folder: Path, settings: Any, data: Any, told: str) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
@@ -230,5 +233,6 @@ def test_what_ranks_cannot_share_is_told(folder: Path, settings: Any, data: Any,
         del values["tokens"]
     config = config_from_dict({"model": {"kind": "hf", "path": str(folder), "pretrained": False}, "data": values})
     assert list(check_shared_sequences(config)) == []
-    found = [each.what for each in check_shared_sequences(config.with_values("parallel", context=2))]
+    shared = {"context": 2, "context_method": "ulysses"}
+    found = [each.what for each in check_shared_sequences(config.with_values("parallel", **shared))]
     assert [each.startswith(told) for each in found] == [True] * bool(told)

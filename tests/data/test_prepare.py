@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,20 @@ def test_the_command_prepares_and_inspects(tmp_path: Path, monkeypatch: pytest.M
     assert (facts["documents"], facts["tokenizer"]) == (60, "char")
     assert "whole, by size" in CliRunner().invoke(app, ["data", "inspect", out]).output
     check_shards(tmp_path / "out", read_manifest(tmp_path / "out"), "full")
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+    """Processes import the script that started them: without a guard, that would start them again."""
+    write_sources(tmp_path / "in")
+    script, told = tmp_path / "own.py", "one of 1 processes that encode text ended before its work"
+    script.write_text(
+        "from pathlib import Path\nfrom paceline.data.prepare import PrepareOptions, prepare\n"
+        f"sources, output = (Path({str(tmp_path / 'in')!r}),), Path({str(tmp_path / 'out')!r})\n"
+        "prepare(PrepareOptions(sources=sources, output=output, tokenizer='bytes'))\n"
+    )
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    assert told in shown.stderr
+    assert '__name__ == "__main__"' in shown.stderr
 
 
 @pytest.mark.exhaustive

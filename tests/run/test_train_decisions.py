@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from paceline.cli.train import show_result
-from paceline.config import load_config
-from paceline.errors import ConfigError, Problem
+from paceline.config import Config, config_from_dict, load_config
+from paceline.errors import ConfigError, ForeignAttentionError, Problem
+from paceline.models.attention import attention
 from paceline.plan.plan import RunMachine
 from paceline.records.records import RunRecord, read_records
-from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
+from paceline.run.decide import check_host, decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
 from paceline.run.location import read_result
 from paceline.run.records import name_strategy
 
@@ -91,6 +94,55 @@ def test_a_strategy_is_chosen_by_the_memory_there_is(
     assert "not ddp needs" in " ".join(capsys.readouterr().out.split())
     fixed = resolve_config(load_config(None, [*MLP, "parallel.ranks=2"]))
     assert decide_strategy(fixed) == (fixed, None)
+
+
+class Plain(nn.Module):
+    """Its attention is torch's own, which sees the tokens of its rank alone."""
+
+    def __init__(self, vocab_size: int, is_module: bool) -> None:
+        super().__init__()
+        self.embedding, self.mixing = nn.Embedding(vocab_size, 8), nn.Linear(8, 24)
+        self.attention = nn.MultiheadAttention(8, 2) if is_module else None
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.mixing(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
+
+
+class Ours(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.mixing(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        return self.head(attention(query, key, value, is_causal=True).squeeze(1))
+
+
+def asked_of(name: str, is_module: bool = False) -> Config:
+    model = {"kind": "factory", "factory": f"{__name__}:{name}", "args": {"vocab_size": 16, "is_module": is_module}}
+    data = {"kind": "synthetic_tokens", "samples": 8, "context": 12, "vocab_size": 16}
+    parallel = {"ranks": 2, "context": 2, "device": "cpu"}
+    return config_from_dict({"model": model, "data": data, "parallel": parallel, "train": {"global_batch": 2}})
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_attention_that_asks_no_other_rank_is_refused_before_any_process(is_module: bool) -> None:
+    with pytest.raises(ForeignAttentionError, match="context_ranks = 2 for a model whose attention is not ours"):
+        decide_run(asked_of("Plain", is_module))
+    assert decide_run(asked_of("Ours")).plan.layout.context_ranks == 2
+
+
+def test_a_host_without_room_for_activations_is_told_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["model={kind: gpt, size: gpt-1.1b, vocab_size: 32000, context: 131072}", "data={context: 131072}"]
+    split = ["parallel={device: cuda, ranks: 2, context: 2}", "memory.checkpoint_activations=full"]
+    settings = [*sizes, "data.kind=synthetic_tokens", *split, "train={global_batch: 1, precision: bf16_master}"]
+    config = load_config(None, [*settings, "memory.offload=[activations]"])
+    needs = 2 * 20 * 65_536 * 2048 * 2  # of two ranks: for each block, the half of the tokens in 16 bits
+    monkeypatch.setattr("paceline.free_memory.free_host_bytes", lambda: needs)
+    check_host(config)
+    monkeypatch.setattr("paceline.free_memory.free_host_bytes", lambda: needs - 1)
+    with pytest.raises(ConfigError) as caught:
+        check_host(config)
+    told = "memory.offload = [activations]: 2 ranks keep 10.0 GiB on this host (5.0 GiB each), and 10.0 GiB are free"
+    assert [each.what for each in caught.value.problems] == [told]
 
 
 def test_offload_that_moves_nothing_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,7 @@ def _meaning(content: bytes) -> dict[str, Any]:
 
 
 def check_shared_sequences(config: Config) -> Iterator[Problem]:
-    """Yields what ranks cannot share: samples of no tokens, one class for many, and windows inside of a row."""
+    """Yields what ranks cannot share: samples of no tokens, one class for many, too few heads, windows in a row."""
     asked, model = f"parallel.context = {config.parallel.context}", config.model
     if config.parallel.context == 1:
         return
@@ -205,6 +205,13 @@ def check_shared_sequences(config: Config) -> Iterator[Problem]:
         settings = parse_json_object(read_regular(Path(model.path) / "config.json"))
     except (OSError, ValueError):
         return  # told by ``check_hf_folder``
+    parallel, texts = config.parallel, settings.get("text_config")
+    named = {**settings, **texts} if isinstance(texts, dict) else settings
+    heads = named.get("num_attention_heads", named.get("n_head"))
+    if parallel.context_method == "ulysses" and isinstance(heads, int) and heads // parallel.tensor % parallel.context:
+        what = f"{asked} with parallel.context_method = ulysses and {heads} heads in {model.path}/config.json"
+        fix = "take fewer ranks for a sequence, or set parallel.context_method = ring, which heads do not limit"
+        yield Problem(what=what, rule="ulysses gives every rank whole heads, as many to each", fix=fix)
     kinds = settings.get("layer_types")
     slides = settings.get("use_sliding_window", not isinstance(kinds, list) or "sliding_attention" in kinds)
     window, tokens = settings.get("sliding_window") if slides else None, known_shape(config.data).context

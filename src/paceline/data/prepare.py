@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -83,6 +84,13 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
             for number, found in _run(pool, work, set(range(len(pieces))) - done.keys(), pieces):
                 done[number] = found
                 progress(found.bytes)
+    except BrokenProcessPool as error:
+        what = f"one of {options.workers} processes that encode text ended before its work"
+        rule = "each imports the script that it was started from, and has memory for some MiB of text and its tokens"
+        fix = (
+            'call it under if __name__ == "__main__":, or take fewer workers; the same call goes on where this one was'
+        )
+        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
     except DataError:
         (notes / _FAILED).touch()
         raise

@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.errors import UsageError
+
 Way: TypeAlias = Literal["mask", "blocks", "varlen", "flex", "whole"]
 
 _SHORT = 512  # tokens: a row whose mask costs less than calls by document
@@ -37,6 +39,7 @@ _TOGETHER = 128  # tokens: shorter documents take one call with a mask
 _BLOCK = 128  # tokens that flex attention leaves out together
 _HALF = (torch.bfloat16, torch.float16)
 _AMPERE = (8, 0)  # the oldest GPUs with flash attention
+_TOLD = 6  # tokens, in a message
 _WIDEST = 256  # features of a head that flash attention knows, in steps of 8
 
 
@@ -59,6 +62,8 @@ def attend_documents(
         return _by_varlen(query, key, value, documents, is_causal, scale)
     if way == "blocks":
         return _by_blocks(query, key, value, documents, is_causal, dropout, scale)
+    if documents.device.type == "cpu" and not torch.compiler.is_compiling():
+        _places(documents)  # which checks them; a GPU would have to wait for that
     return attend_masked(query, key, value, document_mask(documents, is_causal), False, dropout, scale)
 
 
@@ -126,11 +131,27 @@ _known: Any = WeakTensorKeyDictionary()  # layers of a model are handed the same
 def _places(documents: Tensor) -> _Places:
     found: _Places | None = _known.get(documents)
     if found is None or found.version != documents._version:
-        is_first = documents == torch.arange(documents.shape[1], device=documents.device)
+        is_first = first_tokens(documents)
         on_device = F.pad(is_first.flatten().nonzero().flatten(), (0, 1), value=documents.numel()).to(torch.int32)
         found = _Places(on_device.tolist(), on_device, documents._version)
         _known[documents] = found
     return found
+
+
+def first_tokens(documents: Tensor) -> Tensor:
+    """Returns where documents (batch, length) begin. Raises UsageError for what are no places, but numbers say."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    is_first = documents == places
+    wrong = (documents != (is_first * places).cummax(1).values).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise UsageError(
+            f"documents[{row}] = {documents[row, : place + 1].tolist()[-_TOLD:]} up to token {place}: "
+            "these are not places where documents begin\n"
+            "  documents say for each token where in its row its own document begins: 0 0 0 3 3\n"
+            "  where they number documents in ascending order, give torch.searchsorted(documents, documents)"
+        )
+    return is_first
 
 
 def _by_varlen(

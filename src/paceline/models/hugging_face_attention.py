@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.errors import UsageError
+from paceline.errors import ForeignAttentionError, UsageError
 from paceline.models.attention import attention, current_part, positions
 
 _NAME = "paceline"
@@ -26,14 +26,14 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def share_attention(model: Any) -> None:
-    """Lets the blocks of a model ask other ranks, in place. Raises UsageError where it has attention of its own."""
+    """Lets the blocks of a model ask other ranks, in place. Raises ForeignAttentionError where it does not."""
     library = importlib.import_module("transformers")
     library.AttentionInterface.register(_NAME, _attend)
     library.AttentionMaskInterface.register(_NAME, _mask)
     model.set_attn_implementation(_NAME)
     if model.config._attn_implementation != _NAME:
         rule = "it calls no attention that can be registered, so that it would see the tokens of its own rank alone"
-        raise UsageError(f"{type(model).__name__} computes its attention itself\n  {rule}\n  {_FEWER}")
+        raise ForeignAttentionError(f"{type(model).__name__} computes its attention itself\n  {rule}\n  {_FEWER}")
     model.base_model.register_forward_pre_hook(_with_places, with_kwargs=True)
 
 

@@ -31,7 +31,7 @@ from paceline.comm.base import Communicator
 from paceline.config import Config, check_hosts, check_ranks, dump_yaml, why_by_blocks, why_not_sharded, with_precision
 from paceline.config.settings import check_exported, check_interfaces, config_settings, exported_settings, variables_of
 from paceline.engines import precision
-from paceline.errors import ConfigError, Problem, UsageError
+from paceline.errors import ConfigError, ForeignAttentionError, PacelineError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.records import RunRecord, follow_records
 from paceline.run.logs import say
@@ -102,6 +102,7 @@ def decide_run(
             config, choice = resolve_together(config, comm, here, machine)
     if comm is None and hosts is None:
         config = decide_sharing(config)
+        check_attention(config)
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=comm is None or comm.rank == 0)
@@ -184,6 +185,22 @@ def decide_sharing(config: Config) -> Config:
             config, expect.present_cluster(config, machine, ranks, None, machine_entry())[0], ranks
         )
     return config
+
+
+def check_attention(config: Config) -> None:
+    """Raises ForeignAttentionError where ranks share each sequence and attention of the user's code asks no other.
+
+    A step without values tells. One that fails in another way is left to the ranks, which have values.
+    """
+    if config.parallel.context > 1 and config.model.kind != "gpt":
+        from paceline.rehearse.dryrun.record import record_stages
+
+        try:
+            record_stages(config, ranks=config.parallel.decided_ranks)
+        except ForeignAttentionError:
+            raise
+        except PacelineError:
+            return
 
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:

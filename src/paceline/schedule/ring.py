@@ -8,7 +8,8 @@ chunks r and 2 N - 1 - r, so that causal attention is the same work for all in e
 In step s, rank r has the keys and values of rank r - s, and sends them to rank r + 1 meanwhile. Of the chunk pairs it
 computes those in which the keys come first: of later ranks' keys its later queries meet all, and of earlier ranks' all
 its queries meet the first chunk. Chunks differ by at most one token, and so do the shares of a row. Packed documents
-are cut so one by one, unless the work is even where the row is cut as a whole.
+are cut so one by one, unless the work is even where the row is cut as a whole. Where none is longer than a share, a row
+may be cut in order instead: of a share, the last document alone reaches into the next one, and nothing else travels.
 
 A share may be held by several ranks, as neighbouring pieces of it: those exchange tokens for heads before the ring
 (Ulysses). Rank numbers run through the pieces of a share first.
@@ -33,6 +34,7 @@ Meeting: TypeAlias = Literal["all", "diagonal", "first_keys", "later_queries", "
 Share: TypeAlias = list[tuple[range, bool]]
 """The places of a rank of the ring in a row, in order: its chunks, and whether each is the later of two."""
 _UNEVEN = 1.05  # the most work of a rank over the mean, up to which packed rows are cut as a whole
+_KEYS_OF_A_PASS = 1024  # that all queries of a rank meet while keys and values travel on once, between GPUs of a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,17 @@ def deal(length: int, ranks: int, order: Order = "zigzag", documents: Sequence[i
         return whole
     works = _works(whole, documents)
     return whole if max(works) * ranks <= _UNEVEN * sum(works) else _zigzag(ranks, (*documents, length))
+
+
+def order_of(length: int, ranks: int, rows: Sequence[Sequence[int]], order: Order = "zigzag") -> Order:
+    """Returns in which order packed rows are cut, all of a batch alike; each row says where its documents begin."""
+    share = length // ranks
+    if ranks < 3 or any(end - start > share for row in rows for start, end in pairwise((*row, length))):
+        return order
+    shares = deal(length, ranks, "contiguous")
+    works = [sum(each) for each in zip(*(_works(shares, row) for row in rows), strict=True)]
+    more = (max(works) - sum(works) / ranks) / (share * len(rows))  # keys of a query, on the rank with the most work
+    return "contiguous" if more <= _KEYS_OF_A_PASS * (ranks - 1) else order
 
 
 def _pieces(length: int, number: int) -> list[range]:

@@ -37,23 +37,25 @@ class Noting(WrappedCommunicator):
         return Noting(self.inner.split(ranks), self.sent)
 
 
-def sent(ranks: int, method: SequenceMethod, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
-    """Returns what the last rank sends in forward, and in backward."""
+def sent(
+    ranks: int, method: SequenceMethod, dtype: torch.dtype, documents: torch.Tensor | None = None, who: int = -1
+) -> tuple[list[Any], list[Any]]:
+    """Returns what a rank sends in forward, and in backward; by default the last."""
     case = AttentionCase(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH)
 
     def share(comm: Communicator) -> tuple[list[Any], list[Any]]:
         noting = Noting(comm)
         rank = SequenceRank(noting, split_sequence(method, ranks, HEADS))
-        rank.begin(LENGTH)
+        rank.begin(LENGTH, documents)
         leaves = [rank.cut(each, 2).to(dtype).requires_grad_() for each in case.draw()[:3]]
         with use_part(rank):
-            out = attention(*leaves, is_causal=True)
+            out = attention(*leaves, is_causal=True, documents=rank.documents())
         forward = noting.sent[:]
         noting.sent.clear()
         out.sum().backward()
         return forward, noting.sent
 
-    return run_virtual(share, ranks)[-1]
+    return run_virtual(share, ranks)[who]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -64,6 +66,13 @@ def test_a_ring_sends_keys_and_values_to_all_others_and_gradients_home(ranks: in
     assert forward == [("send", pair)] * (ranks - 1)
     gradients = pair * max(4, dtype.itemsize) // dtype.itemsize
     assert sorted(backward) == sorted([("send", pair)] * (ranks - 1) + [("send", gradients)] * ranks)
+
+
+def test_of_short_documents_the_last_one_of_a_rank_travels() -> None:
+    starts = torch.arange(LENGTH).div(10, rounding_mode="floor").mul(10).expand(2, -1)  # shares end at 12, 24, 36
+    pair = 2 * 2 * KV_HEADS * 6 * WIDTH * 4  # of the tokens from 30 to 36, in two rows
+    assert sent(4, "ring", torch.float32, starts) == ([], [("send", pair)])  # their gradients
+    assert sent(4, "ring", torch.float32, starts, who=2)[0] == [("send", pair)]
 
 
 def test_ulysses_exchanges_all_but_a_rank_s_own_part() -> None:
@@ -88,8 +97,9 @@ def test_gather_sends_keys_and_values_to_each_other_rank() -> None:
     assert forward == backward == [("all_to_all", key)] * 2
 
 
+@pytest.mark.parametrize("size", [0, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int) -> None:
+def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int, size: int) -> None:
     """A rank of a group with one stream carries out its messages in the order of their issue."""
 
     class Ordered(WrappedCommunicator):
@@ -107,14 +117,14 @@ def test_where_messages_go_one_by_one_some_rank_receives_first(ranks: int) -> No
     def share(comm: Communicator) -> list[tuple[str, int]]:
         noting = Ordered(comm)
         rank = SequenceRank(noting, split_sequence("ring", ranks, 2))
-        rank.begin(16)
+        rank.begin(16, torch.arange(16).div(size, rounding_mode="floor").mul(size)[None] if size else None)
         leaves = [rank.cut(torch.randn(1, 2, 16, 4), 2).requires_grad_() for _ in range(3)]
         with use_part(rank):
-            attention(*leaves).sum().backward()
+            attention(*leaves, is_causal=bool(size), documents=rank.documents()).sum().backward()
         return noting.calls
 
     waiting = [calls[:] for calls in run_virtual(share, ranks)]
-    assert all(waiting)
+    assert any(waiting)
     is_moving = True
     while is_moving:  # a message goes where it is the next of both its ranks
         is_moving = False

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.sequence import kernels, part, ring
+from paceline.engines.sequence import rows as cuts
 from paceline.engines.sequence.part import SequenceRank
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.attention import attention, current_part, positions, use_part
@@ -46,6 +47,19 @@ def test_ranks_compute_what_one_process_does(method: SequenceMethod, ranks: int,
     if method == "ulysses" and case.heads % ranks:
         case = replace(case, heads=24, kv_heads=3)
     assert error(case, ranks, method) < TOLERANCE
+
+
+SHORT = ((5, 3, 6, 2, 4, 4), (1, 6, 6, 1, 6, 4))  # none longer than the fourth of a row
+
+
+@pytest.mark.parametrize(("ranks", "method", "heads"), [(3, "ring", 8), (4, "ring", 8), (8, "both", 2)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_short_documents_are_cut_in_order(ranks: int, method: SequenceMethod, heads: int, is_causal: bool) -> None:
+    case = AttentionCase(length=24, documents=SHORT, heads=heads, kv_heads=2, is_causal=is_causal)
+    assert error(case, ranks, method) < TOLERANCE
+    split = split_sequence(method, ranks, heads)
+    assert cuts.cut_rows(24, split, 0, torch.device("cpu"), case.starts()).order == "contiguous"
+    assert cuts.cut_rows(19, split, 0, torch.device("cpu"), CASES["documents"].starts()).order == "zigzag"
 
 
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["documents"]])
@@ -199,12 +213,12 @@ def test_a_bug_in_the_ring_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(ring.RingCall, "pass_on", keeping_gradients(ring.RingCall.pass_on))
     else:  # every rank's keys are taken to come first
         monkeypatch.setattr(
-            part, "blocks_of", lambda meets, *shares: BLOCKS("all" if meets != "diagonal" else meets, *shares)
+            cuts, "blocks_of", lambda meets, *shares: BLOCKS("all" if meets != "diagonal" else meets, *shares)
         )
     assert error(CASES["causal"], 3, "ring") > 1e-2
 
 
-BLOCKS = part.blocks_of
+BLOCKS = cuts.blocks_of
 
 
 def test_places_counted_in_a_rank_s_own_tokens_are_seen() -> None:
@@ -285,3 +299,11 @@ def test_what_comes_first_in_another_sequence_is_not_known(documents: Tensor | N
             attention(torch.randn(1, 4, 4, 8), *torch.randn(2, 1, 4, 10, 8), is_causal=is_causal)
 
     assert "attention of 8 tokens on 20 others" in refusal(ask)
+
+
+def test_numbers_of_documents_in_place_of_where_they_begin_are_refused() -> None:
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    with pytest.raises(UsageError, match=r"documents\[0\] = \[0, 0, 0, 1\] up to token 3: these are not places"):
+        attention(*torch.randn(3, 1, 2, 8, 4), is_causal=True, documents=numbers)
+    assert "documents[0] = [0, 0, 0, 1] up to token 3" in refusal(lambda rank: rank.begin(8, numbers))
+    assert torch.equal(torch.searchsorted(numbers, numbers), STARTS)  # as the message says

@@ -22,7 +22,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
 from paceline.engines.groups import fingerprint
 from paceline.engines.sequence.part import SequenceRank
-from paceline.errors import UsageError
+from paceline.errors import ForeignAttentionError, UsageError
 from paceline.models.attention import current_part, use_part
 from paceline.models.dropout import Dropout
 from paceline.models.hugging_face import text_part
@@ -97,7 +97,7 @@ class Sequences:
         """Has a model know of the rows that it is called with. Raises UsageError for whole ones.
 
         With gradients not for the call alone: activation checkpointing runs forward again inside backward. Raises
-        UsageError, too, for a model that asks no other rank: it would learn from parts of sequences.
+        ForeignAttentionError for a model that asks no other rank: it would learn from parts of sequences.
         """
         part = part_of((args, kwargs)) or cast("SequenceRank | None", current_part() if self._is_inside else None)
         if part is None:
@@ -159,7 +159,7 @@ def _tensors(batch: Any) -> list[Tensor]:
 def share_sequences(model: nn.Module, comm: Communicator, layout: Layout) -> Sequences:
     """Prepares a model whose sequences the ranks of ``comm`` share, in place, before it is split up in any other way.
 
-    Returns what cuts its batches. Raises UsageError where the model's attention is not one that asks other ranks.
+    Returns what cuts its batches. Raises ForeignAttentionError where the model's attention does not ask other ranks.
     """
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention | nn.Transformer):
@@ -187,7 +187,7 @@ def _heads(model: nn.Module) -> int:
 
 
 def _refuse(ranks: int, why: str) -> NoReturn:
-    raise UsageError(
+    raise ForeignAttentionError(
         f"context_ranks = {ranks} for a model whose attention is not ours: {why}\n"
         "  ranks that share each sequence see one another's tokens through paceline.attention\n"
         "  call that in the model, or set context_ranks = 1"

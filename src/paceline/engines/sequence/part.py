@@ -22,12 +22,12 @@ from torch import Tensor
 from paceline.comm.base import Communicator
 from paceline.engines.sequence.exchange import exchange, gather_tokens, pick_tokens
 from paceline.engines.sequence.kernels import attend_dropped, takes_segments
-from paceline.engines.sequence.ring import RingAttention, RingCall
-from paceline.engines.sequence.rows import Rows, blocks_of, cut_rows, join_blocks
+from paceline.engines.sequence.ring import RingAttention
+from paceline.engines.sequence.rows import Rows, cut_rows, ring_call
 from paceline.errors import UsageError
 from paceline.models.attention import Asked
 from paceline.models.document_attention import attend_documents, attend_masked, repeat_heads
-from paceline.schedule.ring import SequenceSplit, ring_schedule
+from paceline.schedule.ring import SequenceSplit
 
 
 class SequenceRank:
@@ -132,19 +132,14 @@ class SequenceRank:
         return exchange(comm, (counts,), mixed, to_heads=False)[0]
 
     def _attend_on_ring(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:
-        ring, (rows, of_keys, is_causal, *_, scale) = self._ring, request
-        steps = ring_schedule(ring.size, self.split.order, is_causal=is_causal)[ring.rank]
-        joins, is_flat, batch = takes_segments(query), rows.documents is not None, len(query)
-        kept = of_keys.length, is_causal, joins
-        if kept not in rows.blocks:
-            by_source = sorted(steps, key=lambda step: step.source)
-            found = [blocks_of(step.meets, rows.shares[ring.rank], of_keys.shares[step.source]) for step in by_source]
-            rows.blocks[kept] = [join_blocks(each, query.device) for each in found] if joins else found
+        rows, of_keys, is_causal, *_, scale = request
+        is_flat, batch = rows.documents is not None, len(query)
+        kept = of_keys.length, is_causal, takes_segments(query), scale
+        if kept not in rows.calls:
+            rows.calls[kept] = ring_call(self._ring, rows, of_keys, *kept[1:], query.device)
         if is_flat:  # the tokens of all rows behind one another
             query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
-        tokens = [max(end for *_, end in share.values()) for share in of_keys.shares]
-        call = RingCall(comm=ring, steps=steps, blocks=rows.blocks[kept], tokens=tokens, scale=scale)
-        mixed: Tensor = RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+        mixed: Tensor = RingAttention.apply(query, key, value, rows.calls[kept])  # type: ignore[no-untyped-call]
         return mixed.view(mixed.shape[1], batch, -1, mixed.shape[3]).transpose(0, 1) if is_flat else mixed
 
     def _attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:

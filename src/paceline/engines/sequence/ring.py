@@ -5,12 +5,15 @@ With K + V of B bytes on each of N ranks, and gradients that add up in float32 a
     forward     N-1 of B
     backward    N-1 of B, and N of the gradients of K and V, which follow them around and end where these are at home
 
+Where documents are short and rows are cut in order, a rank sends the keys and values of its last document to the next
+rank, gets their gradients back, and that is all.
+
 What travels of two ranks differs in size where their shares do; everyone knows the sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +34,27 @@ class RingCall:
 
     comm: Communicator
     steps: Sequence[RingStep]
-    blocks: Sequence[Sequence[Block]]
+    blocks: Mapping[int, Sequence[Block]]
     tokens: Sequence[int]
     scale: float
+    travels: Sequence[Tensor] | None = None  # by source, the places of what is sent to the next rank alone; None: all
 
     def pass_on(self, sent: Tensor, step: RingStep, tag: int) -> tuple[Tensor, list[Work]]:
         """Sends (batch, heads, tokens, size) to the next rank, and receives what the next step is about from the last.
 
-        Where messages are carried out in the order of their issue, ranks that all sent first would wait in a circle.
+        After the last step, it goes home to its source. Where messages are carried out in the order of their issue,
+        ranks that all sent first would wait in a circle: of those ``away`` apart, every second one receives first.
         """
-        comm, source = self.comm, (step.source - 1) % self.comm.size
+        comm, is_last = self.comm, step is self.steps[-1]
+        away, source = (step.number, comm.rank) if is_last else (-1, (step.source - 1) % comm.size)
         received = sent.new_empty(*sent.shape[:2], self.tokens[source], sent.shape[3])
-        ways = [(comm.send, sent, (comm.rank + 1) % comm.size), (comm.recv, received, (comm.rank - 1) % comm.size)]
-        ordered = ways if comm.rank % 2 == 0 else ways[::-1]
+        to, come = (comm.rank - away) % comm.size, (comm.rank + away) % comm.size
+        ways = [
+            (run, each, peer)
+            for run, each, peer in ((comm.send, sent, to), (comm.recv, received, come))
+            if each.numel()
+        ]
+        ordered = ways if comm.rank // abs(away) % 2 == 0 else ways[::-1]
         with unwatched():
             return received, [run(tensor, peer, tag) for run, tensor, peer in ordered]
 
@@ -53,7 +64,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RingCall) -> Tensor:
-        ctx.call = call
+        ctx.call, rank = call, call.comm.rank
         pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
@@ -61,7 +72,8 @@ class RingAttention(torch.autograd.Function):
         for step in call.steps:
             arriving = pair
             if step is not call.steps[-1]:
-                arriving, works = call.pass_on(pair, step, _KEYS)
+                sent = pair if call.travels is None else pair[:, :, call.travels[rank]]
+                arriving, works = call.pass_on(sent, step, _KEYS)
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
                 _merge(
@@ -77,6 +89,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: RingCall = ctx.call
+        rank = call.comm.rank
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()  # an expanded one has strides that no kernel takes
         pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
@@ -85,7 +98,8 @@ class RingAttention(torch.autograd.Function):
         for step in call.steps:
             arriving = pair
             if step is not call.steps[-1]:
-                arriving, works = call.pass_on(pair, step, _KEYS)
+                sent = pair if call.travels is None else pair[:, :, call.travels[rank]]
+                arriving, works = call.pass_on(sent, step, _KEYS)
             found = list[tuple[Tokens, tuple[Tensor, ...]]]()
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
@@ -98,11 +112,15 @@ class RingAttention(torch.autograd.Function):
             for tokens, gradients in found:
                 for total, each in zip(torch.split(of_pair, widths, -1), gradients, strict=True):
                     _add(total, tokens, each)
-            if call.comm.size > 1:
+            if call.travels is not None and step is not call.steps[-1]:
+                home, of_pair = of_pair, torch.zeros_like(arriving, dtype=lse.dtype)
+            elif call.comm.size > 1:
                 of_pair, following = call.pass_on(of_pair, step, _GRADIENTS)
             _wait(works)
             pair = arriving
         _wait(following)
+        if call.travels is not None:
+            of_pair = home.index_add_(2, call.travels[rank], of_pair)
         of_key, of_value = torch.split(of_pair.to(key.dtype), widths, -1)
         return of_query.to(query.dtype), of_key, of_value, None
 

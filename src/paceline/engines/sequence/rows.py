@@ -10,9 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from paceline.comm.base import Communicator
 from paceline.engines.sequence.exchange import pick_tokens
 from paceline.engines.sequence.kernels import Block, Segments, Tokens
-from paceline.schedule.ring import Meeting, SequenceSplit, deal, documents_of
+from paceline.engines.sequence.ring import RingCall
+from paceline.models.document_attention import first_tokens
+from paceline.schedule.ring import Meeting, Order, SequenceSplit, deal, documents_of, order_of, ring_schedule
 
 Documents: TypeAlias = Mapping[int, tuple[int, int, int]]
 """Of a share, as ``documents_of`` says it; documents and tokens are counted through the rows of a batch."""
@@ -26,11 +29,13 @@ class Rows:
     """
 
     length: int
+    order: Order
     places: tuple[Tensor, ...]  # of each rank, (tokens,), or (batch, tokens) with documents
     shares: tuple[Documents, ...]  # of each rank of the ring; without documents all rows are alike
     documents: Tensor | None  # of all tokens, (batch, length): where their document begins
     own_documents: Tensor | None  # of this rank's tokens
-    blocks: dict[tuple[int, bool, bool], list[list[Block]]] = field(default_factory=dict)  # once they are asked for
+    is_in_order: bool = False  # because of short documents: none reaches further than into the next share
+    calls: dict[tuple[int, bool, bool, float], RingCall] = field(default_factory=dict)  # once they are asked for
 
     @property
     def counts(self) -> list[int]:
@@ -40,9 +45,10 @@ class Rows:
 
 def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device, documents: Tensor | None) -> Rows:
     """Cuts rows of one length; ``documents`` (batch, length) says for each token where its document begins."""
-    starts = [[0]] if documents is None else [row.unique_consecutive().tolist() for row in documents.cpu()]
+    starts = [[0]] if documents is None else [row.nonzero().flatten().tolist() for row in first_tokens(documents.cpu())]
+    order = split.order if documents is None else order_of(length, split.ring, starts, split.order)
     places, shares = list[Tensor](), list[Documents]()
-    for dealt in zip(*(deal(length, split.ring, split.order, each) for each in starts), strict=True):
+    for dealt in zip(*(deal(length, split.ring, order, each) for each in starts), strict=True):
         tokens, found = sum(len(chunk) for chunk, _ in dealt[0]), dict[int, tuple[int, int, int]]()
         for row, (share, begins) in enumerate(zip(dealt, starts, strict=True)):
             for start, (first, middle, last) in documents_of(share, begins).items():
@@ -51,11 +57,17 @@ def cut_rows(length: int, split: SequenceSplit, rank: int, device: torch.device,
         whole = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk, _ in share]) for share in dealt]
         own = (whole[0] if documents is None else torch.stack(whole)).to(device)
         places += own.tensor_split(split.ulysses, -1)
-    if documents is None:
-        return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=None, own_documents=None)
-    documents = documents.to(device)
-    mine = pick_tokens(documents, 1, places[rank])
-    return Rows(length=length, places=tuple(places), shares=tuple(shares), documents=documents, own_documents=mine)
+    documents = None if documents is None else documents.to(device)
+    mine = None if documents is None else pick_tokens(documents, 1, places[rank])
+    return Rows(
+        length=length,
+        order=order,
+        places=tuple(places),
+        shares=tuple(shares),
+        documents=documents,
+        own_documents=mine,
+        is_in_order=order != split.order,
+    )
 
 
 def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
@@ -68,6 +80,32 @@ def blocks_of(meets: Meeting, own: Documents, source: Documents) -> list[Block]:
         if queries.start < queries.stop and keys.start < keys.stop:
             blocks.append(Block(queries, keys, meets == "diagonal"))
     return blocks
+
+
+def ring_call(
+    ring: Communicator, rows: Rows, of_keys: Rows, is_causal: bool, joins: bool, scale: float, device: torch.device
+) -> RingCall:
+    """Returns what a rank of a ring does in one attention; ``joins``: one kernel takes all blocks of a step."""
+    steps = ring_schedule(ring.size, rows.order, is_causal=is_causal)[ring.rank]
+    own, shares, travels = rows.shares[ring.rank], list(of_keys.shares), None
+    tokens = [max(end for *_, end in share.values()) for share in shares]
+    if is_causal and rows.is_in_order:
+        steps, reached = steps[:2], [_reaching(*pair, device) for pair in zip(shares, [*shares[1:], {}], strict=True)]
+        travels, shares[ring.rank - 1] = [each for each, _ in reached], reached[ring.rank - 1][1]
+        tokens = [len(each) for each in travels]
+    found = {step.source: blocks_of(step.meets, own, shares[step.source]) for step in steps}
+    blocks = {source: join_blocks(each, device) if joins else each for source, each in found.items()}
+    return RingCall(comm=ring, steps=steps, blocks=blocks, tokens=tokens, scale=scale, travels=travels)
+
+
+def _reaching(own: Documents, after: Documents, device: torch.device) -> tuple[Tensor, Documents]:
+    """Returns the tokens of a share whose document goes on in the next one, and these documents, counted in them."""
+    tokens, counted = list[int](), dict[int, tuple[int, int, int]]()
+    for document in sorted(own.keys() & after.keys()):
+        first, _, last = own[document]
+        counted[document] = len(tokens), len(tokens), len(tokens) + last - first
+        tokens += range(first, last)
+    return torch.tensor(tokens, dtype=torch.int64, device=device), counted
 
 
 def join_blocks(blocks: Sequence[Block], device: torch.device) -> list[Block]:

@@ -138,6 +138,9 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
     operations = length * (2 * matrices + 4 * length * width + _OPERATIONS_PER_NUMBER * written)
     rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
+    # Gradients of the stream, of attention's output, query, key and value; flash attention adds up the query's in fp32.
+    added_up = 4 * width if widths.device == "cuda" and widths.compute == 2 else 0
+    moving = width * widths.stream + (2 * width + shape.kv_width) * widths.compute + added_up
     return BlockFacts(
         parameters=matrices + 2 * width,
         saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
@@ -149,7 +152,9 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
         buffer_bytes=rotary,
         # Gradients of the MLP's hidden features, of the stream, and of what the norm has made of it.
         temporary_bytes=tokens * (GRADIENTS * shape.mlp_width + 2 * width) * widths.compute,
-        mlp=MlpFacts(tokens, shape.mlp_width * widths.compute, _kept_hidden(shape, widths)),
+        mlp=MlpFacts(
+            tokens, shape.mlp_width * widths.compute, _kept_hidden(shape, widths), tokens * (moving - sum(norms[1]))
+        ),
         kv_bytes=tokens * shape.kv_width * widths.compute,
         operations=operations,
         split_parameters=matrices,

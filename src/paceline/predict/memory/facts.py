@@ -34,11 +34,15 @@ _TRAVELLING = 7
 
 
 class MlpFacts(NamedTuple):
-    """The hidden features of an MLP: tokens of a sample, bytes of a token in one tensor, and how many are saved."""
+    """The hidden features of an MLP: tokens of a sample, bytes of a token in one tensor, and how many are saved.
+
+    ``attention_bytes`` of a sample: what the backward of attention, which comes next, takes more than is gone by then.
+    """
 
     tokens: float
     row_bytes: float
     saved: int
+    attention_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +157,9 @@ def _cut(part: BlockFacts, layout: Layout) -> BlockFacts:
     else:  # when the MLP is done
         moving = _TRAVELLING * shares["kv_bytes"] + 2 * shares["input_bytes"]
         shares["temporary_bytes"] = max(shares["temporary_bytes"], moving)
-    mlp = part.mlp and part.mlp._replace(tokens=part.mlp.tokens / ranks)
+    mlp = part.mlp and part.mlp._replace(
+        tokens=part.mlp.tokens / ranks, attention_bytes=part.mlp.attention_bytes / ranks
+    )
     return replace(
         part, **shares, split_products=part.split_products / ranks, operations=part.operations / ranks, mlp=mlp
     )
@@ -164,11 +170,12 @@ def _tiled(block: BlockFacts, layout: Layout) -> BlockFacts:
     """Returns a block's facts where hidden features of one tile alone are there, with their gradients; none is kept."""
     if block.mlp is None:
         return block
-    tokens, row_bytes, saved = block.mlp
+    tokens, row_bytes, saved, attention_bytes = block.mlp
     rows = tile_rows(round(layout.microbatch * tokens), round(row_bytes), layout.mlp_tiles) / layout.microbatch
     kept = saved * tokens * row_bytes
     temporary = block.temporary_bytes - GRADIENTS * tokens * row_bytes + (saved + GRADIENTS) * rows * row_bytes
     split = block.split_bytes - kept if block.split_bytes else 0.0
+    temporary = max(temporary, attention_bytes)
     return replace(block, saved_bytes=block.saved_bytes - kept, split_bytes=split, temporary_bytes=temporary)
 
 
@@ -280,7 +287,10 @@ def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
         product_bytes=layer.product_bytes - layer.split_products * (1 - 1 / tensor),
         cast_bytes=layer.cast_bytes // tensor,
         temporary_bytes=layer.temporary_bytes / tensor,
-        mlp=layer.mlp and layer.mlp._replace(row_bytes=layer.mlp.row_bytes / tensor),
+        mlp=layer.mlp
+        and layer.mlp._replace(
+            row_bytes=layer.mlp.row_bytes / tensor, attention_bytes=layer.mlp.attention_bytes / tensor
+        ),
         kv_bytes=layer.kv_bytes / tensor,
     )
 

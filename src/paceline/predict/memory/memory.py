@@ -10,7 +10,8 @@ Bytes a parameter, for float32 (d = 4), and 2 for the parameters that bf16 maste
     hybrid        as fsdp in a group of N
 
 and as temporary for fsdp the root and two units gathered (m each), and the gradients of two units (d each); for zero1
-and zero2 two buckets of gradients, each of a tensor at least.
+and zero2 two buckets of gradients, each of a tensor at least. AdamW on masters of a rank that is alone reads gradients
+of one microbatch where backward left them: these take m.
 
 Compression with error feedback keeps what each rank owes, of this step and of the one before: 2 d for each parameter
 that is averaged (of its slice, for hybrid), and PowerSGD of rank r the same two of its right factors: 2 d r a column.
@@ -75,6 +76,7 @@ class StateFacts:
     optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter, and the average of weights
     fewer_in_blocks: int = 0  # of these, that it does not keep for a parameter of a block: Muon has one momentum there
     device: str = "cuda"
+    fuses_cast: bool = False  # the optimizer writes masters and copies: gradients may stay as backward left them
 
     @classmethod
     def of(cls, config: Config, device: str) -> StateFacts:
@@ -83,6 +85,7 @@ class StateFacts:
             optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
             fewer_in_blocks=int(config.optim.kind == "muon"),
             device=device,
+            fuses_cast=config.optim.kind == "adamw" and device == "cuda",
         )
 
 
@@ -164,6 +167,14 @@ class _Estimate:
         """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
         return self.layout.shards > 1 or self.computed_apart or self.offload.updates_on_host
 
+    @property
+    def _is_alone(self) -> bool:
+        return self.layout.strategy == "ddp" and self.layout.data * self.layout.context_ranks == 1
+
+    def _stay_narrow(self) -> bool:
+        """Whether gradients stay in the dtype of the module's parameters: they are added to none, of none."""
+        return self.states.fuses_cast and self._is_alone and self.layout.accumulate == 1
+
     def total(self) -> MemoryEstimate:
         layout, model, offload = self.layout, self.model, self.offload
         blocks = [_kept(each, n, layout, offloads=offload.activations) for n, each in enumerate(model.blocks)]
@@ -188,7 +199,7 @@ class _Estimate:
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
         masters = self.slice if is_cut else self.full if self.computed_apart else 0
         host = round(self.part.in_flight * sum(each.host for each in blocks))
-        gradients = self.slice if layout.sharing.gradients else self.full
+        gradients = self.slice if layout.sharing.gradients else self.computed if self._stay_narrow() else self.full
         # Of the optimizer's state, norms and biases of Muon's blocks count as matrices.
         spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in model.blocks)
         optimizer = self.states.optimizer_slots * (self.slice if layout.sharing.optimizer else self.full)
@@ -225,8 +236,7 @@ class _Estimate:
         layout, model, size = self.layout, self.model, self.layout.microbatch
         if layout.pipeline > 1:
             return 0
-        is_alone = layout.strategy == "ddp" and layout.data * layout.context_ranks == 1
-        comes = layout.accumulate == 1 and (is_alone or layout.is_fully_sharded)
+        comes = layout.accumulate == 1 and (self._is_alone or layout.is_fully_sharded)
         each = gradients / model.parameters if comes else 0.0  # bytes of a parameter's gradient
         there = gradients - each * sum(part.parameters for part in (*model.entry, *model.blocks))
         stays = model.root.cast_bytes + size * sum(part.saved_bytes for part in model.entry or (model.root,))

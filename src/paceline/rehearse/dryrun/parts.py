@@ -145,6 +145,13 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
     optimizer = build_optimizer(config.optim, engine.named_parameters(), engine if is_muon else None)
     if config.optim.kind not in ("adamw", "sgd"):
         return optimizer
+    if config.optim.kind == "adamw" and engine.can_fuse_cast and config.parallel.device != "cpu":
+        engine.fuse_cast()  # as the optimizer of masters does, which reads gradients where backward left them
+
+        def collect(*_: Any) -> None:
+            engine.gradients()
+
+        optimizer.register_step_pre_hook(collect)
     is_hosted = any(memory.is_on_host(each) for each in engine.parameters())
     vars(optimizer).update(_step_supports_amp_scaling=not is_hosted, _need_device_dtype_check_for_fused=False)
     for group in optimizer.param_groups:
