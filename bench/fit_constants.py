@@ -4,10 +4,9 @@ One set for each generation of devices and class of frameworks that such rows re
 families, weighed by the root of their rows, of the logarithm of predicted over measured, so that twice and half weigh
 the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few
 rows tell apart from running away: the prior of a set is the set of the same framework on the generation that has the
-most rows, and for that one the defaults. The search goes along one constant at a time, where that does not help along
-two at once, and then on in the direction that helped, with steps that shrink: no random numbers, so that the same rows
-give the same file. When the constants of a set stand, what its rows say of single shapes of blocks is found beside them
-(bench/fit_blocks.py). Some ten minutes.
+most rows, and for that one the defaults. The search goes along one constant at a time, and then on in the direction
+that helped, with steps that shrink: no random numbers, so that the same rows give the same file. When the constants of
+a set stand, what its rows say of single shapes of blocks is found beside them (bench/fit_blocks.py).
 
 With ``--write`` all sets are fitted once more without each family in turn (src/paceline_bench/scored/held_out.yaml):
 by these ``paceline validate`` scores a family as one that nobody has seen. These sets know no measured blocks.
@@ -23,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 from fit_blocks import Key, Known, with_blocks
@@ -142,7 +140,7 @@ _fitted: dict[tuple[object, ...], Constants] = {}
 
 
 def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
-    """Searches along one constant at a time or two, then once more as far along what helped.
+    """Searches along one constant at a time, then once more as far along what helped.
 
     A family that is left out leaves many sets as they were: the same rows and the same prior are not fitted twice.
     """
@@ -154,18 +152,14 @@ def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
 
 def _searched(key: Key, rows: list[Known], prior: Constants) -> Constants:
     search, step = _Search(key, rows, prior), 0.4
-    singly = [((name, 1),) for name in _telling(key, rows, prior)]
-    both = [(*first, (name, sign)) for first, ((name, _),) in combinations(singly, 2) for sign in (1, -1)]
-    while step > 0.02:
+    names = _telling(key, rows, prior)
+    while step > 0.03:
         before = search.best
-        if not search.along(singly, step) and not search.along(both, step):
-            step /= 2
-        else:
+        if search.along(names, step):
             search.takes(_further(before, search.best))
+        else:
+            step /= 2
     return search.best
-
-
-Way = tuple[tuple[str, int], ...]
 
 
 class _Search:
@@ -183,19 +177,13 @@ class _Search:
         self.best, self.least = trial, value
         return True
 
-    def along(self, ways: Iterable[Way], step: float) -> bool:
-        """Goes a step along each way, forth or back; says whether any helped."""
+    def along(self, names: Iterable[str], step: float) -> bool:
+        """Moves each constant by a step, up or down; says whether any of it helped."""
         before = self.best
-        for way in ways:
-            if not self.takes(_go(self.best, way, step)):
-                self.takes(_go(self.best, way, -step))
+        for name in names:
+            if not self.takes(moved(self.best, name, step)):
+                self.takes(moved(self.best, name, -step))
         return self.best is not before
-
-
-def _go(constants: Constants, way: Way, step: float) -> Constants:
-    for name, sign in way:
-        constants = moved(constants, name, sign * step)
-    return constants
 
 
 def _telling(key: Key, rows: list[Known], prior: Constants) -> list[str]:

@@ -103,7 +103,9 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
         return found, True
     near = _nearest(sets, generation)
     # What many rows say weighs more, by the root of their number, as it does in the fit.
-    device = replace(mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={})
+    device = replace(
+        mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={}, domain={}
+    )
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):

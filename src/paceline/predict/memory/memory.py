@@ -331,8 +331,8 @@ class EngineMemory:
 # experts are cut by the ranks that hold the same experts, which are fewer.
 
 _CONTEXT_BYTES = 1.5 * GIB
-# Of a parameter that a rank updates: the root of its second moment. Fused optimizers, which the other frameworks have, do
-# not write it down (torch/optim/adamw.py: _multi_tensor_adamw, exp_avg_sq_sqrt).
+# Of a parameter that a rank updates: the root of its second moment (torch/optim/adamw.py: _multi_tensor_adamw,
+# exp_avg_sq_sqrt). Fused optimizers, which the other frameworks have, do not write it down.
 _UPDATE_BYTES = 4
 _CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
