@@ -25,7 +25,7 @@ LEAST_ROWS = 4  # fewer would make a factor a constant of single rows
 Key = tuple[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     family: str
     gpu: str

@@ -4,13 +4,12 @@ One set for each generation of devices and class of frameworks that such rows re
 families, weighed by the root of their rows, of the logarithm of predicted over measured, so that twice and half weigh
 the same; near zero it is rounded, so that the search does not stick in a corner. A pull towards a prior keeps what few
 rows tell apart from running away: the prior of a set is the set of the same framework on the generation that has the
-most rows, and for that one the defaults. The search goes along one constant at a time, where that does not help along
-two at once, and then on in the direction that helped, with steps that shrink: no random numbers, so that the same rows
-give the same file. When the constants of a set stand, what its rows say of single shapes of blocks is found beside them
-(bench/fit_blocks.py). Some five minutes.
+most rows, and for that one the defaults. The search goes along one constant at a time, and then on in the direction
+that helped, with steps that shrink: no random numbers, so that the same rows give the same file. When the constants of
+a set stand, what its rows say of single shapes of blocks is found beside them (bench/fit_blocks.py).
 
-    --check [SOURCE ...]   instead of writing, leave out each source of rows in turn (family and GPU; where some are
-                           named those alone: mpt, or mpt:A100), fit its set anew, and score it; others stay
+With ``--write`` all sets are fitted once more without each family in turn (src/paceline_bench/scored/held_out.yaml):
+by these ``paceline validate`` scores a family as one that nobody has seen. These sets know no measured blocks.
 
 Rows of other splits are never looked at here. Memory has no fitted constants.
 """
@@ -20,23 +19,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
 from pathlib import Path
 
 from fit_blocks import Key, Known, with_blocks
-from fitted_text import domain_of, format_blocks, format_constants, format_domain
+from fitted_text import domain_of, format_blocks, format_constants, format_domain, format_held_out
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.constants import (
-    DEVICE_FIELDS,
-    Constants,
-    ConstantSets,
-    Domain,
-    fitted_constants,
-    kind_of,
-    mean_of,
-)
+from paceline.predict.formulas.constants import DEVICE_FIELDS, Constants, ConstantSets, Domain, kind_of, mean_of
+from paceline.predict.formulas.step import Prediction, step_parts
 from paceline_bench.scored.measured_table import read_table
 from paceline_bench.scored.published import in_metric, predict_case, read_case
 
@@ -55,11 +47,12 @@ BOUNDS = {
     "convolution_wide": (0.1, 1.1),
 }
 PULL = 0.003
-PULL_OF_A_ROW = 0.06  # few rows tell little: they move the constants less
+PULL_OF_A_ROW = 0.5  # few rows tell little: they move the constants less
 ROUNDED = 0.02  # errors below this weigh less and less
 TARGET = Path(__file__).parents[1] / "src/paceline/predict/formulas/fitted_constants.yaml"
 DOMAIN = TARGET.with_name("calibrated_domain.yaml")
 BLOCKS = TARGET.with_name("measured_blocks.csv")
+HELD_OUT = Path(__file__).parents[1] / "src/paceline_bench/scored/held_out.yaml"
 
 Groups = dict[Key, list[Known]]
 
@@ -67,13 +60,10 @@ Groups = dict[Key, list[Known]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}, {BLOCKS.name}, {DOMAIN.name}")
-    parser.add_argument("--check", nargs="*", metavar="SOURCE", help="score each source with constants of the others")
+    names = ", ".join(each.name for each in (TARGET, BLOCKS, DOMAIN, HELD_OUT))
+    parser.add_argument("--write", action="store_true", help=f"write {names}")
     arguments = parser.parse_args()
     groups = calibration_rows(arguments.file)
-    if arguments.check is not None:
-        check(groups, arguments.check)
-        return
     sets = fit_all(groups)
     for key in sorted(groups):
         error = error_of(sets, groups[key], rounded=0.0)
@@ -82,8 +72,10 @@ def main() -> None:
     print(text)
     if arguments.write:
         TARGET.write_text(text)
-        BLOCKS.write_text(HEADER.splitlines()[0] + "\n" + format_blocks({key: sets[key].blocks for key in groups}))
-        DOMAIN.write_text(HEADER.splitlines()[0] + "\n" + format_domain(covered(groups)))
+        first = HEADER.splitlines()[0] + "\n"
+        BLOCKS.write_text(first + format_blocks({key: sets[key].blocks for key in groups}))
+        DOMAIN.write_text(first + format_domain(covered(groups)))
+        HELD_OUT.write_text(first + format_held_out(held_out(groups)))
 
 
 HEADER = """# Written by bench/fit_constants.py from rows of the split calib: do not edit.
@@ -113,80 +105,61 @@ def covered(groups: Groups) -> dict[tuple[str, str, str], Domain]:
     return domain_of(workloads)
 
 
-def check(groups: Groups, asked: list[str]) -> None:
-    """Prints the error of each family and GPU: with the constants that are shipped, and with ones fitted without it."""
-    shipped = dict(fitted_constants())
-    for left_out, rows in _sources(groups):
-        if asked and not ":".join(left_out).startswith(tuple(asked)):
-            continue
-        inside = error_of(shipped, rows, rounded=0.0)
-        outside = error_of(_without(left_out, groups, shipped), rows, rounded=0.0)
-        print(
-            f"{left_out[0]:<12}{left_out[1]:<32}{len(rows):>4} rows {100 * inside:6.1f} % fitted"
-            f" {100 * outside:6.1f} % unseen",
-            flush=True,
-        )
-
-
-def _without(left_out: tuple[str, str], groups: Groups, shipped: dict[Key, Constants]) -> dict[Key, Constants]:
-    """The shipped sets, those that a source reaches fitted without it. A set without other rows is left out whole."""
-    sets = dict(shipped)
-    for key, rows in groups.items():
-        rest = [row for row in rows if (row.family, row.gpu) != left_out]
-        if len(rest) == len(rows):
-            continue
-        del sets[key]
-        larger = {each: shipped[each] for each in _by_rows(groups) if len(groups[each]) > len(rows)}
-        if rest:
-            sets[key] = with_blocks(key, fit(key, rest, prior_of(key, larger)), rest)
-    return sets
-
-
-def _sources(groups: Groups) -> Iterator[tuple[tuple[str, str], list[Known]]]:
-    found: dict[tuple[str, str], list[Known]] = defaultdict(list)
-    for rows in groups.values():
-        for row in rows:
-            found[row.family, row.gpu].append(row)
-    yield from sorted(found.items(), key=lambda each: each[0])
+def held_out(groups: Groups) -> dict[str, dict[Key, Constants]]:
+    """Fits all sets without each family that has rows among these."""
+    found = {}
+    for family in sorted({row.family for rows in groups.values() for row in rows}):
+        rest = {key: [row for row in rows if row.family != family] for key, rows in groups.items()}
+        rest = {key: rows for key, rows in rest.items() if rows}
+        domain: dict[Key, dict[str, Domain]] = defaultdict(dict)
+        for (generation, framework, kind), each in covered(rest).items():
+            domain[generation, framework][kind] = each
+        sets = fit_all(rest)
+        found[family] = {key: replace(each, blocks={}, domain=domain[key]) for key, each in sets.items()}
+        print(f"fitted without {family}", flush=True)
+    return found
 
 
 def fit_all(groups: Groups) -> dict[Key, Constants]:
     """Fits the sets with the most rows first: they are the priors of the others."""
     sets: dict[Key, Constants] = {}
-    for key in _by_rows(groups):
-        sets[key] = fit(key, groups[key], prior_of(key, sets))
-    return {
-        key: with_blocks(key, replace(constants, rows=len(groups[key])), groups[key]) for key, constants in sets.items()
-    }
-
-
-def _by_rows(groups: Groups) -> list[Key]:
-    return sorted(groups, key=lambda each: (-len(groups[each]), each))
+    for key in sorted(groups, key=lambda each: (-len(groups[each]), each)):
+        sets[key] = replace(fit(key, groups[key], prior_of(key, sets)), rows=len(groups[key]))
+    return {key: with_blocks(key, constants, groups[key]) for key, constants in sets.items()}
 
 
 def prior_of(key: Key, sets: dict[Key, Constants]) -> Constants:
-    """What a framework adds is taken from another generation; a device's rates lie between that and its own others."""
+    """What a framework adds is taken from another generation; a device's rates are those of its other frameworks."""
     prior = next((sets[other] for other in sets if other[1] == key[1]), START)
     same = [sets[other] for other in sets if other[0] == key[0]]
-    found = mean_of([prior, mean_of(same, DEVICE_FIELDS)], DEVICE_FIELDS, prior) if same else prior
+    found = mean_of(same, DEVICE_FIELDS, prior, weights=[math.sqrt(each.rows) for each in same]) if same else prior
     return replace(found, blocks={})
 
 
+_fitted: dict[tuple[object, ...], Constants] = {}
+
+
 def fit(key: Key, rows: list[Known], prior: Constants) -> Constants:
-    """Searches along one constant at a time or two, then once more as far along what helped."""
+    """Searches along one constant at a time, then once more as far along what helped.
+
+    A family that is left out leaves many sets as they were: the same rows and the same prior are not fitted twice.
+    """
+    known = (key, *map(id, rows), *(getattr(prior, name) for name in BOUNDS))
+    if known not in _fitted:
+        _fitted[known] = _searched(key, rows, prior)
+    return _fitted[known]
+
+
+def _searched(key: Key, rows: list[Known], prior: Constants) -> Constants:
     search, step = _Search(key, rows, prior), 0.4
-    singly = [((name, 1),) for name in _telling(key, rows, prior)]
-    both = [(*first, (name, sign)) for first, ((name, _),) in combinations(singly, 2) for sign in (1, -1)]
-    while step > 0.005:
+    names = _telling(key, rows, prior)
+    while step > 0.03:
         before = search.best
-        if not search.along(singly, step) and not search.along(both, step):
-            step /= 2
-        else:
+        if search.along(names, step):
             search.takes(_further(before, search.best))
+        else:
+            step /= 2
     return search.best
-
-
-Way = tuple[tuple[str, int], ...]
 
 
 class _Search:
@@ -204,19 +177,13 @@ class _Search:
         self.best, self.least = trial, value
         return True
 
-    def along(self, ways: Iterable[Way], step: float) -> bool:
-        """Goes a step along each way, forth or back; says whether any helped."""
+    def along(self, names: Iterable[str], step: float) -> bool:
+        """Moves each constant by a step, up or down; says whether any of it helped."""
         before = self.best
-        for way in ways:
-            if not self.takes(_go(self.best, way, step)):
-                self.takes(_go(self.best, way, -step))
+        for name in names:
+            if not self.takes(moved(self.best, name, step)):
+                self.takes(moved(self.best, name, -step))
         return self.best is not before
-
-
-def _go(constants: Constants, way: Way, step: float) -> Constants:
-    for name, sign in way:
-        constants = moved(constants, name, sign * step)
-    return constants
 
 
 def _telling(key: Key, rows: list[Known], prior: Constants) -> list[str]:
@@ -265,11 +232,24 @@ def error_of(sets: ConstantSets, rows: list[Known], *, rounded: float) -> float:
     """The mean over families of the mean absolute logarithm of predicted over measured."""
     errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        predicted = in_metric(row.case, predict_case(row.case, sets))
-        errors[row.family].append(math.hypot(math.log(predicted / row.measured), rounded))
+        errors[row.family].append(math.hypot(math.log(_predicted(row, sets) / row.measured), rounded))
     weights = {family: math.sqrt(len(each)) for family, each in errors.items()}
     total = sum(weights[family] * sum(each) / len(each) for family, each in errors.items())
     return total / sum(weights.values())
+
+
+@cache
+def _as_shipped(row: Known) -> Prediction:
+    return predict_case(row.case)
+
+
+def _predicted(row: Known, sets: ConstantSets) -> float:
+    """Predicts a row in its metric. Of a run that leaves nothing open, constants change the parts of the step alone."""
+    case = row.case
+    if case.chooses_micro_batch or case.chooses_chunks or len(case.expert_ranks) > 1:
+        return in_metric(case, predict_case(case, sets))
+    prediction = _as_shipped(row)
+    return in_metric(case, replace(prediction, step=step_parts(prediction.workload, case.cluster, sets)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 from paceline.plan.workload import Workload
@@ -19,7 +20,7 @@ from paceline.predict.formulas.constants import (
 
 
 def format_constants(sets: ConstantSets) -> str:
-    """Writes sets as YAML that ``parse_constants`` reads."""
+    """Writes sets as YAML that ``read_constants`` reads."""
     lines = []
     for generation in GENERATIONS:
         of_generation = [each for each in FRAMEWORKS if (generation, each) in sets]
@@ -54,8 +55,23 @@ def domain_of(workloads: Mapping[DomainKey, list[Workload]]) -> dict[DomainKey, 
     return found
 
 
+def domain_in(sets: ConstantSets) -> dict[DomainKey, Domain]:
+    """Returns the domain of each set, by generation, framework and kind."""
+    return {(*key, kind): each for key, found in sets.items() for kind, each in found.domain.items()}
+
+
+def format_held_out(held_out: Mapping[str, ConstantSets]) -> str:
+    """Writes sets that were fitted without a family, by its name, as YAML that ``scored/held_out.py`` reads."""
+    parts = []
+    for family, sets in sorted(held_out.items()):
+        texts = {"constants": format_constants(sets), "domain": format_domain(domain_in(sets))}
+        inner = "".join(f"{name}:\n{textwrap.indent(text, '  ')}" for name, text in texts.items())
+        parts.append(f"{family}:\n{textwrap.indent(inner, '  ')}")
+    return "".join(parts)
+
+
 def format_domain(domain: Mapping[DomainKey, Domain]) -> str:
-    """Writes a domain as YAML that ``parse_domain`` reads: generation, framework, kind."""
+    """Writes a domain as YAML that ``read_domain`` reads: generation, framework, kind."""
     lines: list[str] = []
     before: tuple[str, ...] = ("", "")
     for generation, framework, kind in sorted(domain):

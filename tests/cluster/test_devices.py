@@ -172,6 +172,16 @@ def test_devices_are_put_on_nodes_and_a_network_as_wanted() -> None:
         Catalog().of_devices("h100", 0)
 
 
+def test_four_devices_without_a_switch_share_their_links_among_pairs() -> None:
+    board, part = (Catalog().of_devices("H200", 4, node_devices=each).node.inside for each in (4, 8))
+    assert (board.name, part.name) == ("nvlink4-mesh", "nvlink4")
+    assert board.ring_bandwidth(4) == part.ring_bandwidth(4)
+    assert [board.ring_bandwidth(4) / board.ring_bandwidth(each) for each in (2, 3)] == pytest.approx(
+        [3, 1.5], rel=0.03
+    )
+    assert Catalog().of_devices("H200", 2, node_devices=4).node.inside == board
+
+
 def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(MINE)

@@ -22,17 +22,13 @@ import paceline
 from paceline_bench.scored.measured_table import read_shipped
 
 GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m", "gpu-h200-resnet")
-# Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts, but for what
-# bench/fit_constants.py --check prints: it fits all constants anew, which takes minutes.
+# Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts.
 WRITTEN = {
     "docs/convert.md": [
         (f"<!-- {name}: begin (bench/peers_loops.py) -->", f"<!-- {name}: end -->") for name in ("peers", "mistakes")
     ],
     "README.md": [("<!-- one GPU: begin (scripts/speed_table.py) -->", "<!-- one GPU: end -->")],
-    "docs/prediction.md": [
-        ("<!-- scores -->", "<!-- end of scores -->"),
-        ("<!-- left out: bench/fit_constants.py FILE.csv --check -->", "<!-- end of left out -->"),
-    ],
+    "docs/prediction.md": [("<!-- scores -->", "<!-- end of scores -->")],
 }
 FORMULA, SETTING, EXAMPLE = "a formula's value", "a setting of the code", "an example"
 VALIDATED = "paceline validate prints it: tests/cli/test_validate_command.py"

@@ -10,7 +10,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
-from paceline.predict.formulas.constants import calibrated_domain, outside_of
+from paceline.predict.formulas.constants import fitted_constants, outside_of
 from paceline.predict.formulas.step import predict
 from paceline_bench.scored.published import known_model
 
@@ -68,7 +68,7 @@ def test_constants_composed_of_others_are_outside(framework: Framework) -> None:
 
 
 def test_a_factor_of_two_is_inside() -> None:
-    low, high = calibrated_domain()["ampere", "eager", "transformer"].sizes["width"]
+    low, high = fitted_constants()["ampere", "eager"].domain["transformer"].sizes["width"]
     for width, count in ((low / 2, 0), (low / 2 - 64, 1), (high * 2, 0), (high * 2 + 64, 1)):
         work = replace(INSIDE, model=replace(SHAPE, width=int(width), heads=1, kv_heads=1))
-        assert len(outside_of(work, AMPERE, is_fitted=True)) == count
+        assert len(outside_of(work, AMPERE, fitted_constants())) == count

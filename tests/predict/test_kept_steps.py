@@ -222,7 +222,7 @@ def _of_frameworks() -> Iterator[tuple[str, object]]:
             costs = BlockModel(workload, cluster, constants).costs()
             parts = (costs.forward, costs.backward, costs.embed, costs.head_forward, costs.head_backward)
             shape = shape_of(workload)
-            yield f"{place} block", [parts, is_fitted, shape, outside_of(workload, cluster, is_fitted=True)]
+            yield f"{place} block", [parts, is_fitted, shape, outside_of(workload, cluster, fitted_constants())]
 
 
 def _of_parts() -> Iterator[tuple[str, object]]:

@@ -14,7 +14,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
-from paceline.predict.formulas.constants import Constants, constants_for
+from paceline.predict.formulas.constants import Constants, Domain, constants_for
 from paceline.predict.formulas.step import predict
 from paceline.predict.memory.memory import footprint
 from paceline.units import GIB
@@ -22,7 +22,8 @@ from paceline.units import GIB
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True
 )
-SETS = {("ampere", "eager"): Constants(), ("ampere", "megatron"): Constants(launch_us=30.0)}
+COVERED = {"transformer": Domain(("bf16",), {"width": (2048, 2048), "length": (2048, 2048), "tokens": (4096, 4096)})}
+SETS = {("ampere", "eager"): Constants(domain=COVERED), ("ampere", "megatron"): Constants(launch_us=30.0)}
 
 
 def cluster(devices: int = 8) -> Cluster:
@@ -177,8 +178,9 @@ def test_a_block_keeps_the_published_bytes_a_token() -> None:
 def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     """Where every block is computed again, logits count as far as they take more than such a block."""
     one = workload(data=1, sharding="none", recompute="full")
+    one = replace(one, run=replace(one.run, framework="compiled"))  # whose optimizers are fused
     totals = [
-        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).device_bytes - 16 * vocab * SHAPE.width
+        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).device_bytes - 8 * vocab * SHAPE.width
         for vocab in (128, 1024, 512000)
     ]
     assert totals[0] == pytest.approx(totals[1])
@@ -186,6 +188,36 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     kept = replace(one, layout=replace(one.layout, checkpoint_activations="none"))
     small, large = (footprint(replace(kept, model=replace(SHAPE, vocab_size=vocab))).temporary for vocab in (128, 1024))
     assert large == pytest.approx(8 * small)
+
+
+def test_an_update_that_is_not_fused_holds_a_number_for_each_parameter_when_activations_are_gone() -> None:
+    small = workload(data=1, sharding="none", recompute="full")
+    small = replace(small, run=replace(small.run, micro_batch=1, seq_len=16), model=replace(SHAPE, vocab_size=128))
+    eager = footprint(small)
+    fused = footprint(replace(small, run=replace(small.run, framework="compiled")))
+    assert eager.activations + eager.temporary == pytest.approx(4 * small.model.params)
+    assert fused.temporary < 0.1 * eager.temporary
+
+
+def test_the_last_stage_holds_the_logits_and_one_microbatch() -> None:
+    one = workload(data=1, pipeline=4, sharding="none")
+    one = replace(one, run=replace(one.run, framework="megatron"))
+    few, many = (footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))) for vocab in (128, 10**7))
+    logits = 6 * 10**7 * one.tokens
+    assert few.temporary == 0.0
+    assert many.activations + many.temporary == pytest.approx(many.activations / 4 + logits)
+
+
+def test_slices_of_hybrid_sharding_are_summed_among_replicas() -> None:
+    def sent(sharding: str, ranks: int) -> float:
+        one = workload(sharding=sharding)
+        layout = replace(one.layout, shard_ranks=8, data=0).for_ranks(ranks)
+        run = replace(one.run, global_batch=2 * ranks)
+        step = predict(replace(one, layout=layout, run=run), cluster(ranks), SETS).step
+        return step.exposed + step.hidden
+
+    assert sent("fsdp", 8) == pytest.approx(sent("hybrid", 8))
+    assert sent("hybrid", 8) < sent("hybrid", 16) < sent("hybrid", 32)
 
 
 def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:

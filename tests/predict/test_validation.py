@@ -102,6 +102,33 @@ def test_rows_outside_the_calibrated_domain_are_scored_apart(make_table: MakeTab
     assert to_json(found)["overall"]["outside_calibrated_domain"]["rows"] == 2
 
 
+def test_a_family_is_held_out_by_constants_that_never_saw_it(make_table: MakeTable) -> None:
+    found = validate(read_table(make_table({"id": "mpt-1"}, {"id": "own-1"})))
+    fitted, own = found.rows
+    assert fitted.predicted == own.predicted == own.held_out
+    assert fitted.held_out != fitted.predicted
+    # Without its rows nothing is like it: its widths and lengths are outside, and the band is the wider one.
+    assert found.held_out is not None
+    scored = to_json(found)
+    assert scored["families"]["own"]["held_out"] == scored["families"]["own"]["time"]
+    assert scored["overall"]["held_out_mean_over_families"] == pytest.approx(
+        (scored["families"]["mpt"]["held_out"]["mean"] + scored["families"]["own"]["time"]["mean"]) / 2
+    )
+
+
+@pytest.mark.parametrize("metric", ["step_time_s", "tokens_per_s_per_gpu"])
+def test_coverage_counts_the_runs_whose_time_is_in_the_band(make_table: MakeTable, metric: str) -> None:
+    (row,) = validate(read_table(make_table({"metric_name": metric}))).rows
+    assert row.predicted is not None
+    band = row.bands[0]
+    # Bands are of seconds: of a throughput the other way round.
+    times = [1 - band - 0.01, 1 - band + 0.01, 1 + band - 0.01, 1 + band + 0.01]
+    values = [row.predicted * (time if metric == "step_time_s" else 1 / time) for time in times]
+    found = validate(read_table(make_table(*({"metric_name": metric, "value": str(each)} for each in values))))
+    assert [each.in_bands[0] for each in found.rows] == [False, True, True, False]
+    assert found.coverage == found.held_out_coverage == 0.5
+
+
 def test_runs_that_ran_and_were_said_not_to_fit_are_counted(make_table: MakeTable) -> None:
     huge = {"layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152", "params_b": "175"}
     found = validate(read_table(make_table({}, huge, {**huge, "value": "OOM"})))

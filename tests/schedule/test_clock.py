@@ -13,7 +13,7 @@ def test_work_waits_for_its_stream_and_for_what_it_needs() -> None:
     computed = timeline.add("compute", 3.0, after=(gathered,))
     timeline.add("link", 2.0)
     last = timeline.add("compute", 1.0)
-    assert (computed.start, computed.end, last.end) == (2.0, 5.0, 6.0)
+    assert (gathered, computed, last) == (2.0, 5.0, 6.0)
     assert timeline.end == 6.0
     assert timeline.busy("link") == 4.0
     assert timeline.idle("compute") == 2.0

@@ -162,7 +162,7 @@ def _of_clocks() -> Iterator[tuple[str, object]]:
     clock.occupy("c", 7.0)
     yield "streams", [*found, clock.free("b"), clock.free("c"), clock.end]
     timeline = Timeline()
-    first = timeline.add("compute", 2.0, "x")
+    first = timeline.add("compute", 2.0)
     timeline.add("link", 3.0, after=(first,))
     timeline.add("compute", 1.0)
     yield "timeline", [timeline.busy("compute"), timeline.idle("compute"), timeline.idle("link"), timeline.busy("none")]

@@ -278,6 +278,7 @@ def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path,
 
 
 _LISTED = 20
+_WIDTHS = (8, 8, 8, 9, 9, 8, 10, 9)
 _HELD_OUT, _ALL = "dev", "all"
 
 
@@ -314,16 +315,20 @@ def _show_scores(found: Validation) -> None:
     skipped = len(found.skipped)
     of_split = f", split {found.split}" if found.split else ""
     echo(f"{found.source}{of_split}: {len(found.rows)} rows, {skipped} without a score\n")
-    echo(
-        f"{'family':<12}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'bias':>8}{'constant':>10}{'memory':>9}{'Spearman':>10}"
-    )
+    echo(f"{'':<17}{'held out':<34}beside other rows of the family")
+    widths = zip(("mean", "p90", "bias", "in band", "mean", "bias", "constant", "memory"), _WIDTHS, strict=True)
+    echo(f"{'family':<12}{'rows':>5}{''.join(f'{name:>{width}}' for name, width in widths)}{'Spearman':>10}")
     for each in found.families:
         echo(_line(each))
-    echo("\nconstant     the error of one FLOP/s figure for each device and precision,")
+    echo("\nheld out     by constants that were fitted without any row of the family")
+    echo("constant     the error of one FLOP/s figure for each device and precision,")
     echo("             fitted on the very rows it is scored on")
-    if found.mean_over_families is not None and found.time is not None:
-        mean = format_percent(found.mean_over_families)
-        echo(f"step time    {mean} mean over families; {_scores(found.time)} over rows")
+    if found.time is not None and found.held_out is not None:
+        apart, beside = map(format_percent, (found.held_out_mean_over_families, found.mean_over_families))
+        echo(f"step time    {apart} mean over families, each held out; {_scores(found.held_out)} over rows")
+        echo(f"             {beside} with constants fitted beside other rows; {_scores(found.time)} over rows")
+        within, held = map(format_percent, (found.coverage, found.held_out_coverage))
+        echo(f"bands        {within} of rows are in the band of their prediction; of those held out {held}")
     for where, errors in (("inside", found.inside), ("outside", found.outside)):
         if errors is not None:
             echo(f"{where:<13}{_scores(errors)} over {errors.rows} rows {where} the calibrated domain")
@@ -353,12 +358,17 @@ def _show_scores(found: Validation) -> None:
 
 
 def _line(each: FamilyScores) -> str:
-    time = each.time
-    errors = (time.mean, time.median, time.p90, time.bias) if time else (None,) * 4
-    numbers = "".join(f"{format_percent(value):>8}" for value in errors)
-    more = f"{format_percent(each.baseline):>10}{format_percent(each.memory.mean if each.memory else None):>9}"
+    apart, time = each.held_out, each.time
+    numbers = (
+        *((apart.mean, apart.p90, apart.bias) if apart else (None,) * 3),
+        each.held_out_coverage,
+        *((time.mean, time.bias) if time else (None,) * 2),
+        each.baseline,
+        each.memory.mean if each.memory else None,
+    )
+    cells = "".join(f"{format_percent(value):>{width}}" for value, width in zip(numbers, _WIDTHS, strict=True))
     ranking = f"{each.ranking.spearman:.2f}" if each.ranking else "-"
-    return f"{each.family:<12}{time.rows if time else 0:>5}{numbers}{more}{ranking:>10}"
+    return f"{each.family:<12}{time.rows if time else 0:>5}{cells}{ranking:>10}"
 
 
 def _scores(errors: ErrorScores) -> str:

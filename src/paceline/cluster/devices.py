@@ -243,10 +243,13 @@ class Catalog:
     def of_devices(
         self, name: str, count: int, *, node_devices: int | None = None, network: str | None = None
     ) -> Cluster:
-        """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual)."""
+        """Returns so many devices in nodes of ``node_devices`` (None: the usual), on ``network`` (None: the usual).
+
+        Nodes of that size are as the catalog has them with this device; where it has none, a part of the usual one.
+        """
         if count < 1:
             raise UsageError(f"{count} devices: a cluster has one at least\n  say how many: '8x {name}'")
-        node, usual = self._usual_node(name)
+        node, usual = self._usual_node(name, node_devices)
         name, most = f"{count}x {node.device.name}", node_devices or node.devices
         least = -(-count // most)  # nodes; where equal ones would stand half empty, it is refused
         nodes = next((nodes for nodes in range(least, 2 * least + 1) if count % nodes == 0), 0)
@@ -291,10 +294,12 @@ class Catalog:
         gloo = self.link(over_gloo.inside) if over_gloo is not None else inside if inside.kind == "loopback" else None
         return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=inside, gloo=gloo)
 
-    def _usual_node(self, device: str) -> tuple[Node, str | None]:
-        """Returns the node that a device is usually in, with this very device, and its network's name."""
+    def _usual_node(self, device: str, devices: int | None = None) -> tuple[Node, str | None]:
+        """Returns the node that a device is in with so many, else usually; with this very device, and its network."""
         found = self.device(device)
         name = self.entries.devices[found.name].node
+        same = (each for each, entry in self.entries.nodes.items() if entry.device == found.name)
+        name = next((each for each in same if self.entries.nodes[each].devices == devices), name)
         if name is None or name not in self.entries.nodes:
             rule = "a cluster is made of nodes"
             raise UsageError(f"no node is known with {found.name}\n  {rule}\n  name one of them: paceline cluster ls")

@@ -161,7 +161,7 @@ def _cluster(row: Row) -> Cluster:
     if node_devices > 16:  # a tray of a larger NVLink domain: racks hold 72, of which jobs use 64
         node_devices = 64
     try:
-        cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=min(node_devices, devices))
+        cluster = Catalog().of_devices(row.text["gpu"], devices, node_devices=node_devices)
     except UsageError as error:
         raise RowError(f"columns gpu, n_gpus: {str(error).splitlines()[0]}") from None
     # The network's rate is in a text such as "8x200 Gb/s per node" or "400 Gb/s RDMA per GPU".
@@ -224,13 +224,14 @@ def _sharing(row: Row, data: int) -> tuple[Strategy, int, bool]:
     number = 0 if stage is None else int(stage[1] or 1)
     if number > 3:
         raise RowError(f"column zero_stage_or_fsdp: {text!r} names stage {number}, and stages of ZeRO are 0 to 3")
+    within = re.search(r"within (\d+) ranks", low)
+    group = min(int(within[1]), data) if within else 0
     if "fsdp" in low or "hsdp" in low or number == 3:
-        return ("fsdp", 0, True) if data > 1 else ("ddp", 0, False)
+        return ("ddp", 0, False) if data == 1 else ("hybrid", group, True) if group else ("fsdp", 0, True)
     if number == 2:
         return "zero2", 0, True
     if number == 1 or "distributed optimizer" in low:
-        found = re.search(r"within (\d+) ranks", low)
-        return "zero1", min(int(found[1]), data) if found else 0, True
+        return "zero1", group, True
     if stage is None and "megatron" not in low and not _NOT_SHARDED.match(low) and _is_word(low):
         raise RowError(
             f"column zero_stage_or_fsdp: {text!r} names none of none, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, distributed "

@@ -4,6 +4,9 @@ First every row is predicted from its inputs; only then is what it measured read
 number that was measured, is listed with its reason. A measured value "OOM" says that the run did not fit.
 
 error        predicted / measured - 1, in the row's own metric; mean of absolute values, median, p90, and bias
+held out     the same by constants that were fitted without any row of the family (held_out.py); a family that no
+             constant was fitted on is held out as it is
+coverage     the share of rows whose time lies in the band of their prediction
 overall      the mean over families, so that a long table does not drown a short one
 Spearman     of predicted and measured ranks within groups of 4 and more alternatives (same model, batch and devices)
 regret       what the alternative predicted best takes over the best one, less 1
@@ -23,6 +26,7 @@ from typing import Any
 
 from paceline.plan.workload import Shown
 from paceline.predict.formulas.step import model_flops
+from paceline_bench.scored.held_out import held_out
 from paceline_bench.scored.measured_table import Row, RowError, Table
 from paceline_bench.scored.published import in_metric, predict_case, read_case
 
@@ -31,7 +35,7 @@ _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "pre
 _ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
 _SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
 LEAST_ALTERNATIVES = 4
-_SCORES = ("time", "memory", "ranking", "scaling")
+_SCORES = ("held_out", "time", "memory", "ranking", "scaling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,8 @@ class Scored:
     fits: bool = True
     outside: tuple[str, ...] = ()
     flops: float = 0.0
+    held_out: float | None = None
+    bands: tuple[float, float] = (0.0, 0.0)  # of the prediction and of the one held out, as shares of them
     measured: float | None = None
     ran_out: bool = False
     skipped: str = ""
@@ -148,6 +154,20 @@ class Scored:
         return self.pair if self.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
 
     @property
+    def in_bands(self) -> tuple[bool, bool]:
+        """Whether the measured time lies in the band of the prediction, and of the one held out."""
+        assert self.measured
+        assert self.predicted
+        assert self.held_out
+        sides = (
+            (predicted / self.measured, band)
+            for predicted, band in zip((self.predicted, self.held_out), self.bands, strict=True)
+        )
+        slower = self.row.metric == "step_time_s"
+        first, second = (abs((1 / ratio if slower else ratio) - 1) <= band for ratio, band in sides)
+        return first, second
+
+    @property
     def is_memory(self) -> bool:
         return self.row.metric == MEMORY
 
@@ -156,18 +176,23 @@ class Scored:
 class FamilyScores:
     """What is scored of each family, and of all rows alike; None where no row tells it.
 
-    ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows.
+    ``baseline``: one rate of FLOPs for each kind of device, fitted on these very rows. ``held_out``: step time by
+    constants that were fitted without the family.
     """
 
     family: str = ""
     baseline: float | None = None
+    held_out: ErrorScores | None
+    coverage: float | None
+    held_out_coverage: float | None
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
     scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) and asdict(getattr(self, name)) for name in _SCORES}
+        scores = {name: getattr(self, name) and asdict(getattr(self, name)) for name in _SCORES}
+        return scores | {"coverage": self.coverage, "held_out_coverage": self.held_out_coverage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +206,7 @@ class Validation(FamilyScores):
     inside: ErrorScores | None
     outside: ErrorScores | None
     mean_over_families: float | None
+    held_out_mean_over_families: float | None
     ran_out: int
     false_fits: int  # ran out of memory, and were said to fit
     false_misfits: int  # ran, and were not
@@ -215,7 +241,6 @@ def validate(table: Table, split: str | None = None) -> Validation:
         )
         for name, group in _grouped(rows, lambda each: each.row.family)
     )
-    means = [each.time.mean for each in families if each.time is not None]
     told = [each for each in rows if each.predicted is not None]
     return Validation(
         source=table.source,
@@ -224,7 +249,8 @@ def validate(table: Table, split: str | None = None) -> Validation:
         families=families,
         inside=errors_of(_pairs((each for each in rows if not each.outside), memory=False)),
         outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
-        mean_over_families=statistics.fmean(means) if means else None,
+        mean_over_families=_mean(each.time and each.time.mean for each in families),
+        held_out_mean_over_families=_mean(each.held_out and each.held_out.mean for each in families),
         ran_out=sum(each.ran_out for each in told),
         false_fits=sum(each.ran_out and each.fits for each in told),
         false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
@@ -232,9 +258,18 @@ def validate(table: Table, split: str | None = None) -> Validation:
     )
 
 
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
+
+
 def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, Any]:
-    alternatives = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
+    timed = _timed(rows)
+    alternatives = _grouped(timed, lambda each: _key(each, _ALTERNATIVES))
     return {
+        "held_out": errors_of([(each.measured, each.held_out) for each in timed if each.measured and each.held_out]),
+        "coverage": _mean(each.in_bands[0] for each in timed),
+        "held_out_coverage": _mean(each.in_bands[1] for each in timed),
         "time": errors_of(_pairs(rows, memory=False)),
         "memory": errors_of(_pairs(rows, memory=True)),
         "ranking": ranking_of([[each.times for each in group] for _, group in alternatives]),
@@ -262,6 +297,8 @@ def _predict(row: Row, shown: Shown) -> Scored:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
     case = replace(case, workload=replace(case.workload, run=replace(case.workload.run, shown=shown)))
     prediction = predict_case(case)
+    without = held_out().get(row.family)
+    apart = prediction if without is None or row.metric == MEMORY else predict_case(case, without)
     workload = prediction.workload
     # Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time.
     tokens = 1 if workload.model.is_sampled else workload.run.seq_len
@@ -273,6 +310,8 @@ def _predict(row: Row, shown: Shown) -> Scored:
         predicted=in_metric(case, prediction),
         fits=prediction.fits,
         outside=prediction.outside,
+        held_out=in_metric(case, apart),
+        bands=(prediction.error, apart.error),
         flops=model_flops(workload, in_full=True) * many / devices or 1.0,
     )
 
@@ -363,6 +402,7 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "split": validation.split,
         "rows": len(validation.rows),
         "overall": {
+            "held_out_mean_over_families": validation.held_out_mean_over_families,
             "mean_over_families": validation.mean_over_families,
             **validation.scores_json(),
             "inside_calibrated_domain": validation.inside and asdict(validation.inside),

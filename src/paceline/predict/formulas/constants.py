@@ -55,6 +55,13 @@ class Factors(NamedTuple):
 MeasuredBlocks: TypeAlias = Mapping[BlockShape, Factors]
 
 
+class Domain(NamedTuple):
+    """The precisions of some rows, and the least and most of each size."""
+
+    precisions: tuple[str, ...]
+    sizes: Mapping[str, tuple[float, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants(KernelRates):
     """What a step depends on beside the catalog's figures. Rates are shares of them.
@@ -76,9 +83,12 @@ class Constants(KernelRates):
     convolution_wide: float = 0.35
     rows: int = 1
     blocks: MeasuredBlocks = field(default_factory=dict)
+    domain: Mapping[str, Domain] = field(default_factory=dict)  # by kind of model
 
 
-CONSTANT_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
+CONSTANT_NAMES = tuple(
+    each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "domain", "rows")
+)
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
@@ -93,7 +103,9 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
         return found, True
     near = _nearest(sets, generation)
     # What many rows say weighs more, by the root of their number, as it does in the fit.
-    device = replace(mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={})
+    device = replace(
+        mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={}, domain={}
+    )
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
@@ -135,7 +147,8 @@ def mean_of(
 @cache
 def fitted_constants() -> ConstantSets:
     blocks = parse_blocks(_shipped("measured_blocks.csv"))
-    sets = parse_constants(_shipped("fitted_constants.yaml"))
+    values, domain = (load_shipped(_shipped(name)) for name in ("fitted_constants.yaml", "calibrated_domain.yaml"))
+    sets = read_constants(values, domain)
     return {key: replace(each, blocks=blocks.get(key, {})) for key, each in sets.items()}
 
 
@@ -143,12 +156,17 @@ def _shipped(name: str) -> str:
     return resources.files("paceline.predict.formulas").joinpath(name).read_text()
 
 
-def parse_constants(text: str) -> ConstantSets:
+def read_constants(constants: Mapping[str, Any], domain: Mapping[str, Any]) -> ConstantSets:
+    """Reads sets without blocks: what ``fitted_constants.yaml`` holds, and ``calibrated_domain.yaml``."""
+    covered: dict[tuple[str, str], dict[str, Domain]] = defaultdict(dict)
+    for (generation, framework, kind), each in read_domain(domain).items():
+        covered[generation, framework][kind] = each
     found = {}
-    for generation, frameworks in (load_shipped(text) or {}).items():
+    for generation, frameworks in constants.items():
         for framework, values in frameworks.items():
             known: dict[str, Any] = {name: float(values[name]) for name in CONSTANT_NAMES if name in values}
-            found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)))
+            rows, own = int(values.get("rows", 1)), dict(covered[generation, framework])
+            found[generation, framework] = Constants(**known, rows=rows, domain=own)
     return found
 
 
@@ -183,13 +201,6 @@ _ALIKE = {"bf16": {"bf16", "fp16"}, "fp16": {"bf16", "fp16"}}  # the same units,
 DomainKey: TypeAlias = tuple[str, str, str]  # generation, framework, kind of model
 
 
-class Domain(NamedTuple):
-    """The precisions of some rows, and the least and most of each size."""
-
-    precisions: tuple[str, ...]
-    sizes: Mapping[str, tuple[float, float]]
-
-
 def kind_of(workload: Workload) -> str:
     model = workload.model
     if model.is_sampled:
@@ -203,12 +214,13 @@ def sizes_of(workload: Workload) -> dict[str, float]:
     return {"width": float(workload.model.width), "length": float(workload.run.seq_len), "tokens": workload.tokens}
 
 
-def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tuple[str, ...]:
+def outside_of(workload: Workload, cluster: Cluster, sets: ConstantSets) -> tuple[str, ...]:
+    """Returns why a workload lies outside of what the constants were fitted on, in words; nothing where it does not."""
     generation, framework, kind = cluster.device.generation, workload.run.framework, kind_of(workload)
     where = f"{generation} devices under {framework} frameworks"
-    if not is_fitted:
+    if (generation, framework) not in sets:
         return (f"no constants were fitted for {where}: they are composed of others",)
-    found = calibrated_domain().get((generation, framework, kind))
+    found = sets[generation, framework].domain.get(kind)
     if found is None:
         return (f"no model of this kind ({kind}) is among the runs that the constants of {where} were fitted on",)
     reasons = []
@@ -222,18 +234,13 @@ def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tupl
     return tuple(reasons)
 
 
-def parse_domain(text: str) -> dict[DomainKey, Domain]:
+def read_domain(domain: Mapping[str, Any]) -> dict[DomainKey, Domain]:
     return {
         (generation, framework, kind): Domain(
             precisions=tuple(values["precisions"]),
             sizes={name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"},
         )
-        for generation, frameworks in (load_shipped(text) or {}).items()
+        for generation, frameworks in domain.items()
         for framework, kinds in frameworks.items()
         for kind, values in kinds.items()
     }
-
-
-@cache
-def calibrated_domain() -> Mapping[DomainKey, Domain]:
-    return parse_domain(_shipped("calibrated_domain.yaml"))

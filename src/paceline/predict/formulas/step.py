@@ -138,10 +138,14 @@ class Prediction:
         return self.step.total
 
     @property
+    def error(self) -> float:
+        """The half of the band, as a share of the seconds."""
+        return FITTED_P90 if self.fitted else COMPOSED_P90
+
+    @property
     def band(self) -> tuple[float, float]:
         """Seconds between which nine of ten published runs of this kind would be: see docs/prediction.md."""
-        error = FITTED_P90 if self.fitted else COMPOSED_P90
-        return self.seconds * (1 - error), self.seconds * (1 + error)
+        return self.seconds * (1 - self.error), self.seconds * (1 + self.error)
 
     @property
     def samples_per_s(self) -> float:
@@ -177,23 +181,27 @@ def predict(
     their day.
     """
     sets = fitted_constants() if sets is None else sets
+    memory = footprint(workload)
+    return Prediction(
+        workload=workload,
+        step=step_parts(workload, cluster, sets, is_ours=is_ours),
+        memory=memory,
+        fits=memory.device_bytes <= cluster.device.memory_bytes,
+        outside=outside_of(workload, cluster, sets),
+    )
+
+
+def step_parts(workload: Workload, cluster: Cluster, sets: ConstantSets, *, is_ours: bool = False) -> StepParts:
+    """Prices a step with the constants that sets have for its device and framework."""
     generation, framework = cluster.device.generation, workload.run.framework
     if framework == "compiled" and workload.layout.tensor > 1:
         # Tensor-parallel layers of torch break a compiled block into pieces.
-        constants, is_fitted = between(sets, generation, "compiled", "eager"), (generation, "compiled") in sets
+        constants = between(sets, generation, "compiled", "eager")
     else:
-        constants, is_fitted = constants_for(sets, generation, framework)
-    memory = footprint(workload)
-    is_sampled = workload.model.is_sampled
-    return Prediction(
-        workload=workload,
-        step=sample_step(workload, cluster, constants)
-        if is_sampled
-        else transformer_step(workload, cluster, constants, is_ours=is_ours),
-        memory=memory,
-        fits=memory.device_bytes <= cluster.device.memory_bytes,
-        outside=outside_of(workload, cluster, is_fitted=is_fitted),
-    )
+        constants, _ = constants_for(sets, generation, framework)
+    if workload.model.is_sampled:
+        return sample_step(workload, cluster, constants)
+    return transformer_step(workload, cluster, constants, is_ours=is_ours)
 
 
 def model_flops(workload: Workload, *, in_full: bool = False) -> float:
@@ -353,9 +361,9 @@ class _DataParallelTime:
         gather_bytes = 1 if run.fp8_gather else 4 if run.is_wide else 2
         reduce_bytes = 2 if run.pure or run.framework == "megatron" else 4
         gather = self._collective("all_gather", self.block_params * gather_bytes, shards)
-        reduce = self._collective("reduce_scatter", self.block_params * reduce_bytes, shards)
+        reduce = self._reduce_sharded(self.block_params * reduce_bytes)
         ends = self._collective("all_gather", self.end_params * gather_bytes, shards)
-        ends_reduce = self._collective("reduce_scatter", self.end_params * reduce_bytes, shards)
+        ends_reduce = self._reduce_sharded(self.end_params * reduce_bytes)
         timeline = Timeline()
         last = timeline.add("compute", costs.embed.seconds, after=(timeline.add("link", ends),))
         head = costs.head_forward.seconds + costs.head_backward.seconds
@@ -374,6 +382,16 @@ class _DataParallelTime:
         times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches
         exposed = timeline.idle("compute") * times
         return exposed, max(0.0, timeline.busy("link") * times - exposed)
+
+    def _reduce_sharded(self, num_bytes: float) -> float:
+        """Seconds in which gradients come to slices, which replicas then sum among them."""
+        layout = self.workload.layout
+        seconds = self._collective("reduce_scatter", num_bytes, layout.shards)
+        if (replicas := self.ranks // layout.shards) > 1:
+            group = group_of(self.cluster, replicas, layout.tensor * layout.shards)
+            kept = num_bytes / layout.shards
+            seconds += in_training("all_reduce", kept, group, self.cluster, self.constants)
+        return seconds
 
     def _reduced(self) -> tuple[float, float]:
         layout, run = self.workload.layout, self.workload.run

@@ -333,13 +333,17 @@ class EngineMemory:
 #     activations   of the microbatches in flight in the first stage; with full recomputation a block's input for each
 #                   block, and one block in whole
 #     temporary     the logits and their gradient, unsharded blocks under FSDP. The logits are gone before a block is
-#                   computed again: with full recomputation the larger of the two counts
+#                   computed again: with full recomputation the larger of the two counts. Or what an optimizer that is
+#                   not fused works in
 #     framework     the device's context, and the allocator's cut pieces
 #
 # Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments. States of
 # experts are cut by the ranks that hold the same experts, which are fewer.
 
 _CONTEXT_BYTES = 1.5 * GIB
+# Of a parameter that a rank updates: the root of its second moment (torch/optim/adamw.py: _multi_tensor_adamw,
+# exp_avg_sq_sqrt). Fused optimizers, which the other frameworks have, do not write it down.
+_UPDATE_BYTES = 4
 _CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
 
@@ -359,7 +363,7 @@ def footprint(workload: Workload) -> MemoryEstimate:
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    logits = workload.tokens * model.vocab_size * _logit_bytes(workload)
     units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
@@ -370,7 +374,11 @@ def footprint(workload: Workload) -> MemoryEstimate:
         activations = activations * workload.tokens * model.width * 2 / across + _recomputed_bytes(workload)
     else:
         activations *= _block_bytes(workload)
-    temporary = max(0.0, logits - _recomputed_bytes(workload)) + units
+    # Where there are stages, the logits are in the last one, which holds a microbatch at a time.
+    elsewhere = activations * (1 - 1 / (flight * more)) if layout.pipeline > 1 else 0.0
+    temporary = max(0.0, logits - _recomputed_bytes(workload) - elsewhere) + units
+    if workload.run.framework == "eager":  # the update comes when activations are gone
+        temporary = max(temporary, cut * _UPDATE_BYTES - activations)
     return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
         gradients=(cut if layout.sharing.gradients else params) * gradients,
