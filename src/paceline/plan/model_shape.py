@@ -186,6 +186,5 @@ class ModelShape:
 
     @cached_property
     def active_matmul_params(self) -> float:
-        """Weights that one token is multiplied with, the head included."""
-        of_layer = self.attention_params + self._mlp_mean(self.active) + self.router_params
-        return self.layers * of_layer + self.vocab_size * self.width
+        """Weights that one token is multiplied with, the head included; as usual, routers are not counted."""
+        return self.layers * (self.attention_params + self._mlp_mean(self.active)) + self.vocab_size * self.width

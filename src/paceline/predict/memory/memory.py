@@ -423,8 +423,8 @@ def _block_bytes(workload: Workload) -> float:
         norms = 4 * hidden / across
         inner = (4 * model.query_width + model.kv_width) / tensor
         wide = 2 * model.hidden_width / tensor
-    # Of experts: the rows that their first products read, and those that their outputs are weighed in.
-    wide += 4 * model.sparse_share * model.active * model.width / across
+    # Of experts: the rows that their first products read. Megatron weighs before the last ones, which keep no more.
+    wide += 2 * model.sparse_share * model.active * model.width / across
     return workload.tokens * width * (norms + inner + wide + scores)
 
 
