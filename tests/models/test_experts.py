@@ -11,9 +11,9 @@ from paceline.models.experts import Mixture
 from paceline.models.gpt import GPT, gpt_config
 
 ROUTERS = {
-    "softmax": RouterConfig(),
-    "scores that keep their sum": RouterConfig(renormalise=False, scale=1.5),
-    "sigmoid in groups": RouterConfig(scores="sigmoid", groups=4, active_groups=2),
+    "softmax": RouterConfig(balance="none"),
+    "scores that keep their sum": RouterConfig(balance="none", renormalise=False, scale=1.5),
+    "sigmoid in groups": RouterConfig(balance="none", scores="sigmoid", groups=4, active_groups=2),
 }
 
 

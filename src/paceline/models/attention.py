@@ -40,6 +40,9 @@ class SequencePart(Protocol):
     def cut(self, tensor: Tensor) -> Tensor:
         """Returns this rank's tokens of whole rows (batch, tokens, ...)."""
 
+    def join(self, tensor: Tensor) -> Tensor:
+        """Returns whole rows of what each rank has for its tokens: the inverse of ``cut``. All ranks call it."""
+
     def documents(self) -> Tensor | None:
         """Returns for each of this rank's tokens where in its whole row its document begins; None: a row is one."""
 

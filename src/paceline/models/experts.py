@@ -4,9 +4,9 @@
     chosen  = the k best                          of the best groups, where experts stand in groups
     y       = sum of score_e expert_e(x) over the chosen, + shared(x)
 
-Tokens are sorted by their experts, so that each expert multiplies its rows at once; no token is dropped, and none is
-padded. The parameters of all experts are stacked: (experts, outputs, inputs). Where ranks hold different experts,
-``exchange`` sends the rows to them, and brings back what they make of them.
+Tokens are sorted by their experts, so that each expert multiplies its rows at once; none is padded, and none is dropped
+but by an expert with a capacity, in training. The parameters of all experts are stacked: (experts, outputs, inputs).
+Where ranks hold different experts, ``exchange`` sends the rows to them, and brings back what they make of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.models.balance import Balanced, Choice, look_at
 from paceline.plan.model_shape import ModelShape
 
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
@@ -36,16 +37,17 @@ class Routing:
     logits: Tensor
 
 
-class Router(nn.Module):
+class Router(Balanced):
     """Chooses the experts of each token, in float32 whatever the rest computes in."""
 
     def __init__(self, config: ModelShape, std: float) -> None:
-        super().__init__()
-        self.rule, self.active, self._std = config.router, config.active, std
+        super().__init__(config.router, config.experts)
+        self.active, self._std = config.active, std
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         nn.init.normal_(self.weight, std=self._std)
 
     def forward(self, tokens: Tensor) -> Routing:
@@ -55,6 +57,8 @@ class Router(nn.Module):
             logits = F.linear(tokens.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
         choice = scores.detach()
+        if self.bias is not None:  # which chooses, and weighs nothing
+            choice = choice + self.bias
         if rule.groups > 1:
             choice = _of_best_groups(choice, rule.groups, rule.active_groups)
         experts = choice.topk(self.active, dim=-1, sorted=False).indices
@@ -102,42 +106,79 @@ class Mixture(nn.Module):
         self.experts = Experts(config, std, last_std)
         self.shared = shared
 
+    @property
+    def load(self) -> Tensor:
+        """How many choices fell on each expert in training, since ``take_loads``; ``dropped`` likewise."""
+        return self.router.load
+
+    @property
+    def dropped(self) -> Tensor:
+        return self.router.dropped
+
     def forward(self, x: Tensor) -> Tensor:
-        """Returns for each token (..., width) the weighted sum of what its experts make of it."""
+        """Returns for each token (..., tokens, width) the weighted sum of what its experts make of it."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
-        chosen = routing.experts.reshape(-1)
+        capacity = self.router.rule.capacity if self.training else 0.0
+        is_watched = self.training and torch.is_grad_enabled()
+        choice = None
+        if capacity or is_watched:
+            choice = look_at(routing.experts.view(-1, x.shape[-2], self.active), self.num_experts, capacity)
+        mixed = self._mix(tokens, routing, choice).view(x.shape)
+        if self.shared is not None:
+            mixed = mixed + cast("Tensor", self.shared(x))
+        if choice is not None and is_watched:
+            mixed = self.router.watch(mixed, routing.logits, choice)
+        return mixed
+
+    def _mix(self, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
+        """Returns what the experts make of tokens (tokens, width), weighed and added up."""
+        chosen, kept = routing.experts.reshape(-1), None
+        if choice is not None and choice.kept is not None:
+            kept = choice.kept.reshape(-1)
+            chosen = torch.where(kept, chosen, self.num_experts)  # behind all others, where no expert looks
         order = chosen.argsort(stable=True)
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        rows = _SortedRows.apply(tokens, order, self.active)  # type: ignore[no-untyped-call]
-        made = self.experts(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.experts)
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens.device)
+        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
+        rows = _SortedRows.apply(tokens, order, self.active, kept)  # type: ignore[no-untyped-call]
+        if self.exchange is None:
+            made = self.experts(rows, counts)
+        elif kept is None:
+            made = self.exchange(rows, counts, self.experts)
+        else:  # what is dropped stays here
+            made = self.exchange(rows[: int(counts.sum())], counts, self.experts)
+            made = F.pad(made, (0, 0, 0, len(rows) - len(made)))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        made = made.index_select(0, place).view(len(tokens), self.active, -1)
-        mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
-        return mixed if self.shared is None else cast("Tensor", mixed + self.shared(x))
+        made = made.index_select(0, place)
+        if kept is not None:  # a kernel leaves alone what is no expert's
+            made = torch.where(kept.unsqueeze(-1), made, 0.0)
+        made = made.view(len(tokens), self.active, -1)
+        return cast("Tensor", (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1))
 
 
 class _SortedRows(torch.autograd.Function):
     """A row for each of a token's experts, in the order of the experts; backward adds in the order of one process."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, active: int) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, active: int, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(order, kept)
         ctx.active = active
         return tokens.index_select(0, order // active)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
+        order, kept = ctx.saved_tensors
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return gradient.index_select(0, place).view(-1, ctx.active, gradient.shape[-1]).sum(1), None, None
+        found = gradient.index_select(0, place)
+        found = found if kept is None else torch.where(kept.unsqueeze(-1), found, 0.0)
+        return found.view(-1, ctx.active, gradient.shape[-1]).sum(1), None, None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiplies rows (rows, inputs), sorted by their experts, by each one's weight (experts, outputs, inputs).
 
-    One kernel where torch has it for the dtype and the device; elsewhere a product for each expert.
+    One kernel where torch has it for the dtype and the device; elsewhere a product for each expert. Rows behind those
+    of the last expert become anything.
     """
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
@@ -147,8 +188,10 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         return rows.new_empty(len(rows), weights.shape[1]) + 0 * weights[0, :, 0]
     if kind == "cuda" and rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    parts = torch.split(rows, counts.tolist())
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
+    sizes = counts.tolist()
+    *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
+    made = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
 
 
 def _of_best_groups(scores: Tensor, groups: int, active: int) -> Tensor:
