@@ -164,8 +164,8 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
 def _mixture_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     """Of a block with experts: what one has whose MLP is as wide as all that a token passes, and what comes and goes.
 
-    Beside it a token keeps its logits and scores, and for each of its experts the row that the expert reads, the row that it made,
-    two weights and three places. The router reads the stream in float32, and shared experts as an MLP does.
+    Beside it a token keeps its logits and scores, and for each of its experts the row that the expert reads, the row
+    that it made, two weights and three places. The router reads the stream in float32, shared experts as an MLP does.
     """
     width, wide, digits = shape.width, 2 if shape.gated else 1, max(4, widths.stream)
     passed = shape.active + shape.shared_experts
