@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
-from paceline.engines.engine import Engine, LossFunction, OnPhase, Scale, ignore_phase
+from paceline.engines.engine import Engine, LossFunction, OnPhase, Scale
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.flat.optimizer_state import (
     check_updates,
@@ -133,12 +133,12 @@ class CombinedParallel(Engine):
             output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), given)
         return merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
 
-    def run_microbatches(
-        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale = None, on_phase: OnPhase = ignore_phase
+    def _run_microbatches(
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, on_phase: OnPhase
     ) -> Sequence[LossSum]:
         """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
-            return super().run_microbatches(microbatches, loss, scale, on_phase)
+            return super()._run_microbatches(microbatches, loss, scale, on_phase)
         with self.inside(None):  # each action sets the part of its microbatch
             values = self.pipeline.run([self.cut(each) for each in microbatches], loss, scale, on_phase)
         self._sum_tied()

@@ -26,6 +26,7 @@ from paceline.engines.groups import Groups
 from paceline.engines.loss_sums import LossSum, differentiable_sum
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
+from paceline.models.balance import Balanced, loss_factor
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
@@ -177,8 +178,14 @@ class Engine(ABC, Generic[M]):
         microbatches, or none, which counts as one without samples. ``on_phase`` is called at the end of each "forward"
         and "backward". Returns the sums and counts of what this rank computed.
         """
+        with self.loss_factor(1.0 if scale is None else scale):
+            return self._run_microbatches(microbatches or [None], loss, scale, on_phase)
+
+    def _run_microbatches(
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, on_phase: OnPhase
+    ) -> Sequence[LossSum]:
+        """Runs the passes; None alone: no samples in the whole step, but the others wait for this rank."""
         values: list[LossSum] = []
-        microbatches = microbatches or [None]  # no samples in the whole step, but the others wait for this rank
         context = self.precision.context(self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
@@ -194,6 +201,28 @@ class Engine(ABC, Generic[M]):
                     values.append(value)
                 on_phase("backward")
         return values
+
+    @functools.cached_property
+    def routers(self) -> nn.ModuleList:
+        """The routers of experts on this rank, in the model's order."""
+        return nn.ModuleList(each for each in self._plain_module.modules() if isinstance(each, Balanced))
+
+    def loss_factor(self, factor: float | Tensor) -> AbstractContextManager[None]:
+        """Says by what a summed loss is multiplied in passes inside, which penalties of routers are weighed with."""
+        return loss_factor(self.routers, factor)
+
+    @torch.no_grad()
+    def move_biases(self, norm: Tensor | None = None) -> None:
+        """Ends an update: routers that balance by a bias move it by the loads of all ranks. All ranks call it.
+
+        Where the ``norm`` of the gradients is not finite the update was left out, and biases stay.
+        """
+        routers = [each for each in self.routers if isinstance(each, Balanced)]
+        if any(each.bias is not None for each in routers):
+            arrived = torch.stack([each.arrived for each in routers])
+            self.gradient_comm.all_reduce(arrived).wait()
+            for each, own in zip(routers, arrived, strict=True):
+                each.move_bias(own, norm)
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
@@ -231,7 +260,8 @@ class Engine(ABC, Generic[M]):
                     optimizer.step()
 
         ``turn.scale`` makes summed losses a mean over the samples of all ranks and batches of the update. The loader
-        is the one that the batch is of: from ``paceline.loader`` or ``paceline.shard``.
+        is the one that the batch is of: from ``paceline.loader`` or ``paceline.shard``. Biases of routers move at the
+        end of the last one.
         """
         if batches < 1 or not hasattr(loader, "turn"):
             raise UsageError(
@@ -241,8 +271,10 @@ class Engine(ABC, Generic[M]):
             )
         number, of, samples = loader.turn(batches)
         turn = Turn(number=number, of=of, scale=self.gradient_comm.size / samples)
-        with contextlib.nullcontext() if turn.is_last else self.no_sync():
+        with contextlib.nullcontext() if turn.is_last else self.no_sync(), self.loss_factor(turn.scale):
             yield turn
+        if turn.is_last:
+            self.move_biases()
 
     @abstractmethod
     def join_pass(self) -> None:

@@ -75,10 +75,10 @@ class Balanced(nn.Module):
 
     @torch.no_grad()
     def move_bias(self, arrived: Tensor, norm: Tensor | None = None) -> None:
-        """Moves each expert's bias toward the fair share, by what arrived on all ranks, unless a norm is not finite."""
-        assert self.bias is not None
-        step = (arrived.sum() - arrived * len(arrived)).sign() * self.rule.balance_weight
-        self.bias += step if norm is None else torch.where(norm.isfinite(), step, 0.0)
+        """Moves each expert's bias, if it has one, by what arrived on all ranks, unless a norm is not finite."""
+        if self.bias is not None:
+            step = (arrived.sum() - arrived * len(arrived)).sign() * self.rule.balance_weight  # up where it is idle
+            self.bias += step if norm is None else torch.where(norm.isfinite(), step, 0.0)
         self.arrived.zero_()
 
     def watch(self, out: Tensor, logits: Tensor, choice: Choice) -> Tensor:

@@ -237,6 +237,7 @@ def train_step(
     if on_gradients is not None:
         on_gradients(weight)
     done = update_if_finite(optimizer, norm, policy.clip_norm, weight)
+    engine.move_biases(norm)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)

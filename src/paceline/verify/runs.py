@@ -32,6 +32,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.float8 import swap_linears
 from paceline.engines.precision import kept_parameters
 from paceline.errors import UsageError
+from paceline.models.balance import Balanced, loss_factor
 from paceline.models.registry import model_blocks
 from paceline.train.loss import LossValue
 from paceline.train.step import StepPolicy, make_scaler, place, train_step
@@ -271,6 +272,9 @@ def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | 
                     parameter.grad.copy_(theirs)
             optimizer.step()
             optimizer.zero_grad()
+            for each in run.model.modules():
+                if isinstance(each, Balanced):
+                    each.move_bias(each.arrived)
             parameters, buffers = run.state()
             history.append(
                 StepValues(
@@ -354,9 +358,10 @@ class _OneProcess:
             piece = cut(batch, number, pieces)
             if piece is None:
                 continue
-            value = self._forward(piece)
-            _check_finite(step, loss=value.total)
-            (value.total * factor).backward()  # type: ignore[no-untyped-call]
+            with loss_factor(self.model, factor):
+                value = self._forward(piece)
+                _check_finite(step, loss=value.total)
+                (value.total * factor).backward()  # type: ignore[no-untyped-call]
             for name, parameter in self._held.items():  # gradients of cast parameters go to their masters
                 master = self.updated[name]
                 if master is not parameter and parameter.grad is not None:
