@@ -77,6 +77,7 @@ class ParallelConfig(Section):
     context: Count = _LAYOUT.context_ranks
     context_method: ContextMethod = _LAYOUT.context_method
     tensor: Count = _LAYOUT.tensor
+    expert: Count = _LAYOUT.expert
     data: Count | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     chunks: Count | None = None

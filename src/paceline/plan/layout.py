@@ -438,14 +438,15 @@ class RankGroups:
     expert_replicate: Ranks
 
     def names(self) -> dict[Ranks, str]:
-        """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
+        """Returns what records call the groups of several ranks: the whole world, then axes, ``data``, experts'."""
         found = {self.world: "world"}
         for name in ("pipeline", "replicate", "shard", "context", "tensor"):
             ranks: Ranks = getattr(self, name)
             if len(ranks) > 1:
                 found.setdefault(ranks, name)
-        if len(self.gradients) > 1:
-            found.setdefault(self.gradients, "data")
+        for name, ranks in (("data", self.gradients), ("expert", self.expert), ("expert data", self.expert_gradients)):
+            if len(ranks) > 1:
+                found.setdefault(ranks, name)
         return found
 
 

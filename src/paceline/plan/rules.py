@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
 from paceline.errors import Problem, UsageError
+from paceline.mesh import divisors
 from paceline.plan.compute_rules import COMPUTE_RULES
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.rule_case import RuleCase, field_problems, named_twice, nearest_divisor, no_effect, text_of
@@ -378,22 +379,34 @@ def _shards_follow_the_sequences(case: RuleCase) -> Iterator[Problem]:
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
-    layout, expert = case.layout, case.layout.expert
+    layout, expert, model, asked = case.layout, case.layout.expert, case.model, case.said("expert")
     if expert == 1:
         return
+    if model.kind in ("mlp", "resnet") or (model.kind == "gpt" and model.layers and not model.experts):
+        rule = "ranks hold different experts of a block, and these blocks have none"
+        fix = f"set {case.key('expert')} = 1" + (", or give the model model.experts" if model.kind == "gpt" else "")
+        yield Problem(what=f"{asked} with model.kind = {model.kind} without experts", rule=rule, fix=fix)
+    elif model.experts % expert:
+        what = f"{asked} does not divide model.experts = {model.experts}"
+        near = nearest_divisor(model.experts, expert)
+        fix = f"try {case.key('expert')} = {near}, or a multiple of {expert} as model.experts"
+        yield Problem(what=what, rule="every rank holds as many whole experts as the others", fix=fix)
     if layout.compression.is_any:
-        fix = f"leave {case.key('compression')} out"
-        yield Problem(what=f"expert = {expert} with compression", rule="one group averages what is compressed", fix=fix)
+        fix = f"set {case.key('compression')}.policy = none"
+        what = f"{asked} with {case.key('compression')}.policy = {layout.compression.policy}"
+        yield Problem(what=what, rule="one group averages all that is compressed, and experts have another", fix=fix)
     if case.ranks is None or case.ranks % case.layout.degree:
         return
     held = layout.for_ranks(case.ranks, case.node_ranks)
     shared = held.data * held.context_ranks
     for name, size in (("data", shared), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            name = f"data x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else name
-            what = f"expert = {expert} does not divide {name} = {size}"
+            named = f"data x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else name
+            what = f"{asked} does not divide {named} = {size}"
             rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
-            yield Problem(what=what, rule=rule, fix=f"try expert = {nearest_divisor(size, expert)}")
+            near = [each for each in divisors(size) if (model.experts or each) % each == 0]
+            best = min(near, key=lambda each: (abs(each - expert), -each))
+            yield Problem(what=what, rule=rule, fix=f"try {case.key('expert')} = {best}")
 
 
 RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # and the fields that each reads
@@ -418,5 +431,5 @@ RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # 
     _split_suits_the_rest: ("pipeline", "compression", "offload"),
     _sequences_can_be_cut: ("context_ranks", "context_method", "tensor", "heads", "context"),
     _shards_follow_the_sequences: ("ranks", "strategy"),
-    _experts_fit: ("ranks", "strategy", "compression"),
+    _experts_fit: ("expert", "ranks", "strategy", "compression", "heads"),
 }
