@@ -27,6 +27,7 @@ from paceline.records.records import (
     EndRecord,
     EvalRecord,
     EventRecord,
+    ExpertsRecord,
     HostRecord,
     Record,
     RunRecord,
@@ -37,9 +38,9 @@ from paceline.records.thin import thin_lines
 from paceline.units import format_count
 
 _MOST_KEPT = 100_000
-_WARNINGS = ("skipped", "straggler", "roll_back")
+_WARNINGS = ("skipped", "straggler", "roll_back", "experts")
 _Clock = Callable[[], float]
-_Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
+_Stepped = StepRecord | EvalRecord | EventRecord | CommRecord | ExpertsRecord
 
 
 class Sink(Protocol):
@@ -90,7 +91,7 @@ class JsonlSink:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
             self._kept += records
             is_time = self._clock() - self._flushed_at >= self._flush_every_s
-            if is_time or not all(isinstance(record, StepRecord | CommRecord) for record in records):
+            if is_time or not all(isinstance(record, StepRecord | CommRecord | ExpertsRecord) for record in records):
                 self._write_out()
 
     def flush(self) -> None:
@@ -317,7 +318,7 @@ def _cut_unterminated_line(path: Path) -> None:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a step, an evaluation, communication, a host, or an event of scalars; of others none."""
+    """Yields the numbers of a step, an evaluation, communication, experts, a host, or an event of scalars, if any."""
     match record:
         case StepRecord():
             yield from _of_step(record)
@@ -328,6 +329,10 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             values = {"calls": record.calls, "bytes": record.bytes, "seconds": record.seconds}
             values |= {"bytes_per_s": record.bandwidth, "bus_bytes_per_s": record.bus_bandwidth}
             yield from ((f"comm/{record.group}/{record.kind}/{name}", value) for name, value in values.items())
+        case ExpertsRecord():
+            values = {"most": max(record.loads), "least": min(record.loads), "entropy": record.entropy}
+            values |= {"auxiliary": record.auxiliary, "dropped": record.dropped / max(1, sum(record.choices))}
+            yield from ((f"experts/{record.layer}/{name}", value) for name, value in values.items())
         case HostRecord():
             yield from ((f"host/{record.host}/{name}", value) for name, value in record.values.items())
         case EventRecord(name="scalars"):

@@ -31,6 +31,7 @@ from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.samples import samples_of
 from paceline.records.sinks import Sink
 from paceline.train.evaluate import Evaluation, evaluate, measure_histograms
+from paceline.train.loads import LoadsHook
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
@@ -66,7 +67,8 @@ class Trainer(RunState):
     def __init__(self, parts: TrainerParts, hooks: Sequence[Hook] = (), sink: Sink | None = None) -> None:
         parts.engine.check_optimizer(parts.optimizer)
         super().__init__(parts)
-        self.hooks = list(hooks)
+        self.hooks: list[Hook] = [LoadsHook(parts.policy.loads_every)] if parts.engine.routers else []
+        self.hooks += hooks
         self.sink = sink
         self.losses = RecoveryConfig()
         self.end_reason = ""  # why the run ends before its time

@@ -1,0 +1,91 @@
+"""What routers of experts do, as records: how often each expert was chosen, over all ranks with a part of the batch.
+
+Routers count on their device (``models/balance.py``). Every so many steps the ranks add up what they counted since, in
+one all-reduce of (layers, experts + 3) numbers; the sum is copied to the host behind it, and read a step or more later,
+when the device has come so far. No step waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from paceline.clock import Mark, seconds_between
+from paceline.health.experts import WINDOWS, judge_experts
+from paceline.models.balance import take_loads
+from paceline.models.experts import Router
+from paceline.records.records import ExpertsRecord
+
+if TYPE_CHECKING:
+    from paceline.train.step import StepResult
+    from paceline.train.trainer import Trainer
+
+
+class _Taken(NamedTuple):
+    step: int
+    steps: int
+    layers: tuple[str, ...]
+    sums: torch.Tensor  # (layers, experts + 3): choices; dropped, entropy, auxiliary
+    end: Mark | float
+
+
+class LoadsHook:
+    """Writes records of the routers of a trainer's model, and tells of what is wrong with them once."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._steps = every, 0
+        self._taken: deque[_Taken] = deque()
+        self._seen: defaultdict[str, deque[ExpertsRecord]] = defaultdict(lambda: deque(maxlen=WINDOWS))
+        self._told: set[tuple[str, str]] = set()
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        self._steps += 1
+        if result.step % self._every == 0 or result.is_last:
+            self._take(trainer, result.step)
+        while self._taken and (result.is_last or _is_past(self._taken[0].end)):
+            self._write(trainer, self._taken.popleft())
+
+    def _take(self, trainer: Trainer, step: int) -> None:
+        engine, meter = trainer.parts.engine, trainer.parts.meter
+        loads = take_loads(engine.module)
+        numbers = [(each.dropped.sum(), each.entropy, each.auxiliary) for each in loads.values()]
+        rows = zip((each.choices.double() for each in loads.values()), numbers, strict=True)
+        sums = torch.stack([torch.cat((choices, torch.stack([n.double() for n in more]))) for choices, more in rows])
+        engine.gradient_comm.all_reduce(sums).wait()
+        if engine.gradient_comm.rank == 0 and engine.groups.tensor.rank == 0:  # others have the same
+            layers = tuple(name.replace("_orig_mod.", "") for name in loads)
+            self._taken.append(_Taken(step, self._steps, layers, sums.to("cpu", non_blocking=True), meter.take()))
+        self._steps = 0
+
+    def _write(self, trainer: Trainer, taken: _Taken) -> None:
+        seconds_between(taken.end, taken.end)  # of the last step: waits for the device
+        active, ranks = cast("Router", trainer.parts.engine.routers[0]).active, trainer.parts.plan.layout.expert
+        for layer, (*counts, dropped, entropy, auxiliary) in zip(taken.layers, taken.sums.tolist(), strict=True):
+            tokens = round(sum(counts) / active)
+            record = ExpertsRecord(
+                step=taken.step,
+                layer=layer,
+                steps=taken.steps,
+                tokens=tokens,
+                choices=tuple(map(round, counts)),
+                dropped=round(dropped),
+                entropy=entropy / max(1, tokens) / math.log(max(2, len(counts))),
+                auxiliary=auxiliary / max(1, tokens),
+                ranks=ranks,
+                time=time.time(),
+            )
+            if trainer.sink is not None:
+                trainer.sink.write(record)
+            self._seen[layer].append(record)
+        for found in judge_experts([list(own) for own in self._seen.values()]):
+            if (found.kind, found.layer) not in self._told:
+                self._told.add((found.kind, found.layer))
+                trainer.note("experts", found.to_json(), step=taken.step)
+
+
+def _is_past(mark: Mark | float) -> bool:
+    return isinstance(mark, float) or mark.is_past()
