@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
+import paceline
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.sections import RouterConfig
@@ -18,7 +21,7 @@ from paceline.engines.engine import Engine
 from paceline.models.balance import Balanced, take_loads
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
-from paceline.train.loss import IGNORED, CrossEntropy
+from paceline.train.loss import IGNORED, CrossEntropy, LossValue
 from paceline.train.step import StepPolicy, train_step
 
 ROWS, TOKENS, VOCABULARY, EXPERTS, ACTIVE = 7, 8, 31, 4, 2
@@ -115,3 +118,131 @@ def test_gradients_are_those_of_the_whole_objective(name: str, accumulate: int, 
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-13, msg=key)
     assert sum(int(count) for _, count in results) == 2 * ROWS * TOKENS * ACTIVE, "each choice is counted once"
+
+
+def train_biased(comm: Communicator, layout: Layout, accumulate: int, steps: int = 4, bad: int = -1) -> list[Tensor]:
+    """Returns the biases after each step; the gradients of step ``bad`` are not finite."""
+    engine = parallelize(make_model(BIASED), comm, layout=layout)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
+    history = []
+    for step in range(steps):
+        loss: Any = loss_of(ragged=False) if step != bad else Spoiled(float(TOKENS))
+        train_step(engine, optimizer, step_batch(engine, whole_batch(step), accumulate), loss, StepPolicy())
+        state = engine.full_state_dict()
+        history.append(torch.stack([value for name, value in state.items() if name.endswith("router.bias")]))
+    return history
+
+
+class Spoiled(CrossEntropy):
+    def __call__(self, model: Any, batch: Any) -> LossValue:
+        value = super().__call__(model, batch)
+        return LossValue(value.total * float("inf"), value.count)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "pipeline", "context"])
+def test_biases_move_by_the_load_of_the_whole_batch(name: str, accumulate: int) -> None:
+    ranks, layout = LAYOUTS[name]
+    model = make_model(BIASED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for step in range(4):  # one process, written out
+        inputs, targets = whole_batch(step)
+        before = [each.bias.clone() for each in routers(model) if each.bias is not None]
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loads = [each.choices for each in take_loads(model).values()]
+        moved = [bias + 0.01 * (load.double().mean() - load).sign() for bias, load in zip(before, loads, strict=True)]
+        for each, bias in zip(routers(model), moved, strict=True):
+            each.bias = bias
+        expected.append(torch.stack(moved))
+    assert len({value.item() for value in expected[-1].flatten()}) > 2, "experts have different biases"
+    for found in run_virtual(lambda comm: train_biased(comm, layout, accumulate), ranks=ranks):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_step_that_is_left_out_moves_no_bias() -> None:
+    whole = run_virtual(lambda comm: train_biased(comm, Layout(), 2, steps=2, bad=1), ranks=2)
+    for first, second in whole:
+        assert first.any()
+        assert torch.equal(first, second)
+
+
+def test_loads_of_a_step_that_was_left_out_do_not_count_later() -> None:
+    ((_, first),) = run_virtual(lambda comm: train_biased(comm, Layout(), 1, steps=2, bad=0), ranks=1)
+    model = make_model(BIASED)
+    inputs, targets = whole_batch(1)
+    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+    expected = []
+    for each in routers(model):
+        each.move_bias(each.arrived)
+        expected.append(each.bias)
+    torch.testing.assert_close(first, torch.stack([each for each in expected if each is not None]), rtol=0, atol=0)
+
+
+def test_biases_resume_to_the_bit_on_other_ranks(tmp_path: Path) -> None:
+    def train(comm: Communicator, strategy: Any, steps: range, *, saves: bool) -> dict[str, Tensor]:
+        engine = parallelize(make_model(BIASED), comm, strategy)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+        if steps.start:
+            paceline.load(tmp_path / "saved", engine, optimizer)
+        for step in steps:
+            train_step(engine, optimizer, step_batch(engine, whole_batch(step), 2), loss_of(ragged=False), StepPolicy())
+        if saves:
+            paceline.save(tmp_path / "saved", engine, optimizer, step=steps.stop)
+        return engine.full_state_dict()
+
+    (straight,) = run_virtual(lambda comm: train(comm, "ddp", range(4), saves=False), ranks=1)
+    run_virtual(lambda comm: train(comm, "fsdp", range(2), saves=True), ranks=2)
+    for resumed in run_virtual(lambda comm: train(comm, "ddp", range(2, 4), saves=False), ranks=4):
+        for name, value in straight.items():
+            exact = name.endswith("router.bias")
+            torch.testing.assert_close(resumed[name], value, rtol=0 if exact else 1e-9, atol=0 if exact else 1e-12)
+
+
+def test_accumulated_passes_of_ones_own_loop_are_weighed_and_move_biases() -> None:
+    def train(comm: Communicator, batches: int) -> tuple[dict[str, Any], Tensor]:
+        both = RouterConfig(balance="bias", balance_weight=0.01, z_weight=0.05)
+        engine = parallelize(make_model(both), comm)
+        inputs, targets = whole_batch()
+        pairs = TensorDataset(inputs[:6], targets[:6])
+        loader = paceline.loader(pairs, comm, batch_size=6 // batches, shuffle=False)
+        found = {}
+        for x, y in loader:
+            with engine.accumulate(batches, loader) as turn:
+                loss = F.cross_entropy(engine(x).flatten(0, 1), y.flatten(), reduction="sum") / TOKENS
+                with engine.loss_factor(turn.scale / TOKENS):
+                    (loss * turn.scale).backward()
+                if turn.is_last:
+                    found = engine.full_gradients()
+        return found, torch.stack([each.bias for each in routers(engine.module) if each.bias is not None])
+
+    ((gradients, biases),) = run_virtual(lambda comm: train(comm, 1), ranks=1)
+    assert biases.any()
+    for found, moved in run_virtual(lambda comm: train(comm, 3), ranks=2):
+        torch.testing.assert_close(found, gradients, rtol=1e-10, atol=1e-13)
+        assert torch.equal(moved, biases)
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "pipeline", "context"])
+def test_what_is_dropped_is_that_of_one_process(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    rule = RouterConfig(balance_weight=0.3, capacity=1.0)
+
+    def train(comm: Communicator, layout: Layout) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+        engine = parallelize(make_model(rule), comm, layout=layout)
+        engine.run_microbatches(
+            step_batch(engine, whole_batch(), 3).microbatches,
+            loss_of(ragged=False),
+            engine.gradient_comm.size / (ROWS * TOKENS),
+        )
+        return engine.full_gradients(), {key: each.dropped for key, each in take_loads(engine.module).items()}
+
+    ((expected, dropped),) = run_virtual(lambda comm: train(comm, Layout()), ranks=1)
+    results = run_virtual(lambda comm: train(comm, layout), ranks=ranks)
+    for found, _ in results:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    total = sum(each.sum() for each in dropped.values())
+    assert total > 10
+    assert sum(each.sum() for _, found in results for each in found.values()) == total

@@ -17,6 +17,7 @@ from typing import TypeAlias, cast
 from paceline.config import data_sections as sections
 from paceline.config import train_checks
 from paceline.config.data_sections import known_shape, sources_of
+from paceline.config.expert_rules import expert_problems
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder, check_shared_sequences
 from paceline.config.layout import check_batch, layout_problems
 from paceline.config.schema import Config
@@ -106,6 +107,7 @@ def check_gpt(config: Config) -> Iterator[Problem]:
         return
     if shape := gpt_shape(model):
         yield from head_problems(shape)
+        yield from expert_problems(shape)
         return
     missing = [f"model.{name}" for name in ("layers", "heads", "width") if getattr(model, name) is None]
     what = f"a gpt without model.size lacks {', '.join(missing)}"

@@ -132,6 +132,8 @@ def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}
     if isinstance(model.router, RouterConfig):
         given["router"] = RouterRule(**model.router.model_dump())
+    if model.experts is not None:
+        given.setdefault("active", min(2, model.experts))
     if model.size is not None:
         base = GPT_SIZES[model.size]
         heads, width = model.heads or base.heads, model.width or base.width

@@ -77,13 +77,18 @@ class Balanced(nn.Module):
     def move_bias(self, arrived: Tensor, norm: Tensor | None = None) -> None:
         """Moves each expert's bias, if it has one, by what arrived on all ranks, unless a norm is not finite."""
         if self.bias is not None:
-            step = (arrived.sum() - arrived * len(arrived)).sign() * self.rule.balance_weight  # up where it is idle
+            too_few = (arrived.sum() - arrived * len(arrived)).sign()
+            step = too_few.to(self.bias.dtype) * self.rule.balance_weight
             self.bias += step if norm is None else torch.where(norm.isfinite(), step, 0.0)
         self.arrived.zero_()
 
     def watch(self, out: Tensor, logits: Tensor, choice: Choice) -> Tensor:
-        """Returns a layer's output, whose gradient brings the logits theirs. See [Note: penalties]."""
-        factor = logits.new_full((), 1 / len(logits)) if self.factor is None else self.factor.to(logits)
+        """Returns a layer's output, whose gradient brings the logits (rows, tokens, experts) theirs.
+
+        See [Note: penalties].
+        """
+        num_tokens = max(1, logits.shape[0] * logits.shape[1])
+        factor = logits.new_full((), 1 / num_tokens) if self.factor is None else self.factor.to(logits)
         watched: Tensor = _Watched.apply(out, logits, factor, choice.shares, choice.counts, choice.dropped, self)  # type: ignore[no-untyped-call]
         return watched
 
@@ -103,13 +108,13 @@ def look_at(experts: Tensor, num_experts: int, capacity: float) -> Choice:
     part = current_part()
     whole = experts if part is None else part.join(experts)
     of_rows = count_choices(whole, num_experts)
-    kept, dropped = None, torch.zeros_like(of_rows[0])
     counts = of_rows.sum(0) if part is None else count_choices(experts, num_experts).sum(0)
+    kept, dropped = None, torch.zeros_like(counts)
     if capacity:
         kept = within_capacity(whole, of_rows, capacity)
         kept = kept if part is None else part.cut(kept)
         dropped.scatter_add_(0, experts.flatten(), (~kept).flatten().to(dropped.dtype))
-    return Choice(kept, counts, dropped, of_rows.double() / whole[0].numel())
+    return Choice(kept, counts, dropped, of_rows.double() / whole.shape[1:].numel())
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -153,7 +158,7 @@ class _Watched(torch.autograd.Function):
         each = logits.softmax(-1) if is_softmax else logits.sigmoid()
         scores = each if is_softmax else each / each.sum(-1, keepdim=True)
         # By token, what a score costs: E f_e of its row.
-        costs = (shares * shares.shape[1]).to(logits).repeat_interleave(len(logits) // len(shares), 0)
+        costs = (shares * shares.shape[1]).to(logits).unsqueeze(1)
         auxiliary = (costs * scores).sum(-1, keepdim=True)
         z = logits.logsumexp(-1, keepdim=True)
         router.load.add_(counts)

@@ -122,14 +122,14 @@ class Mixture(nn.Module):
         routing = self.router(tokens)
         capacity = self.router.rule.capacity if self.training else 0.0
         is_watched = self.training and torch.is_grad_enabled()
-        choice = None
+        choice, rows = None, (x.shape[:-2].numel(), x.shape[-2])
         if capacity or is_watched:
-            choice = look_at(routing.experts.view(-1, x.shape[-2], self.active), self.num_experts, capacity)
+            choice = look_at(routing.experts.view(*rows, self.active), self.num_experts, capacity)
         mixed = self._mix(tokens, routing, choice).view(x.shape)
         if self.shared is not None:
             mixed = mixed + cast("Tensor", self.shared(x))
         if choice is not None and is_watched:
-            mixed = self.router.watch(mixed, routing.logits, choice)
+            mixed = self.router.watch(mixed, routing.logits.view(*rows, self.num_experts), choice)
         return mixed
 
     def _mix(self, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
@@ -153,7 +153,7 @@ class Mixture(nn.Module):
         made = made.index_select(0, place)
         if kept is not None:  # a kernel leaves alone what is no expert's
             made = torch.where(kept.unsqueeze(-1), made, 0.0)
-        made = made.view(len(tokens), self.active, -1)
+        made = made.view(len(tokens), self.active, made.shape[-1])
         return cast("Tensor", (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1))
 
 
@@ -172,7 +172,7 @@ class _SortedRows(torch.autograd.Function):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         found = gradient.index_select(0, place)
         found = found if kept is None else torch.where(kept.unsqueeze(-1), found, 0.0)
-        return found.view(-1, ctx.active, gradient.shape[-1]).sum(1), None, None, None
+        return found.view(len(order) // ctx.active, ctx.active, gradient.shape[-1]).sum(1), None, None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.config.expert_rules import expert_problems
 from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.attention import attention, current_part, positions
@@ -366,7 +367,7 @@ def _residual_std(config: ModelShape) -> float:
 
 
 def _check_gpt(config: ModelShape) -> None:
-    if problems := _value_problems(config) or list(head_problems(config)):
+    if problems := _value_problems(config) or [*head_problems(config), *expert_problems(config)]:
         raise ConfigError(problems, source="model")
 
 

@@ -1,0 +1,129 @@
+"""A dense GPT beside mixtures of experts with as many active weights: python bench/experts_quality.py --output FILE.
+
+All train on the same batches of text in one process with one thread, and take turns. A token of each is multiplied with
+as many weights; the mixtures hold more of them. Losses are those of the evaluation set,
+
+    after the same steps        of the dense model and of each mixture
+    after the same time         the dense model goes on until it has had as long as the slowest mixture
+
+Time is that of the processor, which other work on the machine slows down less than the clock. The rate is constant
+after its warm-up, so that a loss does not depend on how long a run was meant to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench.timing import BenchRecord
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import Config, load_config
+from paceline.models.balance import take_loads
+from paceline.train.assemble import build_trainer
+from paceline.train.trainer import Trainer
+
+CONFIG = Path(__file__).parents[1] / "configs" / "gpt_moe.yaml"
+_PLAIN = ("parallel.ranks=1", "train.eval_every=null", "optim.schedule.kind=constant")
+DENSE = "dense"
+_EXPERT_KEYS = ("experts", "active", "expert_width", "router")
+ROUTERS = {
+    "auxiliary loss": {},
+    "bias": {"balance": "bias", "balance_weight": 0.001},
+    "no balance": {"balance": "none"},
+}
+
+
+@dataclass(slots=True)
+class Arm:
+    """One model in training: seconds of the processor that its steps took, and losses of evaluations by step."""
+
+    trainer: Trainer
+    seconds: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)
+    busiest: float = 0.0  # load of the busiest expert over the fair share, in the last turn; mean over layers
+
+    def run(self, steps: int) -> None:
+        """Trains on, and evaluates, which is not timed."""
+        take_loads(self.trainer.parts.engine.module)
+        start, going = time.process_time(), self.trainer.steps()
+        for _ in range(steps):
+            next(going)
+        going.close()
+        self.seconds += time.process_time() - start
+        loads = [each.choices.double() for each in take_loads(self.trainer.parts.engine.module).values()]
+        self.busiest = sum(float(each.max() / each.mean()) for each in loads) / max(1, len(loads))
+        found = self.trainer.evaluate()
+        assert found is not None
+        self.losses[self.trainer.step] = found.loss
+
+
+def make_arms(config: Config, names: list[str]) -> dict[str, Arm]:
+    """Makes the models by name: ``dense`` has MLPs as wide as the active experts together."""
+    shape = config.model
+    made = {}
+    for name in names:
+        model: dict[str, Any] = shape.model_dump(exclude_unset=True)
+        if name == DENSE:
+            model["mlp_width"] = shape.active * shape.expert_width
+            model = {key: value for key, value in model.items() if key not in _EXPERT_KEYS}
+        else:
+            model["router"] = ROUTERS[name]
+        changed = Config.model_validate({**config.model_dump(exclude_unset=True), "model": model})
+        made[name] = Arm(build_trainer(changed, SoloCommunicator(torch.device("cpu"))))
+    return made
+
+
+def compare(arms: dict[str, Arm], steps: int, every: int) -> list[dict[str, Any]]:
+    """Trains all for as many steps, in turns; the dense one for as long as the slowest mixture besides."""
+    for _ in range(0, steps, every):
+        for arm in arms.values():
+            arm.run(every)
+    dense = arms[DENSE]
+    same_steps = {name: (arm.losses[steps], arm.seconds) for name, arm in arms.items()}
+    slowest = max(arm.seconds for arm in arms.values())
+    while dense.seconds < slowest:
+        dense.run(every)
+    return [
+        {
+            "arm": name,
+            "parameters": arm.trainer.parts.engine.num_parameters,
+            "steps": steps,
+            "loss": round(same_steps[name][0], 4),
+            "seconds": round(same_steps[name][1], 1),
+            "busiest_expert": round(arm.busiest, 3),
+            "losses": {step: round(loss, 4) for step, loss in arm.losses.items()},
+            "steps_in_same_time": max(arm.losses),
+            "loss_in_same_time": round(arm.losses[max(arm.losses)], 4),
+        }
+        for name, arm in arms.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare a dense GPT with mixtures of experts.")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=50, help="steps of a turn")
+    parser.add_argument("--arms", default=",".join((DENSE, *ROUTERS)))
+    parser.add_argument("--output", type=Path, help="else the record is printed alone")
+    parser.add_argument("changes", nargs="*", help="of the config: key=value")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    most = f"train.steps={100 * asked.steps}"
+    config = load_config(CONFIG, [*_PLAIN, most, *asked.changes])
+    rows = compare(make_arms(config, asked.arms.split(",")), asked.steps, asked.every)
+    given = {"config": CONFIG.name, "changes": asked.changes, "steps": asked.steps, "every": asked.every}
+    command = " ".join(["python", *sys.argv])
+    record = BenchRecord(name="quality of experts", command=command, rows=rows, config=given)
+    if asked.output is not None:
+        record.write(asked.output)
+    print(record.to_json())
+
+
+if __name__ == "__main__":
+    main()
