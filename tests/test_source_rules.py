@@ -35,14 +35,14 @@ LINES = {
     "cli": 3_430,  # completion.py
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
-    "config": 3_650,  # a router of experts
+    "config": 3_720,  # a router of experts, and which of its keys go together
     "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_340,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles
+    "engines": 11_370,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; routers
     "health": 1_490,
     "launch": 2_980,
     "learn": 1_620,
-    "models": 2_910,  # attention over ranks and inside documents; experts
+    "models": 3_170,  # attention over ranks and inside documents; experts, and their balance
     "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
     "predict": 4_040,
     "profile": 570,
@@ -52,7 +52,7 @@ LINES = {
     "schedule": 1_260,  # the ring on which keys and values travel
     "search": 2_560,
     "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
-    "verify": 1_140,
+    "verify": 1_150,
     "view": 1_980,  # texts, failures, tags and notes of a run; the table of all runs
 }
 

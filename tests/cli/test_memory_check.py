@@ -36,7 +36,10 @@ def test_a_model_that_no_host_holds_is_refused_with_all_there_is_to_say() -> Non
     assert last == "  to start it all the same: --no-memory-check"
 
 
-@pytest.mark.parametrize("name", ["digits", "gpt_fsdp", "gpt_pipeline", "gpt_pydoc", "gpt_small", "resnet_images"])
+SMALL = ["digits", "gpt_fsdp", "gpt_moe", "gpt_pipeline", "gpt_pydoc", "gpt_small", "resnet_images"]
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_configs_for_small_machines_fit_into_two_gibibytes(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

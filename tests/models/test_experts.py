@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.config.sections import RouterConfig
+from paceline.engines.float8 import choose_float8
+from paceline.models import experts
 from paceline.models.experts import Mixture
 from paceline.models.gpt import GPT, gpt_config
 
@@ -75,3 +77,65 @@ def test_parameters_are_those_that_the_shape_counts() -> None:
     _, model = mixture(RouterConfig(), dense_layers=1, shared_experts=2, expert_width=48)
     matrices = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
     assert model.config.params == matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_products_are_in_its_dtype_and_the_router_in_float32(dtype: torch.dtype) -> None:
+    layer, _ = mixture(RouterConfig(), shared_experts=1)
+    layer.float()
+    x = torch.randn(3, 9, 64)
+    routing = layer.router(x.flatten(0, 1))
+    expected = layer(x)
+    with torch.autocast("cpu", dtype):
+        found = layer(x)
+        again = layer.router(x.flatten(0, 1))
+    assert found.dtype == dtype
+    assert torch.equal(again.experts, routing.experts)
+    assert torch.equal(again.weights, routing.weights)
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=scale * 8 * torch.finfo(dtype).eps)
+    found.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
+
+
+def test_without_any_rows_there_are_outputs_and_gradients() -> None:
+    layer, _ = mixture(RouterConfig())
+    layer(torch.randn(0, 5, 64, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+def one_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """What the kernel of a GPU computes, without a look at the counts on the host."""
+    places = torch.arange(len(rows), device=rows.device)
+    chosen = torch.searchsorted(counts.cumsum(0), places, right=True).clamp(max=len(weights) - 1)
+    return torch.einsum("ri,roi->ro", rows, weights[chosen])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+@pytest.mark.parametrize("name", ["plain", "bias and capacity"])
+def test_with_a_kernel_for_all_experts_a_block_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = RouterConfig(z_weight=0.1)
+    if name == "bias and capacity":
+        router = RouterConfig(balance="bias", capacity=1.0, scores="sigmoid", groups=2)
+    monkeypatch.setattr(experts, "grouped_product", one_product)
+    plain, other = (mixture(router, shared_experts=1)[0] for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for rows in (2, 3):
+        x = torch.randn(rows, 8, 64, dtype=torch.float64)
+        found, expected = compiled(x), plain(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        for out in (found, expected):
+            out.square().sum().backward()
+    for mine, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+    assert torch.equal(other.load, plain.load)
+    assert torch.equal(other.dropped, plain.dropped)
+
+
+def test_experts_stay_in_bf16_beside_layers_of_8_bits_and_a_note_says_so() -> None:
+    _, model = mixture(RouterConfig(), shared_experts=1)
+    found = choose_float8(model, model.blocks())
+    assert "layers.0.mlp.shared.up" in found.chosen
+    assert found.left["layers.3.mlp.experts"] == "experts"
+    assert "layers.0.mlp.experts, layers.1.mlp.experts, layers.2.mlp.experts and 1 more (experts)" in str(found)

@@ -35,6 +35,7 @@ from torch.autograd.function import Function
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
+from paceline.models.experts import Experts
 from paceline.models.lora import mixed
 
 MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
@@ -173,7 +174,7 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Layers:
-    """The linear layers of a model by name: those that compute with 8 bits, and why others do not."""
+    """The linear layers of a model by name: those that compute with 8 bits, and why others, and experts, do not."""
 
     chosen: tuple[str, ...]
     left: dict[str, str]
@@ -202,6 +203,7 @@ def choose_float8(model: nn.Module, blocks: Sequence[nn.Module]) -> Float8Layers
             left[name] = f"sizes that are no multiples of {MULTIPLE}"
         elif not hasattr(module, "float8_by_row") and not _is_plain(module):
             left[name] = "a forward of its own"
+    left |= {name: "experts" for name, module in model.named_modules() if isinstance(module, Experts)}
     # A tied weight is read by another module too: an embedding, or a layer that stays as it is.
     swapped = {id(module) for name, module in linears.items() if name not in left}
     read = {id(p) for each in model.modules() if id(each) not in swapped for p in each.parameters(recurse=False)}

@@ -190,12 +190,18 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    if kind == "cuda" and rows.dtype == torch.bfloat16:
+    if kind == "cuda" and _fits_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
     made = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+def _fits_kernel(rows: Tensor, weights: Tensor) -> bool:
+    """Says whether torch's kernel takes these: what it loads begins at, and goes on by, multiples of 16 bytes."""
+    sizes = (*weights.shape[1:], weights.storage_offset(), rows.storage_offset())
+    return rows.dtype == weights.dtype == torch.bfloat16 and len(rows) > 0 and all(each % 8 == 0 for each in sizes)
 
 
 def _of_best_groups(scores: Tensor, groups: int, active: int) -> Tensor:

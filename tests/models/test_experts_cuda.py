@@ -1,0 +1,98 @@
+"""Experts on a GPU: one kernel for the products of all of them, forward and backward, beside a product for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.config.sections import RouterConfig
+from paceline.models.balance import take_loads
+from paceline.models.experts import Mixture, grouped_product
+from paceline.models.gpt import GPT, gpt_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    *parts, rest = torch.split(rows, [*counts.tolist(), len(rows) - int(counts.sum())])
+    made = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+@pytest.mark.parametrize("counts", [[16, 16, 16], [1, 0, 30], [0, 0, 5], [7, 13, 0], [0, 0, 0]])
+@pytest.mark.parametrize("sizes", [(64, 128), (24, 40), (20, 36)])  # the last ones are no multiples of 16 bytes
+def test_products_and_gradients_are_those_of_a_product_for_each_expert(
+    counts: list[int], sizes: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    kept = sum(counts)
+    rows = torch.randn(kept + 6, sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.randn(3, sizes[1], sizes[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    held = torch.tensor(counts, device="cuda")
+    toward = torch.randn(kept, sizes[1], device="cuda", dtype=torch.bfloat16)
+    found, expected = grouped_product(rows, weights, held)[:kept], one_by_one(rows, weights, held)[:kept]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-1)
+    ours, theirs = (torch.autograd.grad(each, (rows, weights), toward) for each in (found, expected))
+    torch.testing.assert_close(ours[0][:kept], theirs[0][:kept], rtol=2e-2, atol=4e-1)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=2e-2, atol=4e-1)
+
+
+def make_mixture(router: RouterConfig, device: str) -> Mixture:
+    torch.manual_seed(3)
+    model = GPT(gpt_config("gpt-nano", vocab_size=65, experts=8, active=2, shared_experts=1, router=router))
+    layer = model.layers[0].mlp
+    assert isinstance(layer, Mixture)
+    with torch.no_grad():
+        layer.router.weight.mul_(50)
+    return layer.to(device)
+
+
+@pytest.mark.parametrize("router", [RouterConfig(z_weight=0.1), RouterConfig(balance="bias", capacity=1.0)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu(router: RouterConfig, compiled: bool) -> None:
+    plain, layer = make_mixture(router, "cpu"), make_mixture(router, "cuda")
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    x = torch.randn(4, 64, 64)
+    expected = plain(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = run(x.cuda())
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=0.05 * scale)
+    found.float().square().mean().backward()
+    expected.square().mean().backward()
+    for (name, mine), theirs in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        bound = 0.05 * float(theirs.grad.abs().max())
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=0, atol=bound, msg=name)
+    ours, reference = (next(iter(take_loads(each).values())) for each in (layer, plain))
+    assert ours.choices.tolist() == reference.choices.tolist()
+    assert ours.dropped.tolist() == reference.dropped.tolist()
+
+
+def test_without_a_capacity_the_host_never_waits_for_the_device() -> None:
+    layer = make_mixture(RouterConfig(z_weight=0.1), "cuda").bfloat16()
+    x = torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).float().sum().backward()
+        layer.router.move_bias(layer.router.arrived)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_memory_is_that_of_the_rows_and_not_of_all_experts() -> None:
+    """8,192 tokens x 128 experts x 512 features of bf16 are a GiB; the rows of two experts each are 16 MiB."""
+    shape = gpt_config("gpt-nano", vocab_size=65, width=512, mlp_width=512, experts=128, active=2)
+    layer = GPT(shape).layers[0].mlp.to("cuda", torch.bfloat16)
+    x = torch.randn(8, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(x).sum().backward()
+    weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+    assert torch.cuda.max_memory_allocated() - before - 2 * weights < 2**29
