@@ -350,6 +350,20 @@ def test_a_mixture_has_the_same_parameters_as_a_folder_a_plan_and_a_config(
         assert facts.expert_parameters == shape.num_sparse * shape.experts * shape.expert_params
 
 
+def test_every_plan_with_experts_over_ranks_is_a_config(tmp_path: Path) -> None:
+    _, values = read(tmp_path, {**SMALL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    config = config_from_dict(values, overrides=["train.global_batch=64", "data.samples=256", "data.eval_fraction=0.0"])
+    dgx = load_cluster("dgx-h100")
+    task = task_of(config, 8)
+    found = search(replace(task, need=EngineMemory.of(config)), dgx)
+    kinds = {(p.layout.strategy, p.layout.expert, p.layout.pipeline, p.layout.tensor): p for p in found.ranked}
+    assert {2, 4, 8} <= {expert for _, expert, _, _ in kinds}
+    for each in kinds.values():
+        planned = config_from_dict(planned_values(config, each.workload, dgx))
+        assert workload_as_written(planned, task, dgx) == each.workload
+        assert planned.parallel.expert == each.layout.expert
+
+
 def matrices_of(model: torch.nn.Module) -> int:
     """Counts parameters but for norms and biases, which a shape leaves out."""
     return sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and not name.endswith("bias"))

@@ -183,9 +183,9 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """
     kind = rows.device.type
     if kind == "meta":  # as if each expert had as many rows
-        missing = -len(rows) % len(weights)
-        even = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        product = torch.bmm(even.view(len(weights), -1, rows.shape[1]), weights.transpose(1, 2))
+        each = -(-len(rows) // len(weights))
+        even = F.pad(rows, (0, 0, 0, each * len(weights) - len(rows))) if len(rows) % len(weights) else rows
+        product = torch.bmm(even.view(len(weights), each, rows.shape[1]), weights.transpose(1, 2))
         return product.flatten(0, 1)[: len(rows)]
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)

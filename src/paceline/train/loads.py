@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 
@@ -18,11 +19,9 @@ from paceline.clock import Mark, seconds_between
 from paceline.health.experts import WINDOWS, judge_experts
 from paceline.models.balance import take_loads
 from paceline.models.experts import Router
-from paceline.records.records import ExpertsRecord
-
-if TYPE_CHECKING:
-    from paceline.train.step import StepResult
-    from paceline.train.trainer import Trainer
+from paceline.records.records import EventRecord, ExpertsRecord, Record
+from paceline.train.run_state import TrainerParts
+from paceline.train.step import StepResult
 
 
 class _Taken(NamedTuple):
@@ -36,21 +35,21 @@ class _Taken(NamedTuple):
 class LoadsHook:
     """Writes records of the routers of a trainer's model, and tells of what is wrong with them once."""
 
-    def __init__(self, every: int) -> None:
-        self._every, self._steps = every, 0
+    def __init__(self, parts: TrainerParts, write: Callable[[Record], None]) -> None:
+        self._parts, self._write_record, self._steps = parts, write, 0  # steps since counts were taken
         self._taken: deque[_Taken] = deque()
         self._seen: defaultdict[str, deque[ExpertsRecord]] = defaultdict(lambda: deque(maxlen=WINDOWS))
         self._told: set[tuple[str, str]] = set()
 
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+    def __call__(self, _: object, result: StepResult) -> None:
         self._steps += 1
-        if result.step % self._every == 0 or result.is_last:
-            self._take(trainer, result.step)
+        if result.step % self._parts.policy.loads_every == 0 or result.is_last:
+            self._take(result.step)
         while self._taken and (result.is_last or _is_past(self._taken[0].end)):
-            self._write(trainer, self._taken.popleft())
+            self._write(self._taken.popleft())
 
-    def _take(self, trainer: Trainer, step: int) -> None:
-        engine, meter = trainer.parts.engine, trainer.parts.meter
+    def _take(self, step: int) -> None:
+        engine, meter = self._parts.engine, self._parts.meter
         loads = take_loads(engine.module)
         numbers = [(each.dropped.sum(), each.entropy, each.auxiliary) for each in loads.values()]
         rows = zip((each.choices.double() for each in loads.values()), numbers, strict=True)
@@ -61,9 +60,9 @@ class LoadsHook:
             self._taken.append(_Taken(step, self._steps, layers, sums.to("cpu", non_blocking=True), meter.take()))
         self._steps = 0
 
-    def _write(self, trainer: Trainer, taken: _Taken) -> None:
+    def _write(self, taken: _Taken) -> None:
         seconds_between(taken.end, taken.end)  # of the last step: waits for the device
-        active, ranks = cast("Router", trainer.parts.engine.routers[0]).active, trainer.parts.plan.layout.expert
+        active, ranks = cast("Router", self._parts.engine.routers[0]).active, self._parts.plan.layout.expert
         for layer, (*counts, dropped, entropy, auxiliary) in zip(taken.layers, taken.sums.tolist(), strict=True):
             tokens = round(sum(counts) / active)
             record = ExpertsRecord(
@@ -78,13 +77,13 @@ class LoadsHook:
                 ranks=ranks,
                 time=time.time(),
             )
-            if trainer.sink is not None:
-                trainer.sink.write(record)
+            self._write_record(record)
             self._seen[layer].append(record)
         for found in judge_experts([list(own) for own in self._seen.values()]):
             if (found.kind, found.layer) not in self._told:
                 self._told.add((found.kind, found.layer))
-                trainer.note("experts", found.to_json(), step=taken.step)
+                told = EventRecord(name="experts", step=taken.step, detail=found.to_json(), time=time.time())
+                self._write_record(told)
 
 
 def _is_past(mark: Mark | float) -> bool:
