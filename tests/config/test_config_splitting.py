@@ -25,6 +25,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GPT = ["model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16}", "data.kind=text"]
 MLP = ["model.kind=mlp", "data.kind=digits"]
 RESNET = ["model.kind=resnet", "data.kind=synthetic_images"]
+MIXTURE = ["model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16, experts: 4, active: 2}", "data.kind=text"]
 PIPE = [*GPT, "parallel.pipeline=2"]
 CASES: list[tuple[list[str], list[str], str | None]] = [
     (PIPE, [], None),
@@ -105,6 +106,22 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     ),
     (MLP, ["parallel.tensor=2"], "parallel.tensor = 2 with model.kind = mlp"),
     (RESNET, ["parallel.tensor=2"], "parallel.tensor = 2 with model.kind = resnet"),
+    # experts
+    (MIXTURE, ["parallel.expert=2", "parallel.ranks=4"], None),
+    (MIXTURE, ["parallel.expert=4", "parallel.ranks=8", "parallel.tensor=2", "parallel.strategy=fsdp"], None),
+    (MIXTURE, ["parallel.expert=4", "parallel.ranks=8", "parallel.context=2"], None),
+    (MIXTURE, ["parallel.expert=3"], "parallel.expert = 3 does not divide model.experts = 4"),
+    (MIXTURE, ["parallel.expert=4", "parallel.ranks=2"], "parallel.expert = 4 does not divide parallel.data = 2"),
+    (
+        MIXTURE,
+        ["parallel.expert=4", "parallel.ranks=4", "parallel.strategy=hybrid", "parallel.shard_ranks=2"],
+        "parallel.expert = 4 does not divide parallel.shard_ranks = 2",
+    ),
+    (GPT, ["parallel.expert=2"], "parallel.expert = 2 with model.kind = gpt without experts"),
+    (MLP, ["parallel.expert=2"], "parallel.expert = 2 with model.kind = mlp without experts"),
+    (MIXTURE, ["parallel.expert=2", "comm.compression.policy=topk"], "parallel.expert = 2 with comm.compression.pol"),
+    (MIXTURE, ["parallel.expert=2", "parallel.strategy=auto"], "parallel.strategy = auto with parallel.expert = 2"),
+    (MIXTURE, ["parallel.expert=2", "train.microbatch=auto"], "train.microbatch = auto with parallel.expert = 2"),
     # the rest
     (PIPE, ["parallel.strategy=auto"], "parallel.strategy = auto with parallel.pipeline = 2"),
     (GPT, ["parallel.tensor=2", "parallel.strategy=auto"], "parallel.strategy = auto with parallel.tensor = 2"),

@@ -37,7 +37,7 @@ _EXACT = {"dtype": "float64", "precision": "fp32"}
 # Fields of a layout that are no options here: they change what is computed, or no engine reads them.
 _NOT_VERIFIED = (
     *("algorithm", "compile", "compression", "offload", "tunes_buckets", "gathers_logits"),
-    *("microbatch", "node_ranks", "expert"),
+    *("microbatch", "node_ranks"),
 )
 
 
@@ -50,6 +50,7 @@ def verify(
     clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
     checkpoints: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again, by policy full."),
     batch: int = typer.Option(None, help="Global batch; by default a ragged one."),
+    experts: int = typer.Option(None, help="Give the model so many experts in each block, two of which take a token."),
     backend: str = typer.Option("virtual", help="virtual: threads of this process; gloo or shared_memory: processes."),
     tolerance: float = typer.Option(None, help="Largest difference allowed; by default as the precision needs."),
     model: str = typer.Option(None, "--model", help="The same as the argument CONFIG."),
@@ -61,9 +62,11 @@ def verify(
     from paceline.verify.certificate import certify
 
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
-    is_spread = max(options.get(degree, 1) for degree in DEGREES) > 1
+    is_spread = max(options.get(degree, 1) for degree in (*DEGREES, "expert")) > 1
     name = model or config or ("gpt" if is_spread else "mlp")
     sizes = _large_enough(options) if name == "gpt" else []
+    if experts is not None:  # of which one is shared, so that all kinds of layers are there
+        sizes += [f"model.experts={experts}", "model.active=2", "model.shared_experts=1", "model.expert_width=48"]
     loaded = _load(name, [*sizes, *(overrides or [])])
     spread = _layout(loaded, options)
     said = options.get("strategy", loaded.parallel.strategy)
@@ -144,7 +147,9 @@ def _show(certificate: Certificate, name: str) -> None:
     console = new_console()
     verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
-    degrees = [f"{axis} {n}" for axis in ("pipeline", "context", "tensor") if (n := getattr(certificate, axis)) > 1]
+    degrees = [
+        f"{axis} {n}" for axis in ("pipeline", "context", "tensor", "expert") if (n := getattr(certificate, axis)) > 1
+    ]
     spread = " x ".join([*degrees, certificate.strategy])
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"

@@ -123,7 +123,7 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
     if parallel.strategy != "auto":
         return
     needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor", "context_method": "context"}
-    for key in ("pipeline", "context", "tensor", *needs):
+    for key in ("pipeline", "context", "tensor", "expert", *needs):
         if not parallel.is_changed(key):
             continue
         degree = needs.get(key, key)
@@ -132,6 +132,8 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
         rule = "auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs"
         if degree == "context":
             rule = "auto chooses among layouts in which a rank has its samples whole"
+        if key == "expert":
+            rule = "auto chooses among layouts in which a rank has all experts"
         fix = f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}")
         what = f"parallel.strategy = auto with parallel.{key} = {text_of(getattr(parallel, key))}"
         yield Problem(what=what, rule=rule, fix=fix)
@@ -155,8 +157,9 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
-    if config.parallel.degree > 1 and config.train.microbatch == "auto":
-        asked = {name: getattr(config.parallel, name) for name in ("pipeline", "context", "tensor")}
+    together = config.parallel.degree * config.parallel.expert
+    if together > 1 and config.train.microbatch == "auto":
+        asked = {name: getattr(config.parallel, name) for name in ("pipeline", "context", "tensor", "expert")}
         degrees = " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
         rule = "a pass is one of several ranks together, so that one of them cannot try how much fits"
         fix = f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number"

@@ -30,6 +30,7 @@ from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.combined import combine
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
+from paceline.engines.experts import has_experts, spread_experts
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
@@ -282,6 +283,8 @@ def _share(
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
+    if layout.expert > 1:  # values of a split model are alike already
+        spread_experts(model, groups.expert, None if layout.is_split else comm)
     asks_for_blocks = precision.float8 or layout.checkpoint_activations != "none" or layout.is_fully_sharded
     blocks = model_blocks(model) if asks_for_blocks else []
     if layout.sync_batchnorm and comm.size > 1:
@@ -343,10 +346,11 @@ def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> No
     """Raises UsageError where ranks are to hold different experts or to compute in 8 bits, and the model cannot."""
     if precision.float8:
         check_float8(model, model_blocks(model), precision.name)
-    if expert > 1 and all(expert_dim(parameter) is None for parameter in model.parameters()):
+    if expert > 1 and not has_experts(model):
         raise UsageError(
-            f"expert = {expert}, and no parameter of the model is marked as one of which ranks hold different parts\n"
-            "  a rank builds its part of the experts, and says so for each parameter\n"
+            f"expert = {expert}, and no block of the model has experts of paceline.models.experts, and no parameter of "
+            "the model is marked as one of which ranks hold different parts\n"
+            "  ranks are dealt the experts of a mixture; of other models each builds its part, and says so\n"
             "  call mark_expert(parameter) of paceline.engines.groups, or set expert = 1"
         )
 

@@ -88,7 +88,7 @@ class CombinedParallel(Engine):
         self._names = tuple(names)
         self._tied = dict(tied)
         self._parts = SplitParts(splits, groups.tensor)
-        self._split = (*(engine.experts for engine in engines), self._parts)  # of a parameter: cut by each in turn
+        self._split = (*(engine.experts for engine in engines), self._parts)  # of a parameter: joined by each in turn
         self._counted = {
             (stage, name)
             for stage, engine in self.stages.items()
@@ -139,6 +139,7 @@ class CombinedParallel(Engine):
         """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
             return super()._run_microbatches(microbatches, loss, scale, on_phase)
+        microbatches = self.with_blanks(microbatches)
         with self.inside(None):  # each action sets the part of its microbatch
             values = self.pipeline.run([self.cut(each) for each in microbatches], loss, scale, on_phase)
         self._sum_tied()
@@ -261,7 +262,7 @@ class CombinedParallel(Engine):
 
     def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         def part(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-            for split in self._split:
+            for split in reversed(self._split):
                 values = {key: split.part(name, value) for key, value in values.items()}
             return dict(values)
 

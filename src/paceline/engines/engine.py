@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, ParamSpec, P
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import TypeVar  # with defaults, which Python 3.13 has: an Engine is one of any module
 
 from paceline.clock import on_device
@@ -46,6 +47,11 @@ _CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64
 _MOVES = ("cuda", "cpu", "xpu")
 _TIED = "it is tied to its module, its optimizer and the other ranks"
 _ELSEWHERE = "choose it when the ranks meet: paceline.connect(device=...)"
+NO_BLANK = (
+    "the first batch has no samples on this rank, where ranks hold different experts\n"
+    "  such a rank takes part in each pass with a batch of zero rows, which looks as others do\n"
+    "  give every rank a sample of the first batch, or set engine.blank to a batch of zero rows"
+)
 _OTHER_DTYPE = 'cast the model before parallelize(), or give precision="bf16" or another one'
 
 
@@ -89,6 +95,7 @@ class Engine(ABC, Generic[M]):
     float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
     pipeline: Any = None  # the ``Pipeline`` that runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
+    blank: Any = None  # a batch of zero rows, once one with samples was seen
     checked_optimizer: weakref.ref[Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may join the rest of it without samples
 
@@ -186,6 +193,7 @@ class Engine(ABC, Generic[M]):
     ) -> Sequence[LossSum]:
         """Runs the passes; None alone: no samples in the whole step, but the others wait for this rank."""
         values: list[LossSum] = []
+        microbatches = self.with_blanks(microbatches)
         context = self.precision.context(self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
@@ -223,6 +231,24 @@ class Engine(ABC, Generic[M]):
             self.gradient_comm.all_reduce(arrived).wait()
             for each, own in zip(routers, arrived, strict=True):
                 each.move_bias(own, norm)
+
+    def with_blanks(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Returns batches with one of zero rows for each None, where ranks meet inside of passes and so must run them.
+
+        Raises UsageError where no batch has been seen that tells what one looks like (``blank``).
+        """
+        if not self.meets_in_passes:
+            return batches
+        for batch in batches:
+            self.blank = self.blank if batch is None else without_samples(batch)
+        if self.blank is None and None in batches:
+            raise UsageError(NO_BLANK)
+        return [self.blank if batch is None else batch for batch in batches]
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether a pass waits for others that share the batch: ranks that hold different experts do."""
+        return self.groups.expert.size > 1
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
@@ -487,6 +513,17 @@ class Engine(ABC, Generic[M]):
 
 def _refuse(what: str, rule: str, fix: str) -> NoReturn:
     raise UsageError(f"{what}\n  {rule}\n  {fix}")
+
+
+def without_samples(batch: Any) -> Any:
+    """Returns a batch of zero rows that otherwise looks like this one."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        made = tensor.new_empty((0, *tensor.shape[1:])) if tensor.ndim else tensor.clone()
+        vars(made).update(vars(tensor))  # of which rows it is a part
+        return made
+
+    return tree_map_only(Tensor, cut, batch)
 
 
 def forget_gradients(parameters: Iterable[Tensor], set_to_none: bool = True) -> None:

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import Engine
+from paceline.engines.engine import NO_BLANK, Engine, without_samples
 from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.optimizer_state import check_updates, gather_optimizer_state, load_optimizer_state, on_cpu
 from paceline.engines.flat.shard import dense_stride, full_shape
-from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
+from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors, differentiable_in
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts
+from paceline.errors import UsageError
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.plan.layout import Layout
 from paceline.shards import Region, Shard, memory_order, whole_region
@@ -30,6 +31,7 @@ class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
     replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
+    _last_inputs: Any = None  # of zero rows, where ranks meet inside of passes
     _updated: dict[str, nn.Parameter]  # by name: parameters, or this rank's flat pieces of them, some of them empty
 
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision) -> None:
@@ -72,10 +74,25 @@ class ModuleEngine(Engine):
             self._is_syncing = before
 
     def join_pass(self) -> None:
+        if self.meets_in_passes:
+            args, kwargs = self._blank_inputs()
+            outputs = differentiable_in(self(*args, **kwargs))
+            if outputs:
+                torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+            return
         with standing_in(self.module):
             self.join_forward()
             if torch.is_grad_enabled():
                 self.join_backward()
+
+    def _blank_inputs(self) -> Any:
+        """Returns arguments of zero rows: as the module was called last, or as it says that it may be."""
+        if self._last_inputs is None and callable(say := getattr(self.module, "example_inputs", None)):
+            args = tuple(torch.zeros_like(each, device=self.device) for each in say())
+            self._last_inputs = without_samples((args, {}))
+        if self._last_inputs is None:
+            raise UsageError(NO_BLANK)
+        return self._last_inputs
 
     def forget_pass(self) -> None:
         """Takes back what the last pass taught the engine: nothing."""
@@ -97,6 +114,8 @@ class ModuleEngine(Engine):
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger notes the phase before and after it."""
+        if self.meets_in_passes:
+            self._last_inputs = without_samples((args, kwargs))
         with contextlib.nullcontext() if self.groups.sequences is None else self.groups.sequences.call(args, kwargs):
             if self.replica_watch is not None and torch.is_grad_enabled():
                 self.replica_watch.see((args, kwargs))

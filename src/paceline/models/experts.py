@@ -12,6 +12,7 @@ Where ranks hold different experts, ``exchange`` sends the rows to them, and bri
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from paceline.models.balance import Balanced, Choice, look_at
 from paceline.plan.model_shape import ModelShape
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""Takes rows sorted by their experts, how many each expert of all ranks has, and the experts; returns their outputs."""
+Beside = Callable[[], Tensor] | None
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
+"""Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while
+rows are under way; returns what the experts make of the rows, and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,11 @@ class Experts(nn.Module):
         self.last = nn.Parameter(torch.empty(config.experts, width, inner))
         self.reset_parameters()
 
+    @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """The dim of each parameter that has the inner features, and how many matrices lie side by side in it."""
+        return {"first": (1, 2 if self.gated else 1), "last": (2, 1)}
+
     def reset_parameters(self) -> None:
         for weight, std in zip((self.first, self.last), self._stds, strict=True):
             nn.init.normal_(weight, std=std)
@@ -118,43 +126,42 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns for each token (..., tokens, width) the weighted sum of what its experts make of it."""
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.flatten(0, -2)
         routing = self.router(tokens)
         capacity = self.router.rule.capacity if self.training else 0.0
         is_watched = self.training and torch.is_grad_enabled()
         choice, rows = None, (x.shape[:-2].numel(), x.shape[-2])
         if capacity or is_watched:
             choice = look_at(routing.experts.view(*rows, self.active), self.num_experts, capacity)
-        mixed = self._mix(tokens, routing, choice).view(x.shape)
-        if self.shared is not None:
-            mixed = mixed + cast("Tensor", self.shared(x))
+        mixed = self._mix(x, tokens, routing, choice)
         if choice is not None and is_watched:
             mixed = self.router.watch(mixed, routing.logits.view(*rows, self.num_experts), choice)
         return mixed
 
-    def _mix(self, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
-        """Returns what the experts make of tokens (tokens, width), weighed and added up."""
+    def _mix(self, x: Tensor, tokens: Tensor, routing: Routing, choice: Choice | None) -> Tensor:
+        """Returns what the experts make of x, whose tokens lie one behind another, weighed and added up."""
         chosen, kept = routing.experts.reshape(-1), None
         if choice is not None and choice.kept is not None:
             kept = choice.kept.reshape(-1)
             chosen = torch.where(kept, chosen, self.num_experts)  # behind all others, where no expert looks
         order = chosen.argsort(stable=True)
-        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens.device)
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
         rows = _SortedRows.apply(tokens, order, self.active, kept)  # type: ignore[no-untyped-call]
+        shared = None if self.shared is None else functools.partial(self.shared, x)
         if self.exchange is None:
-            made = self.experts(rows, counts)
-        elif kept is None:
-            made = self.exchange(rows, counts, self.experts)
+            made, beside = self.experts(rows, counts), None if shared is None else shared()
         else:  # what is dropped stays here
-            made = self.exchange(rows[: int(counts.sum())], counts, self.experts)
-            made = F.pad(made, (0, 0, 0, len(rows) - len(made)))
+            sent = rows if kept is None else rows[: int(counts.sum())]
+            made, beside = self.exchange(sent, counts, self.experts, shared)
+            made = F.pad(made, (0, 0, 0, len(rows) - len(sent)))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = made.index_select(0, place)
         if kept is not None:  # a kernel leaves alone what is no expert's
             made = torch.where(kept.unsqueeze(-1), made, 0.0)
-        made = made.view(len(tokens), self.active, made.shape[-1])
-        return cast("Tensor", (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1))
+        made = made.view(len(tokens), self.active, x.shape[-1])
+        mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
+        return mixed if beside is None else cast("Tensor", mixed + beside)
 
 
 class _SortedRows(torch.autograd.Function):
@@ -172,7 +179,8 @@ class _SortedRows(torch.autograd.Function):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         found = gradient.index_select(0, place)
         found = found if kept is None else torch.where(kept.unsqueeze(-1), found, 0.0)
-        return found.view(len(order) // ctx.active, ctx.active, gradient.shape[-1]).sum(1), None, None, None
+        tokens, width = len(order) // ctx.active, gradient.shape[-1]
+        return found.view(tokens, ctx.active, width).sum(1), None, None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -401,11 +401,12 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     shared = held.data * held.context_ranks
     for name, size in (("data", shared), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            named = f"data x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else name
-            what = f"{asked} does not divide {named} = {size}"
+            among = case.key("shard_ranks") if name == "shard_ranks" else case.key("data")
+            among += f" x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else ""
+            what = f"{asked} does not divide {among} = {size}"
             rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
-            near = [each for each in divisors(size) if (model.experts or each) % each == 0]
-            best = min(near, key=lambda each: (abs(each - expert), -each))
+            good = [each for each in divisors(size) if (model.experts or each) % each == 0]
+            best = min(good, key=lambda each: (abs(each - expert), -each))
             yield Problem(what=what, rule=rule, fix=f"try {case.key('expert')} = {best}")
 
 

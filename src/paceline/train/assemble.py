@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,14 +24,15 @@ from paceline.config.layout import peak_learning_rate
 from paceline.config.sections import HFModelConfig
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
-from paceline.data.fetch import LoaderOptions
+from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_workers
 from paceline.data.order import DataOrder
 from paceline.data.packing import packing_details
 from paceline.data.registry import DataSplits, data_of
+from paceline.data.streams import StreamSamples
 from paceline.engines.apply import parallelize
 from paceline.engines.blocks import fix_sizes, load_compiler
-from paceline.engines.engine import Engine, ignore_phase
+from paceline.engines.engine import Engine, ignore_phase, without_samples
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
@@ -132,6 +134,8 @@ def build_trainer(
     loss = _build_loss(config, layout, work, comm.device)
     seed_everything(config.train.seed)  # a model without values draws them now
     engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
+    if engine.meets_in_passes and not isinstance(data.train, StreamSamples):
+        engine.blank = without_samples(fetch_batch(data.train, np.zeros(1, dtype=np.int64)))
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:

@@ -192,7 +192,8 @@ def apply_to_each(
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
     try:
-        for batch, samples in batches:
+        for given, samples in batches:
+            (batch,) = engine.with_blanks([given])
             if batch is None:
                 engine.join_pass()
                 continue

@@ -34,6 +34,7 @@ _MAGNIFIED = (
     "its gradient cancels, up to the rounding of its sums, and an optimizer that divides by the size of gradients "
     "magnifies that\n  a bias before a norm is such a parameter: drop it, or give the optimizer a larger eps"
 )
+_OF_LAYOUT = ("pipeline", "tensor", "expert", "checkpoint_activations", "precision")  # what a certificate repeats
 _UNSTEADY = "the run was repeated to find the place, and then agreed: its results differ from run to run"
 
 
@@ -174,6 +175,7 @@ class Certificate(Shown):
     pipeline: int
     context: int
     tensor: int
+    expert: int
     schedule: str | None
     backend: str
     steps: int
@@ -287,7 +289,7 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         context=layout.context_ranks,
         schedule=None if layout.pipeline == 1 else str(layout.schedule),
         **{name: getattr(settings, name) for name in ("ranks", "backend", "steps", "clip", "accumulate")},
-        **{name: getattr(layout, name) for name in ("pipeline", "tensor", "checkpoint_activations", "precision")},
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
         num_parameters=sum(p.numel() for p in case.make_model().parameters()),
         batch=reference.samples,
         dtype=str(settings.dtype).removeprefix("torch."),

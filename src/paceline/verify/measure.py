@@ -69,9 +69,9 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
     pushes over an edge; if one in 256 takes the other side, that is u / 16. Gradients that travel in half precision are
     off by 0.4 u, shares weighed wrongly by tens of u.
 
-    With other pieces the two runs round different numbers: u for each side, and as much again where pieces partly
-    cancel. An element at an edge may also switch a ReLU, which is much for a small tensor; so there the floor is the
-    norm of all.
+    With other pieces, and where an expert takes the rows of several ranks at once, the two runs round different
+    numbers: u for each side, and as much again where pieces partly cancel. An element at an edge may also switch a
+    ReLU, which is much for a small tensor; so there the floor is the norm of all.
 
     In fp8 u is 2^-4 of a number's size (e4m3). The bound for the same pieces is the same share of this u. Elsewhere it
     is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
@@ -82,7 +82,7 @@ def bound_for(settings: Settings, pieces: int) -> Bound:
     half = torch.float8_e4m3fn if policy.float8 is not None else policy.autocast_dtype or policy.param_dtype
     assert half is not None
     name, unit = str(half).removeprefix("torch."), torch.finfo(half).eps / 2
-    if pieces == settings.accumulate * settings.ranks:
+    if pieces == settings.accumulate * settings.ranks and settings.layout.expert == 1:
         reason = f"the same roundings to {name} on both sides, and one element in 256 on the other side of an edge"
         return Bound(tolerance=tolerance or unit / 16, reason=reason, floor=0.01)
     reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"

@@ -28,11 +28,12 @@ from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import share_memory
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import Engine
+from paceline.engines.engine import Engine, without_samples
 from paceline.engines.float8 import swap_linears
 from paceline.engines.precision import kept_parameters
 from paceline.errors import UsageError
 from paceline.models.balance import Balanced, loss_factor
+from paceline.models.experts import Experts
 from paceline.models.registry import model_blocks
 from paceline.train.loss import LossValue
 from paceline.train.step import StepPolicy, make_scaler, place, train_step
@@ -72,6 +73,7 @@ def run_distributed(comm: Communicator, case: Case, settings: Settings) -> list[
         model, names, dropping = prepare(case, settings.dtype)
         restore_dropout(dropping, settings)
         engine = parallelize(model, comm, layout=settings.layout)
+        engine.blank = without_samples(case.make_batch(0))
         loss = case.make_loss()
         optimizer = case.make_optimizer(engine.named_parameters(), engine)
         engine.check_optimizer(optimizer)
@@ -174,7 +176,8 @@ class ActivationRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
         self._handles = [model.register_forward_pre_hook(lambda *_: self._passes.append([]))]
-        leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        alone = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+        leaves = [(name, module) for name, module in alone if not isinstance(module, Experts)]  # rows of all samples
         self._handles += [module.register_forward_hook(partial(self._keep, name)) for name, module in leaves]
 
     def stop(self, microbatches: Sequence[int]) -> dict[int, Calls]:

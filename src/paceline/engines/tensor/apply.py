@@ -20,11 +20,13 @@ from paceline.comm.base import Communicator
 from paceline.engines.nodes import TensorRegion
 from paceline.engines.tensor.layers import (
     ColumnLinear,
+    PartialLayer,
     RowLinear,
     SequencePositions,
     SharedLayer,
     SplitExperts,
     SplitLayer,
+    SplitRouter,
     VocabularyEmbedding,
     VocabularyHead,
     causal_loss,
@@ -41,6 +43,8 @@ _KINDS: dict[Role, type[nn.Module]] = {
     "embedding": VocabularyEmbedding,
     "head": VocabularyHead,
     "experts": SplitExperts,
+    "partial": PartialLayer,
+    "router": SplitRouter,
     "shared": SharedLayer,
     "between": SharedLayer,
     "positions": SequencePositions,
@@ -125,15 +129,15 @@ def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
         if parameter is None:
             continue
         dim: int | None = None
-        if rule.role == "experts":
-            dim, groups = rule.cuts[name]
+        if cuts := rule.cuts or getattr(module, "cuts", {}):
+            dim, groups = cuts[name]
             yield name, Split(shape=tuple(parameter.shape), dim=dim, groups=groups)
             continue
         if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
             dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
         elif rule.role in ("column", "embedding", "head"):
             dim = parameter.ndim - 1 if transposed else 0
-        elif rule.role == "row" and parameter.ndim == 2:
+        elif rule.role in ("row", "partial") and parameter.ndim == 2:
             dim = 0 if transposed else 1
         yield name, Split(shape=tuple(parameter.shape), dim=dim, groups=rule.groups if dim is not None else 1)
 
@@ -185,15 +189,15 @@ def _fit_problems(model: nn.Module, changes: list[_LayerChange], size: int) -> I
         is_linear = _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
         if isinstance(module, SplitLayer | SharedLayer):
             yield f"  {change.name} is split already: apply tensor parallelism once, to a plain model"
-        elif role in ("column", "row", "head") and not is_linear:
+        elif role in ("column", "row", "head", "partial") and not (is_linear or hasattr(module, "cuts")):
             yield (
                 f"  {change.name} is a {type(module).__name__}, which is no nn.Linear, or has a forward of its own: "
                 "leave it out of the plan, or make it a plain linear layer"
             )
         elif role in ("embedding", "positions") and not isinstance(module, nn.Embedding):
             yield f"  {change.name} is a {type(module).__name__}, not an nn.Embedding: leave it out of the plan"
-        elif (split := change.splits.get("weight")) is not None and split.dim is not None:
-            extent = split.shape[split.dim] // split.groups
+        elif (split := next((each for each in change.splits.values() if each.dim is not None), None)) is not None:
+            extent = split.shape[cast("int", split.dim)] // split.groups
             if change.rule.heads is not None:
                 above = model.get_submodule(change.name.rpartition(".")[0])
                 width = getattr(above, change.rule.heads) * change.rule.head_parts
@@ -251,6 +255,9 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> No
         module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
         for name in rule.resized:
             setattr(module, name, getattr(module, name) // region.comm.size)
+    for name, _, _ in plan.fitting(model, "router"):  # behind a mixture, whose parts are summed once
+        mixture = model.get_submodule(name.rpartition(".")[0])
+        mixture.register_forward_hook(lambda _module, _args, output: region.leave(output))
     if region.is_sequence:
         for _, module, _ in plan.fitting(model, "begin"):
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.comm.base import Communicator
 from paceline.engines.float8 import float8_linear
-from paceline.engines.nodes import TensorRegion, moved
-from paceline.engines.tensor.layout import Split, split_range
+from paceline.engines.nodes import TensorRegion, moved, same
+from paceline.engines.tensor.layout import Split, drawn_whole, split_range
 from paceline.errors import UsageError
 from paceline.models.head_loss import check_targets
 from paceline.models.lora import A, Adapted
@@ -57,19 +57,9 @@ class SplitLayer(nn.Module):
     float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
-        """Gives the parameters this rank's part of what the plain layer would draw; for a moment the layer is whole."""
-        local = dict(self._parameters)
-        comm = self.region.comm
-        for name, split in self.splits.items():
-            self._parameters[name] = nn.Parameter(cast("Tensor", local[name]).new_empty(split.shape))
-        try:
+        """Gives the parameters this rank's part of what the plain layer would draw."""
+        with drawn_whole(self, self.splits, self.region.comm):
             super().reset_parameters()  # type: ignore[misc]
-            with torch.no_grad():
-                for name, split in self.splits.items():
-                    whole = cast("Tensor", self._parameters[name])
-                    cast("Tensor", local[name]).copy_(split.cut(whole, comm.rank, comm.size))
-        finally:
-            self._parameters.update(local)
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -180,6 +170,29 @@ class SplitExperts(nn.Module):
         """Returns the sum of the ranks' results; what came in with a gradient gets that of all ranks."""
         enter = functools.partial(tree_map_only, Tensor, self.region.enter)
         return self.region.leave(super().forward(*enter(args), **enter(kwargs)))
+
+
+class PartialLayer(SplitLayer):
+    """A layer with some of the inputs, or experts with some inner features, whose sum is left to the module above."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self._product(*args) if isinstance(self, nn.Linear) else super().forward(*args)
+
+
+class SplitRouter(nn.Module):
+    """A router inside of a split part: whole on every rank, and so are its gradients.
+
+    Ranks route alike. What they make of a token's weights is a part on each, and is summed; the rest of what the router
+    learns from, such as the balance of experts, each rank has whole. So the gradient of its input is whole, and the
+    entrance of the split part, which sums, gets a share of it from each.
+    """
+
+    region: TensorRegion
+
+    def forward(self, tokens: Tensor) -> Any:
+        ranks = self.region.comm.size
+        found = super().forward(moved(tokens, same, lambda gradient: gradient / ranks))
+        return replace(found, weights=self.region.sum_back(found.weights))
 
 
 class SharedLayer(nn.Module):

@@ -10,10 +10,11 @@ What is not cut is the same on all ranks. Gathering one tensor takes one all-gat
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,22 @@ class Split:
         assert self.dim is not None
         groups = zip(*(piece.chunk(self.groups, self.dim) for piece in pieces), strict=True)
         return torch.cat([part for group in groups for part in group], self.dim)
+
+
+@contextlib.contextmanager
+def drawn_whole(layer: nn.Module, splits: Mapping[str, Split], comm: Communicator) -> Iterator[None]:
+    """Gives a layer whole parameters to draw values for; afterwards it has its own, with this rank's part of these."""
+    local = dict(layer._parameters)
+    for name, split in splits.items():
+        layer._parameters[name] = nn.Parameter(cast("Tensor", local[name]).new_empty(split.shape))
+    try:
+        yield
+        with torch.no_grad():
+            for name, split in splits.items():
+                whole = cast("Tensor", layer._parameters[name])
+                cast("Tensor", local[name]).copy_(split.cut(whole, comm.rank, comm.size))
+    finally:
+        layer._parameters.update(local)
 
 
 class SplitParts:

@@ -8,6 +8,7 @@ it fits one of these roles:
     column     a linear layer with some of the outputs       row        one with some of the inputs: a split part ends
     shared     whole parameters inside a split part, that work on some of the heads
     experts    some of the inner features of every expert, in matrices that are stacked: a split part of its own
+    partial    as row, or such experts, where the module above adds up before the sum     router     of that module
     embedding  has some rows of the vocabulary               head       the output layer, with the same rows
     between    whole parameters between split parts, that work on a part of the sequence under sequence parallelism
     positions  an embedding of positions, between split parts
@@ -34,7 +35,19 @@ from paceline.errors import UsageError
 from paceline.models.lora import matches
 
 Role = Literal[
-    "input", "column", "row", "shared", "experts", "embedding", "head", "between", "positions", "begin", "end"
+    "input",
+    "column",
+    "row",
+    "shared",
+    "experts",
+    "partial",
+    "router",
+    "embedding",
+    "head",
+    "between",
+    "positions",
+    "begin",
+    "end",
 ]
 
 

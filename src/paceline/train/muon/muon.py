@@ -10,6 +10,8 @@ so that one learning rate serves both; sqrt(max(1, rows / columns)) is that of t
 update is that of torch.optim.Muon, which computes O in bf16 everywhere. Here it is bf16 on a GPU, and on a CPU the
 dtype of the parameters, which is faster there and lets a run on many ranks be proved equal to one process.
 
+Experts' matrices are stacked in one parameter, and are matrices each: ranks hold some of them, or slices of some.
+
 Not of a hidden layer are embeddings and the output layer, which are known by their names. In a model that has no such
 names the first and the last matrix are the input and the output layer.
 """
@@ -21,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -34,6 +36,21 @@ from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.shard import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
+
+Part: TypeAlias = int | slice | None
+"""Where a matrix is in what this rank has of a parameter: its number in a stack, elements of a piece; None: all."""
+_MATRIX = 2
+
+
+class _Member(NamedTuple):
+    """A matrix that is updated, in its parameter."""
+
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    part: Part
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.part is None else tensor[self.part]
 
 
 class Muon(torch.optim.Optimizer):
@@ -59,6 +76,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype: torch.dtype | None = None  # in which matrices are orthogonalised; None: as the device does it best
         self._engine = engine
         self._alone = functools.cache(SoloCommunicator)
+        self._places: list[tuple[int, Part]] = []  # of matrices, by number: which parameter they are of, and its part
         self._rounds: list[UpdateRound] | None = None  # made in the first step, when the device is known
         if engine is not None and engine.splits_matrices:
             raise UsageError(
@@ -86,7 +104,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._rounds is None:
             self._rounds = self._make_rounds()
-        members = self._members()
+        members = self._matrices()
         if self._rounds:
             self._start(self._rounds[0], members)
         if self._adamw is not None:  # while the first slices are under way
@@ -109,19 +127,26 @@ class Muon(torch.optim.Optimizer):
     def _iterations(self) -> int:
         return int(next(group["iterations"] for group in self.param_groups if group["is_hidden"]))
 
-    def _start(self, current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+    def _matrices(self) -> list[_Member]:
+        """Returns the matrices by number, each with its parameter: a stack of experts has one for each of them."""
+        members = self._members()
+        return [_Member(*members[index], part) for index, part in self._places]
+
+    def _start(self, current: UpdateRound, members: Sequence[_Member]) -> None:
         """Moves the momentum of a round's matrices, and hands over what this rank gives of their updates."""
-        found = {number: members[number] for number in current.numbers if members[number][0].grad is not None}
+        found = {number: members[number] for number in current.numbers if members[number].parameter.grad is not None}
         by_group: dict[int, list[int]] = {}
-        for number, (parameter, group) in found.items():
+        for number, (parameter, group, _) in found.items():
             by_group.setdefault(id(group), []).append(number)
             if "momentum_buffer" not in (state := self.state[parameter]):
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         updates: dict[int, torch.Tensor] = {}
         for numbers in by_group.values():
-            momentum, nesterov = (found[numbers[0]][1][key] for key in ("momentum", "nesterov"))
-            buffers = {number: self.state[found[number][0]]["momentum_buffer"] for number in numbers}
-            gradients: dict[int, Any] = {number: found[number][0].grad for number in numbers}
+            momentum, nesterov = (found[numbers[0]].group[key] for key in ("momentum", "nesterov"))
+            buffers = {n: found[n].own(self.state[found[n].parameter]["momentum_buffer"]) for n in numbers}
+            gradients: dict[int, Any] = {
+                n: found[n].own(cast("torch.Tensor", found[n].parameter.grad)) for n in numbers
+            }
             torch._foreach_lerp_(list(buffers.values()), list(gradients.values()), 1 - momentum)
             given = [number for number in numbers if number in set(current.needed)]
             values = [buffers[number] for number in given]
@@ -134,13 +159,18 @@ class Muon(torch.optim.Optimizer):
         """Makes the rounds of all matrices: those of one group of ranks, and of one dtype, after another."""
         places = {} if self._engine is None else piece_places(self._engine.flat_groups)
         kinds: dict[tuple[int, torch.dtype], tuple[Communicator, dict[int, Matrix]]] = {}
-        for number, (parameter, _) in enumerate(self._members()):
+        self._places.clear()
+        for index, (parameter, _) in enumerate(self._members()):
             if id(parameter) in places:
-                comm, matrix = _describe_piece(*places[id(parameter)])
+                comm, found = _describe_piece(*places[id(parameter)])
             else:
-                comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
-                matrix = Matrix(shape=(parameter.shape[0], parameter.shape[1]))
-            kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][number] = matrix
+                engine = self._engine
+                comm = self._alone(parameter.device) if engine is None else engine.groups.of(parameter).gradients
+                matrix, is_stack = Matrix(shape=(parameter.shape[-2], parameter.shape[-1])), parameter.ndim > _MATRIX
+                found = [(matrix, number) for number in range(len(parameter))] if is_stack else [(matrix, None)]
+            for matrix, part in found:
+                kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][len(self._places)] = matrix
+                self._places.append((index, part))
         rounds: list[UpdateRound] = []
         for (_, dtype), (comm, matrices) in kinds.items():
             lower = torch.bfloat16 if comm.device_kind == "cuda" and dtype == torch.float32 else dtype
@@ -172,37 +202,45 @@ def _make_groups(
     return [group for group in groups if group["params"]]
 
 
-def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]:
-    """Returns who shares a matrix, and which of its elements each of them holds."""
+def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, list[tuple[Matrix, Part]]]:
+    """Returns who shares a parameter, and of each of its matrices what each of them holds, and where this rank does."""
     slot, size = group.layout.slots[place], group.comm.size
-    rows, columns = slot.shape
+    rows, columns = slot.shape[-2:]
     # Memory in the order of the columns is that of the transposed matrix, which is orthogonalised to the transposed.
-    shape = (columns, rows) if slot.stride[0] < slot.stride[1] else (rows, columns)
+    shape = (columns, rows) if slot.stride[-2] < slot.stride[-1] else (rows, columns)
     ranges = [group.layout.shard_range(rank, size) for rank in range(size)]
-    edges = [[min(max(edge - slot.offset, 0), slot.numel) for edge in span] for span in ranges]
-    return group.comm, Matrix(shape=shape, spans=tuple((first, end) for first, end in edges))
+    begins = [slot.offset + number * rows * columns for number in range(slot.numel // (rows * columns))]
+    found: list[tuple[Matrix, Part]] = []
+    for begin in begins:
+        edges = [[min(max(edge - begin, 0), rows * columns) for edge in span] for span in ranges]
+        first, end = (begin + edge - max(ranges[group.comm.rank][0], slot.offset) for edge in edges[group.comm.rank])
+        part = None if len(begins) == 1 else slice(max(first, 0), max(end, 0))
+        found.append((Matrix(shape=shape, spans=tuple((first, end) for first, end in edges)), part))
+    return group.comm, found
 
 
-def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+def _apply(current: UpdateRound, members: Sequence[_Member]) -> None:
     """Decays the parameters of a round, and adds their updates: in one call for all that have the same factors."""
     alike: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for number, update in current.finish().items():
-        parameter, group = members[number]
-        if parameter.grad is None or not parameter.numel():
+        (parameter, group, _), own = members[number], members[number].own(members[number].parameter)
+        if parameter.grad is None or not own.numel():
             continue
-        lr, (rows, columns) = float(group["lr"]), full_shape(parameter)
+        lr, (rows, columns) = float(group["lr"]), full_shape(parameter)[-2:]
         matches = group["lr_shape"] == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1.0, rows / columns))
         factors = 1 - lr * group["weight_decay"], -lr * scale
         parameters, updates = alike.setdefault(factors, ([], []))
-        parameters.append(parameter)
-        updates.append(update.to(parameter.device).view(parameter.shape))
+        parameters.append(own)
+        updates.append(update.to(own.device).reshape(own.shape))
     for (kept, step), (parameters, updates) in alike.items():
         torch._foreach_mul_(parameters, kept)
         torch._foreach_add_(parameters, updates, alpha=step)
 
 
-_END = re.compile(r"(^|\.)([^.]*emb[^.]*|wte|wpe|[^.]*heads?|score|classifier|shared)(\.|$)")
+# Of a mixture, shared is an expert; of an encoder and a decoder, their embedding.
+_END = re.compile(r"(^|\.)([^.]*emb[^.]*|wte|wpe|[^.]*heads?|score|classifier|(?<!mlp\.)shared)(\.|$)")
+_STACK = re.compile(r"(^|\.)experts\.[^.]+$")  # matrices of all experts: they are orthogonalised one by one
 
 
 def hidden_matrices(
@@ -213,7 +251,7 @@ def hidden_matrices(
     ``patterns`` are names that AdamW updates, in place of the rule; ``others`` the model's parameters on other ranks.
     Raises UsageError if there are none, or if the rule cannot tell.
     """
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    matrices = [name for name, shape in shapes.items() if len(shape) == _MATRIX or _STACK.search(name)]
     if patterns is not None:
         found = {name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in patterns)}
     elif any(_END.search(name) for name in (*shapes, *others)):

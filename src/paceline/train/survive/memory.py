@@ -153,7 +153,7 @@ class PassState:
 
 def can_fail_alone(engine: Engine) -> bool:
     """Says whether a rank whose pass fails can let the others finish theirs."""
-    talks = any(isinstance(module, SyncBatchNorm) for module in engine.module.modules())
+    talks = engine.meets_in_passes or any(isinstance(each, SyncBatchNorm) for each in engine.module.modules())
     return engine.can_leave_pass and (engine.gradient_comm.size == 1 or not talks)
 
 
