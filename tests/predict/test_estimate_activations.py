@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,12 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "gpt", "size": "gpt-124m", "layers": 2}, {**TOKENS, "context": 512}),
     ({"kind": "gpt", "size": "gpt-1.1b", "layers": 2}, {**TOKENS, "context": 2048}),
     ({"kind": "gpt", "size": "gpt-micro", "kv_heads": 2, "dropout": 0.1}, {**TOKENS, "context": 64}),
+    ({"kind": "gpt", "size": "gpt-micro", "experts": 8, "active": 2}, {**TOKENS, "context": 64}),
+    (
+        {"kind": "gpt", "size": "gpt-micro", "experts": 8, "active": 3, "shared_experts": 2, "expert_width": 96}
+        | {"dense_layers": 1, "mlp": "gelu", "router": {"scores": "sigmoid"}},
+        {**TOKENS, "context": 64},
+    ),
     ({"kind": "resnet", "depth": 18, "width": 16, "stem": "small"}, IMAGES),
     ({"kind": "resnet", "depth": 18, "norm": "group", "width": 16}, IMAGES),
     ({"kind": "mlp"}, {"kind": "digits"}),
@@ -62,8 +69,11 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def measure(config: Any, shape: DataShape) -> tuple[ModelFacts, int, int]:
-    """Returns what is measured of a model that takes no memory, its parameters and the bytes of its buffers."""
-    precision = config.train.precision
+    """Returns what is measured of a model that takes no memory, its parameters and the bytes of its buffers.
+
+    A mixture has values: how many tokens come to an expert decides what its products are.
+    """
+    precision, has_values = config.train.precision, bool(getattr(config.model, "experts", None))
 
     def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         if shape.kind == "tokens":
@@ -73,7 +83,7 @@ def measure(config: Any, shape: DataShape) -> tuple[ModelFacts, int, int]:
         dtype = torch.bfloat16 if precision == "bf16_master" else torch.float32
         return torch.zeros(samples, *sizes, dtype=dtype), torch.zeros(samples, dtype=torch.int64)
 
-    with FakeTensorMode():
+    with contextlib.nullcontext() if has_values else FakeTensorMode():
         model = build_model(config.model, shape)
         if precision == "bf16_master":
             cast(model, torch.bfloat16)

@@ -13,14 +13,8 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
-from paceline.predict.formulas.step import (
-    StageSeconds,
-    expected_most,
-    pipeline_seconds,
-    predict,
-    slowest_device,
-    slowest_share,
-)
+from paceline.predict.formulas.step import StageSeconds, pipeline_seconds, predict, slowest_device, slowest_share
+from paceline.predict.formulas.uneven import expected_most
 from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
 from paceline.schedule.schedules import make_schedule
 

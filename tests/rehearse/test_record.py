@@ -127,6 +127,25 @@ def test_checkpointing_trades_activations_for_kernels() -> None:
     assert again.model_flops == plain.model_flops
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_flops_of_a_mixture_are_those_of_its_active_experts(strategy: str, precision: str) -> None:
+    """Beside a GPT whose MLPs are as wide as all that a token passes; the router has three products more."""
+    train = {"precision": precision}
+    dense = make_config(strategy=strategy, train=train, model={"mlp_width": 3 * 24})
+    experts = {"experts": 8, "active": 2, "shared_experts": 1, "expert_width": 24}
+    mixture = make_config(strategy=strategy, train=train, model=experts)
+    plain, found = (record(config, ranks=RANKS) for config in (dense, mixture))
+    routers = (
+        3 * 2 * 2 * 2 * (2 * 16) * 32 * 8
+    )  # passes, microbatches, layers, a multiplication, tokens, width, experts
+    assert sum(k.flops for k in kernels_of(found)) - sum(k.flops for k in kernels_of(plain)) == routers
+    size = found.resident["parameters"]
+    facts = describe_model(mixture, "cuda")
+    assert facts is not None
+    assert size == pytest.approx(facts.parameters * 4 / (RANKS if strategy == "fsdp" else 1), rel=0.01)
+
+
 def test_flops_are_those_of_the_model() -> None:
     program = recorded("ddp")
     shape = build_model(make_config().model, build_workload(make_config()).data.shape)

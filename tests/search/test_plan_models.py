@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_plans import plan_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
+from paceline.config.data_sections import known_shape
 from paceline.config.yaml_text import dump_values
+from paceline.data.datasets import DataShape
 from paceline.errors import ConfigError, UsageError
+from paceline.models.registry import build_model
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import EngineMemory
@@ -81,6 +86,20 @@ QWEN3_MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+OLMOE: dict[str, Any] = {  # allenai/OLMoE-1B-7B-0924
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
     "tie_word_embeddings": False,
 }
 GPT2: dict[str, Any] = {
@@ -276,18 +295,83 @@ def test_published_models_have_their_parameters(values: dict[str, Any], billions
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
-    ("values", "billions", "active"), [(MIXTRAL, 46.7, 12.8), (QWEN2_MOE, 14.3, 2.4), (QWEN3_MOE, 30.5, 3.0)]
+    ("values", "billions", "active", "why"),
+    [
+        (MIXTRAL, 46.7, 12.8, ""),
+        (QWEN2_MOE, 14.3, 2.4, "its 60 experts have dense layers between them, or a shared one with a gate"),
+        (QWEN3_MOE, 30.5, 3.0, "its heads have 128 features, and width / heads is 64"),
+        (OLMOE, 6.9, 1.2, ""),
+    ],
+    ids=["Mixtral-8x7B", "Qwen1.5-MoE", "Qwen3-30B-A3B", "OLMoE-1B-7B"],
 )
-def test_mixtures_of_experts_are_planned_without_a_config(
-    values: dict[str, Any], billions: float, active: float, tmp_path: Path
+def test_mixtures_of_experts_have_their_published_parameters(
+    values: dict[str, Any], billions: float, active: float, why: str, tmp_path: Path
 ) -> None:
     shape, made = read(tmp_path, values)
     assert shape.params == pytest.approx(billions * 1e9, rel=0.005)
-    assert shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.02)
-    assert "experts" in why_no_config(shape)
+    assert shape.active_matmul_params == pytest.approx(active * 1e9, rel=0.03)
+    assert why_no_config(shape) == why
     config = config_from_dict(made, overrides=["train.global_batch=16"])
-    found = search(task_of(config, 16, shape), load_cluster("2x dgx-h100"), host_memory=1e9)
+    found = search(task_of(config, 16, shape if why else None), load_cluster("2x dgx-h100"), host_memory=1e9)
     assert max(each.layout.expert for each in found.ranked) > 1
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+        {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ],
+    ids=lambda each: each["model_type"],
+)
+def test_a_mixture_has_the_same_parameters_as_a_folder_a_plan_and_a_config(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Beside transformers' own model of the same config.json, and the GPT that the plan's config makes."""
+    shape, values = read(tmp_path, {**SMALL, "tie_word_embeddings": False, **changes})
+    with torch.device("meta"):
+        folder = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert shape.params == matrices_of(folder)
+    if not why_no_config(shape):
+        config = config_from_dict(values)
+        assert task_of(config, 1).model == shape
+        with torch.device("meta"):
+            assert matrices_of(build_model(config.model, shape_of_tokens(config))) == shape.params
+        facts = describe_model(config, "cpu")
+        assert facts is not None
+        assert facts.expert_parameters == shape.num_sparse * shape.experts * shape.expert_params
+
+
+def test_every_plan_with_experts_over_ranks_is_a_config(tmp_path: Path) -> None:
+    _, values = read(tmp_path, {**SMALL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    config = config_from_dict(values, overrides=["train.global_batch=64", "data.samples=256", "data.eval_fraction=0.0"])
+    dgx = load_cluster("dgx-h100")
+    task = task_of(config, 8)
+    found = search(replace(task, need=EngineMemory.of(config)), dgx)
+    kinds = {(p.layout.strategy, p.layout.expert, p.layout.pipeline, p.layout.tensor): p for p in found.ranked}
+    assert {2, 4, 8} <= {expert for _, expert, _, _ in kinds}
+    for each in kinds.values():
+        planned = config_from_dict(planned_values(config, each.workload, dgx))
+        assert workload_as_written(planned, task, dgx) == each.workload
+        assert planned.parallel.expert == each.layout.expert
+
+
+def matrices_of(model: torch.nn.Module) -> int:
+    """Counts parameters but for norms and biases, which a shape leaves out."""
+    return sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and not name.endswith("bias"))
+
+
+def shape_of_tokens(config: Config) -> DataShape:
+    known = known_shape(config.data)
+    return DataShape(kind="tokens", vocab_size=known.vocab_size, context=known.context)
 
 
 def test_what_differs_from_the_model_is_said() -> None:

@@ -11,7 +11,7 @@ from paceline.config import config_from_dict
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 from paceline.search import automatic
-from paceline.search.request import read_hugging_face
+from paceline.search.request import read_hugging_face, why_no_config
 
 
 @pytest.mark.parametrize(
@@ -67,28 +67,36 @@ DENSE = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 8, "in
 DENSE |= {"vocab_size": 32, "max_position_embeddings": 64}
 EXPERTS = {"model_type": "qwen2_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, **DENSE}
 OF_EXPERTS = 3 * 8 * 3 * 4 + 8 * 3  # of a layer: the experts, and who chooses among them
+OF_SHARED = 3 * 8 * 8 + 8  # a shared one with a gate
 OF_DENSE = 3 * 8 * 16
 
 
 @pytest.mark.parametrize(
-    ("changes", "active", "sparse", "of_shared"),
+    ("changes", "active", "shared", "sparse", "is_ours"),
     [
-        ({}, 2, 4, 0),
-        ({"decoder_sparse_step": 2}, 2, 2, 0),
-        ({"mlp_only_layers": [0, 3]}, 2, 2, 0),
-        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 2, 1, 0),
-        ({"shared_expert_intermediate_size": 8}, 4, 4, 3 * 8 * 8),
-        ({"num_experts_per_tok": 3}, 3, 4, 0),
+        ({}, 2, 0, 4, True),
+        ({"decoder_sparse_step": 2}, 2, 0, 2, False),
+        ({"mlp_only_layers": [0, 3]}, 2, 0, 2, False),
+        ({"mlp_only_layers": [0, 1]}, 2, 0, 2, True),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 2, 0, 1, True),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, 2, 0, 1, False),
+        ({"shared_expert_intermediate_size": 8}, 2, 2, 4, False),
+        ({"num_experts_per_tok": 3}, 3, 0, 4, True),
     ],
 )
 def test_parameters_of_a_mixture_are_counted_layer_by_layer(
-    changes: dict[str, Any], active: int, sparse: int, of_shared: int
+    changes: dict[str, Any], active: int, shared: int, sparse: int, is_ours: bool
 ) -> None:
     dense, _ = read_hugging_face({"model_type": "qwen2", **DENSE})
     found, _ = read_hugging_face({**EXPERTS, **changes})
     rest = dense.layers * dense.attention_params + dense.end_params
-    assert (found.experts, found.active, found.mlp_width) == (3, active, 4)
-    assert found.total_params == rest + sparse * (OF_EXPERTS + of_shared) + (4 - sparse) * OF_DENSE
+    assert (found.experts, found.active, found.inner_width, found.mlp_width) == (3, active, 4, 16)
+    assert (found.shared_experts, found.num_sparse, bool(found.total_params)) == (shared, sparse, not is_ours)
+    of_layer = OF_EXPERTS + (OF_SHARED if shared else 0)
+    assert found.params == rest + sparse * of_layer + (4 - sparse) * OF_DENSE
+    assert why_no_config(found) == (
+        "" if is_ours else "its 3 experts have dense layers between them, or a shared one with a gate"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from made_records import END, RUN
+from mixture_runs import mixture_config, prefer, train_mixture
 from view_runs import steps_of, write_run
 
 from paceline.records.records import EventRecord, to_line
@@ -34,6 +36,39 @@ def assert_no_overflow(page: Page) -> None:
         for other in boxes[place + 1 :]:
             is_beside = one["right"] <= other["left"] + 1 or other["right"] <= one["left"] + 1
             assert is_beside or one["bottom"] <= other["top"] + 1 or other["bottom"] <= one["top"] + 1
+
+
+def test_the_experts_of_a_run_in_a_browser(browser: Browser, serve: Serve, tmp_path: Path) -> None:
+    """A router that sends all tokens to two experts is two bright rows, live and in the report, wide and narrow."""
+    folder = tmp_path / "mixture"
+    changes: dict[str, dict[str, float]] = {"optim": {"lr": 1e-12}, "train": {"steps": 40}}
+    train_mixture(folder, mixture_config(**changes), force=prefer(2, 5, layer=1))
+    write_report(read_runs([folder]), tmp_path / "report.html")
+    for address in (serve(folder), (tmp_path / "report.html").as_uri()):
+        with browser.page(address) as page:
+            page.wait(f"{DRAWN} && page.experts.found")
+            assert page.ask("page.experts.all") == ["layers.0.mlp", "layers.1.mlp"]
+            page.ask("page.experts.picker.value = 'layers.1.mlp', 0")
+            page.ask("page.experts.picker.dispatchEvent(new Event('change'))")
+            page.wait("page.experts.found.name === 'layers.1.mlp'")
+            assert page.ask("page.experts.found.steps") == list(range(2, 41, 2))
+            loads = np.array(page.ask("[...page.experts.values]")).reshape(8, 20)
+            assert loads[[2, 5]].tolist() == [[4.0] * 20] * 2
+            assert loads.sum() == 8 * 20
+            page.ask("document.querySelector('[data-chart=experts]').scrollIntoView(), 0")
+            box = page.box("[data-chart=experts] canvas:not(.tools canvas)")
+            page.move(box["left"] + 200, box["top"] + 6 + 5.5 * page.ask("page.experts.box.tall"))
+            page.wait("!document.getElementById('tip').hidden")
+            told = page.ask("document.getElementById('tip').textContent")
+            assert re.fullmatch(r"expert 5, step [0-9]+\nlayers\.1\.mlp 4\.00 x", told), told
+            notes = page.ask("document.querySelector('.notes').textContent")
+            assert notes.count("he router of layers.1.mlp sends nearly all tokens to experts 2, 5") == 1
+            assert "Experts" in page.ask("document.querySelector('.tabs').textContent")
+            assert_no_overflow(page)
+            assert page.errors == []
+        with browser.page(address, width=390) as page:
+            page.wait(f"{DRAWN} && page.experts.found")
+            assert_no_overflow(page)
 
 
 def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from typing import Literal, TypeAlias, get_args
 from paceline.cluster.costs import figure_between
 from paceline.cluster.devices import Device, ShapeRate
 
-_TILE = 128
+TILE = 128
 _FITTED_TOKENS = 8192
 # Forward and backward of causal attention on heads of 128: an H200 at 8,192 tokens (catalog/h200-measured.yaml), and an
 # A100 at 16,384 by FlashAttention-2 (arXiv 2307.08691), are within a tenth of these.
@@ -56,12 +56,12 @@ class KernelRates:
 
 
 def matmul_seconds(
-    device: Device, rates: KernelRates, m: float, n: float, k: float, dtype: str, batch: int = 1
+    device: Device, rates: KernelRates, m: float, n: float, k: float, dtype: str, batch: float = 1
 ) -> float:
     """Returns how long ``batch`` products of (m, k) by (k, n) take."""
     if m <= 0 or n <= 0 or k <= 0:
         return 0.0
-    tiles = batch * math.ceil(m / _TILE) * math.ceil(n / _TILE)
+    tiles = batch * math.ceil(m / TILE) * math.ceil(n / TILE)
     waves = tiles / device.sm_count if device.sm_count else 1.0
     filled = waves / math.ceil(waves) if waves < 16 else 1.0
     k_half = rates.k_half * (1.0 if device.is_cpu else ceiling(device, dtype) / device.memory_bandwidth / _BALANCE)

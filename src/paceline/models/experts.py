@@ -11,6 +11,7 @@ Where ranks hold different experts, ``exchange`` sends the rows to them, and bri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class Router(Balanced):
     def forward(self, tokens: Tensor) -> Routing:
         """Takes tokens (tokens, width)."""
         rule, dtype = self.rule, torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with contextlib.nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
         choice = scores.detach()
@@ -189,11 +190,14 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     of the last expert become anything.
     """
     kind = rows.device.type
+    if kind == "meta":  # as if each expert had as many rows
+        each = -(-len(rows) // len(weights))
+        even = F.pad(rows, (0, 0, 0, each * len(weights) - len(rows))) if len(rows) % len(weights) else rows
+        product = torch.bmm(even.view(len(weights), each, rows.shape[1]), weights.transpose(1, 2))
+        return product.flatten(0, 1)[: len(rows)]
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    if kind == "meta":
-        return rows.new_empty(len(rows), weights.shape[1]) + 0 * weights[0, :, 0]
     if kind == "cuda" and _fits_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()

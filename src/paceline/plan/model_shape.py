@@ -119,19 +119,49 @@ class ModelShape:
     @property
     def expert_params(self) -> int:
         """Of one expert, or of the MLP of a layer without."""
-        return self.matrices * self.width * (self.expert_width or self.mlp_width)
+        return self.matrices * self.width * self.inner_width
+
+    @property
+    def inner_width(self) -> int:
+        """Hidden features of one expert, or of the MLP of a layer without."""
+        return self.expert_width or self.mlp_width
+
+    @property
+    def hidden_width(self) -> float:
+        """Hidden features that a token has in the MLPs of a layer, as a mean."""
+        sparse = self.sparse_share
+        return sparse * (self.active + self.shared_experts) * self.inner_width + (1 - sparse) * self.mlp_width
 
     @property
     def mlp_params(self) -> float:
         """Of one layer, over all its experts, as a mean; where the count of all is given, what is left of it."""
         if self.total_params and self.experts:
             return (self.total_params - self.end_params) / self.layers - self.attention_params
-        return self._mlp_mean(self.experts) + self.num_sparse / max(1, self.layers) * self.width * self.experts
+        return self._mlp_mean(self.experts) + self.router_params
+
+    @property
+    def router_params(self) -> float:
+        """Of one layer, as a mean: each expert has a row."""
+        return self.sparse_share * self.width * self.experts
+
+    @property
+    def routed_params(self) -> float:
+        """Of one layer, in experts that tokens choose from, as a mean: what expert ranks share. 0 without experts."""
+        return self.mlp_params - self._mlp_mean(0) - self.router_params if self.experts else 0.0
+
+    @property
+    def other_params(self) -> float:
+        """Of one layer, beside the experts that tokens choose from."""
+        return self.layer_params - self.routed_params
 
     @property
     def num_sparse(self) -> int:
         """Layers that have experts."""
         return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def sparse_share(self) -> float:
+        return self.num_sparse / max(1, self.layers)
 
     def _mlp_mean(self, experts: int) -> float:
         """Parameters of the MLPs that some experts and the shared ones are, as a mean over layers."""
@@ -156,5 +186,5 @@ class ModelShape:
 
     @cached_property
     def active_matmul_params(self) -> float:
-        """Weights that one token is multiplied with, the head included."""
+        """Weights that one token is multiplied with, the head included; as usual, routers are not counted."""
         return self.layers * (self.attention_params + self._mlp_mean(self.active)) + self.vocab_size * self.width

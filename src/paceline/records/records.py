@@ -237,7 +237,36 @@ class CommRecord:
         return self.bandwidth * (1.0 if times is None else times * (self.ranks - 1) / self.ranks)
 
 
-Record = RunRecord | StepRecord | SpanRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsRecord:
+    """What the router of one layer did in training over so many ``steps``, up to ``step``, of all samples together.
+
+    ``choices`` says how often each expert was chosen, and ``dropped`` how many of these were beyond a capacity. Over
+    ``tokens`` the rest is a mean: ``entropy`` of the scores as a share of the most that it can be, and ``auxiliary``,
+    the auxiliary loss without its weight, 1 where experts are chosen evenly. ``ranks`` hold neighbouring experts each.
+    """
+
+    step: int
+    layer: str
+    steps: int
+    tokens: int
+    choices: tuple[int, ...]
+    dropped: int
+    entropy: float
+    auxiliary: float
+    ranks: int
+    time: float
+
+    @property
+    def loads(self) -> list[float]:
+        """What fell on each expert, over its fair share."""
+        fair = sum(self.choices) / max(1, len(self.choices))
+        return [count / fair if fair else 0.0 for count in self.choices]
+
+
+Record = (
+    RunRecord | StepRecord | SpanRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord | ExpertsRecord
+)
 
 
 def to_line(record: Record) -> str:
@@ -408,6 +437,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "float | None": lambda value: None if value is None else float(value),
     "str": str,
+    "tuple[int, ...]": lambda value: tuple(map(operator.index, value)),
     "dict[str, Any]": dict,
     "dict[str, float]": lambda value: {str(name): float(number) for name, number in value.items()},
 }

@@ -28,14 +28,15 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from paceline.health.experts import WINDOWS, ExpertsVerdict, judge_experts
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, parameters_text
 from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
-from paceline.records.records import CommRecord, RunRecord, strict_json
+from paceline.records.records import CommRecord, ExpertsRecord, RunRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, open_run, settled
-from paceline.records.thin import lengths_of, percentile
+from paceline.records.thin import add_loads, lengths_of, percentile
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from paceline.untrusted import is_number
@@ -100,6 +101,9 @@ class RunSummary(Shown):
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
     steps_per_line: int = 1  # that the records add up at most
     step_percentiles: dict[str, float] = field(default_factory=dict)  # where lines add up: seconds of a step
+    experts: tuple[ExpertsRecord, ...] = ()  # by layer, of the last windows that were logged
+    experts_wrong: tuple[ExpertsVerdict, ...] = ()
+    exchange_share: float | None = None  # of the steps' time, in exchanges of rows between ranks with other experts
 
     def facts(self) -> dict[str, object]:
         return {
@@ -135,6 +139,7 @@ def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary
     cluster = "" if prediction is None else catalog_name(prediction.predicted.cluster)
     facts = find_facts(run_folder, records, cluster)
     lead = [record for attempt in records.lead for record in attempt.steps]
+    loads = records.loads()
     steps_per_line = max((record.steps for record in lead), default=1)
     lengths = lengths_of(lead) if steps_per_line > 1 else {}  # to 2.5 %: single steps are in the records themselves
     return RunSummary(
@@ -161,9 +166,18 @@ def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary
         memory=facts.memory,
         start=_start(records.lead),
         steps_per_line=steps_per_line,
+        experts=tuple(add_loads(own[1 - WINDOWS :]) for own in loads.values()),
+        experts_wrong=tuple(judge_experts(list(loads.values()))),
+        exchange_share=_exchange_share(facts.traffic, step_s) if loads else None,
         step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100) if lengths},
         **_about(run, samples_per_s),
     )
+
+
+def _exchange_share(traffic: Sequence[CommRecord], step_s: float) -> float | None:
+    """Returns the share of the steps that rows of experts were under way, also beside compute; None without any."""
+    seconds = [each.seconds for each in traffic if each.kind == "all_to_all" and each.group != "context"]
+    return min(1.0, sum(seconds) / step_s) if seconds and step_s > 0 else None
 
 
 def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
@@ -238,6 +252,8 @@ def render(summary: RunSummary) -> RenderableType:
         parts += [Text(line, style="yellow") for line in summary.late]
     elif summary.limits.what != "rank":  # else the verdict has said so
         parts.append(Text(str(summary.straggler), style="yellow"))
+    for wrong in summary.experts_wrong:
+        parts += [Text(str(wrong), style="yellow"), Text(f"  {wrong.advice}")]
     return Group(*parts, *(Text(line, style="yellow") for line in _doubts(summary)))
 
 
@@ -287,7 +303,8 @@ def plain_tables(summary: RunSummary) -> list[PlainTable]:
     """Returns the tables that there is something to say in."""
     ranks = [_rank_table(summary.ranks)] if summary.steps else []
     others = _traffic_table(summary.traffic), _memory_table(summary.memory), _goodput_table(summary.goodput)
-    return [table for table in (*ranks, _phase_table(summary.ranks), *others) if table.rows]
+    tables = (*ranks, _phase_table(summary.ranks), _experts_table(summary), *others)
+    return [table for table in tables if table.rows]
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -338,6 +355,23 @@ def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable:
         rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, format_percent(share), *ends))
     columns = ("phase", "mean", "share", "least", "rank", "most", "rank")
     return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
+
+
+def _experts_table(summary: RunSummary) -> PlainTable:
+    """Shows how even the loads of each layer are: the busiest and the idlest expert, over the fair share."""
+    rows = []
+    for each in summary.experts:
+        loads = sorted(((load, expert) for expert, load in enumerate(each.loads)))
+        (least, idle), (most, busy) = loads[0], loads[-1]
+        dropped = format_percent(each.dropped / max(1, sum(each.choices)))
+        ends = (f"{most:.2f} x", str(busy), f"{least:.2f} x", str(idle))
+        rows.append((each.layer, *ends, format_percent(each.entropy), f"{each.auxiliary:.3f}", dropped))
+    steps = max((each.steps for each in summary.experts), default=0)
+    note = f"of the last {steps:,} steps; busiest and idlest: over the fair share; entropy: of the most that it can be"
+    if summary.exchange_share is not None:
+        note += f"\nrows were under way between ranks for {format_percent(summary.exchange_share)} of the steps' time"
+    columns = ("layer", "busiest", "expert", "idlest", "expert", "entropy", "auxiliary", "dropped")
+    return PlainTable(title="experts", columns=columns, rows=tuple(rows), note=note)
 
 
 def _traffic_table(traffic: Sequence[CommRecord]) -> PlainTable:

@@ -27,9 +27,9 @@ from paceline.records.thin import thin_lines
 from paceline.units import format_count
 
 _MOST_KEPT = 100_000
-_WARNINGS = ("skipped", "straggler", "roll_back")
+_WARNINGS = ("skipped", "straggler", "roll_back", "experts")
 _Clock = Callable[[], float]
-_Stepped = kinds.StepRecord | kinds.EvalRecord | kinds.EventRecord | kinds.CommRecord
+_Stepped = kinds.StepRecord | kinds.EvalRecord | kinds.EventRecord | kinds.CommRecord | kinds.ExpertsRecord
 
 
 class Sink(Protocol):
@@ -80,7 +80,9 @@ class JsonlSink:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
             self._kept += records
             is_time = self._clock() - self._flushed_at >= self._flush_every_s
-            if is_time or not all(isinstance(record, kinds.StepRecord | kinds.CommRecord) for record in records):
+            if is_time or not all(
+                isinstance(record, kinds.StepRecord | kinds.CommRecord | kinds.ExpertsRecord) for record in records
+            ):
                 self._write_out()
 
     def flush(self) -> None:
@@ -307,7 +309,7 @@ def _cut_unterminated_line(path: Path) -> None:
 
 
 def scalars(record: kinds.Record) -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a step, an evaluation, communication, a host, or an event of scalars; of others none."""
+    """Yields the numbers of a step, an evaluation, communication, experts, a host, or an event of scalars, if any."""
     match record:
         case kinds.StepRecord():
             yield from _of_step(record)
@@ -318,6 +320,10 @@ def scalars(record: kinds.Record) -> Iterator[tuple[str, float]]:
             values = {"calls": record.calls, "bytes": record.bytes, "seconds": record.seconds}
             values |= {"bytes_per_s": record.bandwidth, "bus_bytes_per_s": record.bus_bandwidth}
             yield from ((f"comm/{record.group}/{record.kind}/{name}", value) for name, value in values.items())
+        case kinds.ExpertsRecord():
+            values = {"most": max(record.loads), "least": min(record.loads), "entropy": record.entropy}
+            values |= {"auxiliary": record.auxiliary, "dropped": record.dropped / max(1, sum(record.choices))}
+            yield from ((f"experts/{record.layer}/{name}", value) for name, value in values.items())
         case kinds.HostRecord():
             yield from ((f"host/{record.host}/{name}", value) for name, value in record.values.items())
         case kinds.EventRecord(name="scalars"):

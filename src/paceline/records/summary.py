@@ -324,6 +324,15 @@ class RunRecords:
         attempts = chain.from_iterable(self.ranks.values())
         return [event for attempt in attempts for event in attempt.events if event.name == name]
 
+    def loads(self) -> dict[str, list[kinds.ExpertsRecord]]:
+        """Returns what routers of experts did, by layer; a record replaces those of its step and later ones."""
+        return loads_by_layer(
+            record
+            for attempt in chain.from_iterable(self.ranks.values())
+            for record in attempt.records
+            if isinstance(record, kinds.ExpertsRecord)
+        )
+
     def of_rank(self, rank: int) -> RankSummary:
         """Adds up one rank's steps."""
         run = self.ranks[rank][-1].run
@@ -341,6 +350,16 @@ class RunRecords:
     def end(self) -> kinds.EndRecord | None:
         """The worst end among the ranks of the last attempt."""
         return worst_end(own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size)
+
+
+def loads_by_layer(records: Iterable[kinds.ExpertsRecord]) -> dict[str, list[kinds.ExpertsRecord]]:
+    found: dict[str, list[kinds.ExpertsRecord]] = {}
+    for record in records:
+        own = found.setdefault(record.layer, [])
+        while own and own[-1].step >= record.step:  # the run went back
+            own.pop()
+        own.append(record)
+    return found
 
 
 def worst_end(ends: Iterable[kinds.EndRecord | None]) -> kinds.EndRecord | None:

@@ -7,9 +7,9 @@ A rank that keeps ``most`` lines of steps and has made s of them:
 
 Both follow from the number of the step, so all ranks add up the same steps, and two equal runs have equal lines. Sums
 stay exact. The first steps of an attempt stay as they are, and so do runs, evaluations, events and ends. No line
-reaches over a step that the run went back to: what counts and what was made again stay apart. Communication is added up
-over 16 such lines, and samples of a host like steps, by their number. The file is replaced whole, and its second line
-says so.
+reaches over a step that the run went back to: what counts and what was made again stay apart. Communication and loads
+of experts are added up over 16 such lines, and samples of a host like steps, by their number. The file is replaced
+whole, and its second line says so.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _CLASS = math.log(1.05)
 _LENGTHS = re.compile(r"(-?\d{1,4}):(\d{1,12})")
 _SUMS = ("loss_sum", "count", "samples")
 _LAST = ("step", "position", "epoch", "time", "loss_scale", "allocated_bytes", "reserved_bytes")
+_OF_LOADS = ("steps", "tokens", "dropped")
 _GREATEST = ("memory_bytes", "peak_bytes")
 _NO_MEAN = {each.name: None if "None" in str(each.type) else math.nan for each in fields(kinds.StepRecord)}
 _MEANS = [each.name for each in fields(kinds.StepRecord) if each.name not in (*_SUMS, *_LAST, *_GREATEST, "loss")]
@@ -94,13 +95,15 @@ def _added_up(
     """Yields lines, of which ``size`` neighbours each are added up."""
     borders, singles = {start - 1 for start in starts.values()}, 0
     timed: dict[Any, list[bytes]] = {}
-    sent: dict[Any, list[bytes]] = {}  # by kind and group
+    sent: dict[Any, list[bytes]] = {}  # by kind and group, or by layer
     for at, (line, record) in enumerate(zip(lines, records, strict=False)):
         if at in starts or isinstance(record, kinds.RunRecord | kinds.EndRecord):
             yield from chain(_flushed(timed), _flushed(sent))
         singles = _FIRST if at in starts else singles - (at in places)
         if isinstance(record, kinds.CommRecord):
             sent.setdefault((record.kind, record.group, record.ranks), []).append(line)
+        elif isinstance(record, kinds.ExpertsRecord):
+            sent.setdefault((record.layer, len(record.choices), record.ranks), []).append(line)
         elif at in places and singles <= 0:
             timed.setdefault("", []).append(line)
             if places[at] % size == 0 or places[at] in borders:
@@ -120,7 +123,11 @@ def _flushed(blocks: dict[Any, list[bytes]]) -> list[bytes]:
 
 
 def _sum_of(records: list[Any]) -> bytes:
-    adders: dict[type, Callable[[Any], kinds.Record]] = {kinds.CommRecord: add_comm, kinds.HostRecord: add_samples}
+    adders: dict[type, Callable[[Any], kinds.Record]] = {
+        kinds.CommRecord: add_comm,
+        kinds.HostRecord: add_samples,
+        kinds.ExpertsRecord: add_loads,
+    }
     return kinds.to_line(adders.get(type(records[-1]), add_steps)(records)).encode()
 
 
@@ -128,6 +135,15 @@ def add_comm(records: Sequence[kinds.CommRecord]) -> kinds.CommRecord:
     """Adds up operations of one kind and group."""
     sums = {name: sum(getattr(each, name) for each in records) for name in ("calls", "bytes", "seconds")}
     return replace(records[-1], **sums)
+
+
+def add_loads(records: Sequence[kinds.ExpertsRecord]) -> kinds.ExpertsRecord:
+    """Adds up what the router of one layer did."""
+    values: dict[str, Any] = {name: sum(getattr(each, name) for each in records) for name in _OF_LOADS}
+    for name in ("entropy", "auxiliary"):
+        values[name] = _mean(((getattr(each, name), each.tokens) for each in records), 0.0)
+    values["choices"] = tuple(map(sum, zip(*(each.choices for each in records), strict=True)))
+    return replace(records[-1], **values)
 
 
 def add_steps(records: Sequence[kinds.StepRecord]) -> kinds.SpanRecord:

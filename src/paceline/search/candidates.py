@@ -179,7 +179,7 @@ def _of_mesh(
                 layout = replace(layout, microbatch=microbatch, accumulate=count)
                 if layout.splits_backward and layout.is_fully_sharded:
                     continue  # weights are gone when the second part of backward comes
-                yield from (replace(layout, expert=each) for each in experts)
+                yield from (replace(layout, expert=each) for each in experts if shards == 1 or shards % each == 0)
 
 
 def _schedules(

@@ -3,10 +3,11 @@
     plan = make_plan(config, RunMachine(device="cuda", ranks=16, node_ranks=8))
 
 A model is read from a config, measured, or read from the ``config.json`` of a Hugging Face repository: Llama, Mistral
-and Qwen shapes, GPT-2 and BERT, and mixtures of experts as Mixtral, Qwen 2 and Qwen 3 have them. What a config of this
-package cannot say (experts, BERT's attention in both directions, heads whose size is not width / heads) is planned all
-the same, but has no YAML. A mixture's parameters, for E experts of width f in each of L' layers, a shared one of width
-s, and L - L' layers with a dense MLP of width d:  attention and ends  +  L' (3 h (E f + s) + h E)  +  (L - L') 3 h d
+and Qwen shapes, GPT-2 and BERT, and mixtures of experts as Mixtral, OLMoE, Qwen 2 and Qwen 3 have them. What a config
+of this package cannot say (a gated shared expert, dense layers between those with experts, BERT's attention in both
+directions, heads whose size is not width / heads) is planned all the same, but has no YAML. A mixture's parameters, for
+E experts of width f in each of L' layers, a shared one of width s with a gate, and L - L' layers with a dense MLP of
+width d:  attention and ends  +  L' (3 h (E f + s) + h E + h)  +  (L - L') 3 h d
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout, Offload
-from paceline.plan.model_shape import ModelShape
+from paceline.plan.model_shape import ModelShape, RouterRule
 from paceline.plan.plan import Plan, RunMachine
 from paceline.plan.workload import Compute, Workload, config_values
 from paceline.predict.formulas.engine_costs import context_method
@@ -42,8 +43,8 @@ PRECISIONS = tuple(COMPUTE)
 _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
-    *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),
-    *("stages", "stage_layers", "schedule_file", "sequence_parallel", "device", "threads", "node_ranks"),
+    *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "expert", "shard_ranks", "schedule"),
+    *("chunks", "stages", "stage_layers", "schedule_file", "sequence_parallel", "device", "threads", "node_ranks"),
     *("reshard_after_forward", "context", "context_method"),
 )
 
@@ -239,7 +240,7 @@ def planned_values(config: Config, workload: Workload, cluster: Cluster) -> dict
 
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _KINDS = (*_LLAMA_LIKE, "gpt2", "bert", *_MIXTURES)
 # What each family calls them.
 _NAMES = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
@@ -249,9 +250,11 @@ _GPT2_NAMES |= {"context": "n_positions"}
 _QWEN_NAMES = {"experts": "num_experts", "active": "num_experts_per_tok", "expert": "moe_intermediate_size"}
 _MIXTURE_NAMES = {"mixtral": {"experts": "num_local_experts", "active": "num_experts_per_tok"}}
 _MIXTURE_NAMES |= {"qwen2_moe": _QWEN_NAMES, "qwen3_moe": _QWEN_NAMES}
+_MIXTURE_NAMES["olmoe"] = {"experts": "num_experts", "active": "num_experts_per_tok"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
 _IN_A_CONFIG = ["layers", "heads", "kv_heads", "width", "mlp_width", "vocab_size", "norm", "mlp", "positions", "tied"]
+_OF_EXPERTS = ["experts", "active", "shared_experts", "expert_width", "dense_layers"]
 _TOKENS_OF_A_BATCH = 2**22
 _SAMPLES = 2**16
 _LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
@@ -326,7 +329,7 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape
         window=window if isinstance(window, int) else 0,
     )
     if kind in _MIXTURES:
-        shape = _mixture(shape, sizes, fields)
+        shape = _mixture(shape, sizes, fields, renormalises=kind == "mixtral" or bool(values.get("norm_topk_prob")))
         fields.check()
     context = min(sizes["context"], _LONGEST)
     batch = max(1, _TOKENS_OF_A_BATCH // context)
@@ -334,7 +337,7 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape
     data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
     return shape, {
         "name": kind,
-        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG},
+        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG} | _values_of_experts(shape),
         "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
@@ -342,32 +345,42 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape
 
 def why_no_config(shape: ModelShape) -> str:
     """Returns why a config of this package cannot say a shape; empty where it can."""
-    if shape.experts:
-        return f"it is a mixture of {shape.experts} experts"
+    if shape.experts and shape.total_params:
+        return f"its {shape.experts} experts have dense layers between them, or a shared one with a gate"
     if shape.head_dim:
         return f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
     return "" if shape.causal else "its attention looks in both directions"
 
 
-def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
-    """Returns the shape with experts, a shared one counted as so many of the others."""
+def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields, *, renormalises: bool) -> ModelShape:
+    """Returns the shape with experts; where dense layers are not the first ones, or a shared expert has a gate, with
+    the total that this comes to, and the shared one counted as so many of the others."""
     width = sizes.get("expert", dense.mlp_width)
     shared = fields.optional("shared_expert_intermediate_size")
     every = fields.optional("decoder_sparse_step") or 1
     if sizes["active"] > sizes["experts"]:
         fields.problems.append(f"num_experts_per_tok = {sizes['active']} of {sizes['experts']} experts")
     without = set(fields.values.get("mlp_only_layers") or ())
-    sparse = sum((each + 1) % every == 0 and each not in without for each in range(dense.layers))
-    of_mixture = 3 * dense.width * (sizes["experts"] * width + shared) + dense.width * sizes["experts"]
-    of_dense = 3 * dense.width * dense.mlp_width
-    total = dense.layers * dense.attention_params + dense.end_params
-    return replace(
+    is_sparse = [(each + 1) % every == 0 and each not in without for each in range(dense.layers)]
+    shape = replace(
         dense,
-        mlp_width=width,
         experts=sizes["experts"],
-        active=sizes["active"] + round(shared / width),
-        total_params=float(total + sparse * of_mixture + (dense.layers - sparse) * of_dense),
+        active=sizes["active"],
+        shared_experts=round(shared / width),
+        expert_width=width if width != dense.mlp_width else 0,
+        dense_layers=is_sparse.count(False),
+        router=RouterRule(renormalise=renormalises),
     )
+    if not shared and is_sparse == sorted(is_sparse):
+        return shape
+    gated = 3 * dense.width * (shared - shape.shared_experts * width) + (dense.width if shared else 0)
+    return replace(shape, total_params=shape.params + shape.num_sparse * gated)
+
+
+def _values_of_experts(shape: ModelShape) -> dict[str, Any]:
+    """Returns what a config says of a shape's experts; nothing where it has none."""
+    router = {"router": {"renormalise": False}} if shape.experts and not shape.router.renormalise else {}
+    return {name: value for name in _OF_EXPERTS if (value := getattr(shape, name))} | router
 
 
 class _Fields:

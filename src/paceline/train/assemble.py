@@ -290,6 +290,7 @@ def build_policy(config: Config) -> StepPolicy:
         loss_scale=config.train.loss_scale,
         max_bad_steps=config.train.max_bad_steps,
         histogram_every=config.monitor.histograms or None,
+        loads_every=config.monitor.log_every,
     )
 
 

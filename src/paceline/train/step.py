@@ -186,6 +186,7 @@ class StepPolicy:
     loss_scale: float = 65536.0
     max_bad_steps: int = 10
     histogram_every: int | None = None  # steps; None: no histograms
+    loads_every: int = 10  # steps between records of what routers of experts did
 
 
 class StepCallbacks(NamedTuple):

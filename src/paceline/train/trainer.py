@@ -27,10 +27,11 @@ from paceline.data.loader import StepBatch
 from paceline.engines.blocks import take_notes
 from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
-from paceline.records.records import EvalRecord, EventRecord, StepRecord
+from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord
 from paceline.records.samples import samples_of
 from paceline.records.sinks import Sink
 from paceline.train.evaluate import Evaluation, evaluate, measure_histograms
+from paceline.train.loads import LoadsHook
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
@@ -66,7 +67,8 @@ class Trainer(RunState):
     def __init__(self, parts: TrainerParts, hooks: Sequence[Hook] = (), sink: Sink | None = None) -> None:
         parts.engine.check_optimizer(parts.optimizer)
         super().__init__(parts)
-        self.hooks = list(hooks)
+        self.hooks: list[Hook] = [LoadsHook(parts, self._tell)] if parts.engine.routers else []
+        self.hooks += hooks
         self.sink = sink
         self.losses = RecoveryConfig()
         self.end_reason = ""  # why the run ends before its time
@@ -138,9 +140,12 @@ class Trainer(RunState):
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
         """Writes an event into the records, if there are any; None: of the last step."""
+        number = self.step if step is None else step
+        self._tell(EventRecord(name=name, step=number, detail=detail, time=time.time()))
+
+    def _tell(self, record: Record) -> None:
         if self.sink is not None:
-            number = self.step if step is None else step
-            self.sink.write(EventRecord(name=name, step=number, detail=detail, time=time.time()))
+            self.sink.write(record)
 
     def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
         """Keeps texts and images, such as what the model makes of a prompt, for the page to show; those of rank 0."""

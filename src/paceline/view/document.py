@@ -1,7 +1,7 @@
 """What the page draws, as plain values: curves in buckets, events, the map of ranks, the timeline.
 
     describe(run, window)   one run: {"state", "facts", "x", "curves", "evaluations", "events", "hosts", ...}
-    heat(run, name, window) {"ranks", "steps", "values"}: base64 of little-endian float32, row by row
+    heat(run, name, window) {"ranks", "steps", "values"}: base64 of little-endian float32, row by row (or by expert)
     timeline(run, steps)    {"steps", "ranks", "end", "phases", "operations"}: seconds since the first of them
 
 Curves have at most ``Window.points`` buckets, each with its mean, and the least and greatest of several steps.
@@ -25,7 +25,7 @@ from paceline.records.console import scores_text
 from paceline.records.event_words import event_name, event_text
 from paceline.records.records import CommRecord, EvalRecord, EventRecord
 from paceline.records.samples import MOST_SAMPLES
-from paceline.records.summary import PHASES
+from paceline.records.summary import PHASES, loads_by_layer
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
 from paceline.untrusted import file_inside, is_number, read_regular
@@ -83,6 +83,7 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
         "comm": _comm(run),
         "predicted": _predicted(run),
         "heat_names": _heat_names(run),
+        "expert_layers": list(loads_by_layer(run.experts)),
         "texts": text_names(run.folder),
         "failure": failure_of(run.folder) if run.state().status in ("failed", "died") else None,
         "samples": _samples(run),
@@ -90,18 +91,37 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
 
 
 def heat(run: ShownRun, name: str, window: Window) -> dict[str, Any]:
-    """Returns the map of one field. Raises KeyError for a field that there is none of."""
+    """Returns the map of one field, or of the experts of a layer. Raises KeyError for a name that there is none of."""
     if name not in HEAT:
-        raise KeyError(name)
+        return _packed(name, *_loads(run, name, window))
     ranks, steps, values = run.columns.heat(name, _span(run.columns.steps, window), window.points)
     known = values[np.isfinite(values)]
     low, high = np.percentile(known, (2, 98)) if known.size else (0.0, 0.0)
     if name == "late_s" and known.size:  # what is far below a step is not worth a colour
         room = _SEEN_LATE * float(np.nanmedian(run.columns.curves()["step_s"]))
         low, high = min(low, -room), max(high, room)
+    return _packed(name, ranks, steps, values, (low, high))
+
+
+def _loads(run: ShownRun, layer: str, window: Window) -> tuple[list[int], Array, Array, tuple[float, float]]:
+    """Returns experts, steps, loads over the fair share by expert and step, and between what they are coloured."""
+    records = loads_by_layer(run.experts)[layer]
+    shown = [each for each in records if window.first <= each.step <= window.last] or records[-1:]
+    starts = bucket_starts(len(shown), window.points)
+    loads = np.array([each.loads for each in shown], dtype=np.float64).T
+    steps = means(np.array([each.step for each in shown], dtype=np.float64), starts)
+    return list(range(len(loads))), steps, means(loads, starts), (0.0, max(2.0, float(np.percentile(loads, 98))))
+
+
+def _packed(name: str, rows: list[int], steps: Array, values: Array, limits: tuple[float, float]) -> dict[str, Any]:
     packed = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
-    limits = rounded(np.array([low, high]))
-    return {"name": name, "ranks": ranks, "steps": rounded(steps, 9), "values": packed, "limits": limits}
+    return {
+        "name": name,
+        "ranks": rows,
+        "steps": rounded(steps, 9),
+        "values": packed,
+        "limits": rounded(np.array(limits)),
+    }
 
 
 def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     first, last = map(float, run.columns.steps[-8:][[0, -1]]) if len(run.columns.steps) else (0.0, 0.0)
     return told | {
         "words": summary_of(run.folder, summary),
-        "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]},
+        "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]}
+        | {layer: heat(run, layer, Window(points=columns)) for layer in told["expert_layers"]},
         "timeline": timeline(run, first, last, most=8),
         "texts": list(files),
         "files": files,
@@ -178,6 +179,9 @@ def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
     late = summary.late if summary.straggler is None else (str(summary.straggler),)
     told = [line.strip() for line in limits.lines()] if limits.found else []
     yield from (("warning", line) for line in late if line not in told)
+    for wrong in summary.experts_wrong:
+        yield "warning", str(wrong)
+        yield "advice", wrong.advice
     if limits.sentence:
         yield "good" if limits.what == "compute" else "warning" if limits.found else "evidence", limits.sentence
     yield from (("evidence", line) for line in limits.evidence)

@@ -20,7 +20,16 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from paceline.config.suggest import near_folders
-from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
+from paceline.records.records import (
+    CommRecord,
+    EndRecord,
+    EvalRecord,
+    EventRecord,
+    ExpertsRecord,
+    HostRecord,
+    Record,
+    RunRecord,
+)
 from paceline.records.summary import worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
@@ -31,6 +40,7 @@ Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
 _Kept = TypeVar("_Kept")
 
 QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled", "clock", "thinned")
+_OF_ANY_RANK = ("straggler", "skipped", "experts")
 _MOST_KEPT = 20_000  # of events, evaluations and samples each; a run of days has fewer
 _MOST_SAMPLES = 4  # evaluations whose samples are shown
 _SILENT_S = 30.0
@@ -74,6 +84,7 @@ class ShownRun:
         self._shows = sys.maxsize  # the rank whose samples these are
         self.hosts: list[HostRecord] = []
         self.comm: list[CommRecord] = []
+        self.experts: list[ExpertsRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
         self._files: dict[Path, RecordFile] = {}
         self._round: deque[RecordFile] = deque()  # files to look at before all are looked at again
@@ -168,7 +179,9 @@ class ShownRun:
                 ahead_s, ranks = record.detail.get("ahead_s"), record.detail.get("ranks")
                 if is_number(ahead_s) and isinstance(ranks, list):
                     self.clocks |= {each: float(ahead_s) for each in ranks if isinstance(each, int)}
-            case EventRecord() if rank == min(self.starts, default=0) or record.name in ("straggler", "skipped"):
+            case ExpertsRecord():
+                _keep(self.experts, record)
+            case EventRecord() if rank == min(self.starts, default=0) or record.name in _OF_ANY_RANK:
                 _keep(self.events, (rank, record))
             case CommRecord() if rank == min(self.starts, default=0):
                 _keep(self.comm, record)

@@ -5,6 +5,8 @@ For t tokens of a microbatch on a rank, width h, MLP width f, tensor degree T:
     products     (t, h) by (h, (q + kv)/T), (t, q/T) by (q/T, h), and the MLP's by f/T; backward two of each
     attention    4 t s q / T FLOPs, half of them where it is causal; backward 2.5 times that where fused, else twice
     memory       passes x t x (h or f/T) x bytes: norms, residuals, activation functions; unfused scores too
+    experts      of E with k active on N ranks: (N t k / E + 64, h) by (h, 2 f/T) for each of a rank's E/N, in one
+                 kernel; t k h elements there and back, (N-1)/N of them to other ranks (uneven: formulas/uneven.py)
     waits        two all-reduces of t h elements forward, two backward, and two more for each recomputed forward
     head         (t, h) by (h, V/T), and passes over the logits: ``logits`` bytes for each, forward and backward
                  together; T > 1 sums t h elements twice more: what the embedding's parts hold, and the gradient of the
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import (
     ATTENTION_BACKWARD,
+    TILE,
     attention_rate,
     attention_seconds,
     long_attention_seconds,
@@ -39,6 +42,7 @@ from paceline.cluster.wires import collective_seconds, group_of, wire_cost
 from paceline.plan.layout import groups_of
 from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants, Factors, shape_of
+from paceline.predict.formulas.uneven import busiest_share
 from paceline.schedule.ring import SequenceSplit
 
 
@@ -122,7 +126,7 @@ class BlockModel:
         (matmul_f, matmul_b, (up, down)), (attention_f, attention_b) = self._matmuls(), self._attention()
         memory_f = self._memory()
         wait, back_wait = self._waits(attention_f)
-        kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * bool(self.model.experts)
+        kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * self.model.sparse_share
         launch = self.constants.launch_us * 1e-6
         forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
         backward = BlockCost(
@@ -160,43 +164,67 @@ class BlockModel:
             case _:
                 return BlockCost(device=0.0, host=0.0)
 
-    def _product(self, m: float, n: float, k: float, dtype: Compute) -> tuple[float, float]:
-        """Forward, and backward: the gradients of the input and of the weights."""
-        forward = self._matmul_seconds(m, n, k, dtype, "nt")
-        backward = self._matmul_seconds(m, k, n, dtype, "nn") + self._matmul_seconds(n, k, m, dtype, "tn")
+    def _product(self, m: float, n: float, k: float, dtype: Compute, copies: float = 1.0) -> tuple[float, float]:
+        """Forward, and backward: the gradients of the input and of the weights. ``copies``: products in one kernel."""
+        forward = self._matmul_seconds(m, n, k, dtype, "nt", copies)
+        backward = self._matmul_seconds(m, k, n, dtype, "nn", copies)
+        backward += self._matmul_seconds(n, k, m, dtype, "tn", copies)
         if dtype in ("fp8", "fp4"):
             forward, backward = forward / self.constants.eight_bit, backward / self.constants.eight_bit
             # Megatron's layers write eight-bit copies in the kernel before.
             scaled = (1.6 if self.run.scaling == "row" else 1.0) * (1 if self.run.framework == "megatron" else 3)
-            forward += self._memory_seconds(scaled * (m * k + n * k))
-            backward += self._memory_seconds(scaled * 2 * m * n)
+            forward += self._memory_seconds(scaled * copies * (m * k + n * k))
+            backward += self._memory_seconds(scaled * 2 * copies * m * n)
         return forward, backward
 
-    def _matmul_seconds(self, m: float, n: float, k: float, dtype: Compute, layout: str) -> float:
-        """Returns what a product of (m, k) by (k, n) takes."""
+    def _matmul_seconds(self, m: float, n: float, k: float, dtype: Compute, layout: str, copies: float) -> float:
+        """Returns what ``copies`` products of (m, k) by (k, n) take."""
         if (
             self.as_measured
             and m > 0
-            and (rate := matmul_rate(self.device, (round(m), round(k), round(n)), dtype, layout))
+            # A kernel of many products is as full as one with the rows of all.
+            and (rate := matmul_rate(self.device, (round(m * copies), round(k), round(n)), dtype, layout))
         ):
-            return max(2.0 * m * n * k / rate, self._memory_seconds(2 * (m * k + k * n + m * n)))
-        return matmul_seconds(self.device, self.constants, m, n, k, dtype)
+            moved = 2 * copies * (m * k + k * n + m * n)
+            return max(2.0 * copies * m * n * k / rate, self._memory_seconds(moved))
+        together = copies if self.is_ours else 1.0  # Megatron's grouped products are one kernel for each expert
+        return copies / together * matmul_seconds(self.device, self.constants, m, n, k, dtype, together)
 
     def _matmuls(self) -> tuple[float, float, tuple[float, float]]:
         """Forward, backward, and of the forward the MLP's products: up (with the gate), and down."""
-        model, tensor, tokens = self.model, self.layout.tensor, self.tokens
+        model, tensor, tokens, sparse = self.model, self.layout.tensor, self.tokens, self.model.sparse_share
         pairs = [
             self._product(tokens, (model.query_width + model.kv_width) / tensor, model.width, self.linear),
             self._product(tokens, model.width, model.query_width / tensor, self.linear),
         ]
-        rows, copies = tokens, 1.0
-        if model.experts:
-            copies = max(1.0, model.experts / self.layout.expert)
-            rows = tokens * self.layout.expert * model.active / model.experts
-        up = self._product(rows, (model.matrices - 1) * model.mlp_width / tensor, model.width, self.linear)
-        down = self._product(rows, model.width, model.mlp_width / tensor, self.linear)
-        pairs += [(up[0] * copies, up[1] * copies), (down[0] * copies, down[1] * copies)]
-        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), (pairs[-2][0], pairs[-1][0])
+        mlps = [(1 - sparse, tokens, model.mlp_width, 1.0)]  # the share of layers, rows, hidden features, products
+        if sparse:
+            rows, copies = self._expert_rows()
+            mlps += [(sparse, rows, model.inner_width, copies)]
+            mlps += [(sparse, tokens, model.shared_experts * model.inner_width, 1.0)]
+            router = self._product(tokens, model.experts, model.width, "fp32" if self.is_ours else self.other)
+            pairs.append((sparse * router[0], sparse * router[1]))
+        up = down = (0.0, 0.0)
+        for share, rows, inner, copies in mlps:
+            first = self._product(rows, (model.matrices - 1) * inner / tensor, model.width, self.linear, copies)
+            last = self._product(rows, model.width, inner / tensor, self.linear, copies)
+            up = up[0] + share * first[0], up[1] + share * first[1]
+            down = down[0] + share * last[0], down[1] + share * last[1]
+        pairs += [up, down]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), (up[0], down[0])
+
+    def _expert_rows(self) -> tuple[float, float]:
+        """Returns the rows of an expert on the busiest rank, with those that pad its last tile, and the rank's experts.
+
+        Kernels multiply tiles of rows, and of each expert's last tile half is empty on average.
+        """
+        model, expert = self.model, self.layout.expert
+        rows = self.tokens * expert * model.active / model.experts * self._busiest()
+        return rows + (0 if self.device.is_cpu else TILE / 2), max(1.0, model.experts / expert)
+
+    def _busiest(self) -> float:
+        """Returns the rows of the busiest expert rank over the mean. Published runs are timed with even routing."""
+        return busiest_share(self.model, self.layout.expert) if self.is_ours else 1.0
 
     def _attention(self) -> tuple[float, float]:
         model, tokens = self.model, self.tokens
@@ -228,9 +256,8 @@ class BlockModel:
         across = tensor if self.layout.sequence_parallel else 1
         hidden = self.passes.hidden * model.width / across
         gate = self.passes.gate if model.gated else 0.0
-        wide = (self.passes.ffn + gate) * model.mlp_width / tensor
-        if model.experts:
-            wide = wide * model.active + 6 * model.active * model.width
+        wide = (self.passes.ffn + gate) * model.hidden_width / tensor
+        wide += 6 * model.sparse_share * model.active * model.width
         return self._memory_seconds(self.width * self.tokens * (wide if mlp_alone else hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:
@@ -269,9 +296,13 @@ class BlockModel:
         layout, model, waits = self.layout, self.model, self._tensor_wait()
         if layout.expert > 1:
             group = group_of(self.cluster, layout.expert, layout.tensor)
-            num_bytes = self.tokens / layout.tensor * model.active * model.width * 2
+            num_bytes = self.tokens / layout.tensor * model.active * model.width * self.width * self._busiest()
             moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
-            waits += 2 * (moved + CALL_S) * self.constants.slowdown
+            each = (moved + CALL_S) * self.constants.slowdown
+            # Tokens pass the shared experts while their rows are on the way there.
+            inner = model.matrices * model.shared_experts * model.inner_width / layout.tensor
+            shared = self._product(self.tokens, inner, model.width, self.linear)[0]
+            waits += (max(0.0, each - shared) + each) * model.sparse_share
         if layout.context_ranks == 1:
             return waits, waits
         if not self.is_ours:  # a gather of all keys and values behind attention on those that are there

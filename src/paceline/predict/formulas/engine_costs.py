@@ -160,7 +160,7 @@ def part_params(workload: Workload) -> float:
     if model.is_sampled:
         return model.params
     layers = stage_layers(model.layers, layout.pipeline)[0]
-    each = model.attention_params + model.mlp_params / layout.expert
+    each = model.other_params + model.routed_params / layout.expert
     return (layers * each + model.end_params) / layout.tensor
 
 

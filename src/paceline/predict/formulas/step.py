@@ -29,8 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from statistics import NormalDist
 from typing import NamedTuple
 
 from paceline.cluster.devices import Cluster, Device
@@ -49,6 +47,7 @@ from paceline.predict.formulas.constants import (
     fitted_constants,
     outside_of,
 )
+from paceline.predict.formulas.uneven import expected_most
 from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
 
@@ -238,8 +237,8 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants,
         spent = spent + costs.head_forward + costs.head_backward
     alone = microbatches * stages[busiest].both
     # Of the optimizer: the same experts are on fewer ranks, which cut their states.
-    dense = layers[busiest] * model.attention_params + model.end_params / min(layout.pipeline, 2)
-    experts = layers[busiest] * model.mlp_params / max(layout.expert, layout.shards)
+    dense = layers[busiest] * model.other_params + model.end_params / min(layout.pipeline, 2)
+    experts = layers[busiest] * model.routed_params / max(layout.expert, layout.shards)
     params = (dense / layout.shards + experts) / layout.tensor
     return StepParts(
         compute=microbatches * spent.device,
@@ -324,12 +323,6 @@ def slowest_device(device: Device, count: int) -> Device:
     return replace(device, factor=device.factor * (1 + share)) if share else device
 
 
-@cache
-def expected_most(count: int) -> float:
-    """Returns the expected largest of so many normal deviates, by Blom's formula: 1.4 of 8, 3.2 of 1,024."""
-    return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
 def in_training(kind: Collective, num_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
     """Returns what a collective takes in training: it must be called, and others are in its way."""
     alone = collective_seconds(kind, num_bytes, group, cluster)
@@ -344,7 +337,7 @@ class _DataParallelTime:
         self.layers = layers
         model, layout = workload.model, workload.layout
         self.ranks = layout.data * layout.context_ranks
-        self.block_params = model.attention_params / layout.tensor + model.mlp_params / layout.tensor / layout.expert
+        self.block_params = (model.other_params + model.routed_params / layout.expert) / layout.tensor
         self.end_params = model.end_params / layout.tensor
 
     def seconds(self) -> tuple[float, float]:

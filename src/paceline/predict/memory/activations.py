@@ -91,6 +91,8 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
 
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
     block = _gpt_block(shape, tokens, widths)
+    sparse = _mixture_block(shape, tokens, widths) if shape.experts else block
+    blocks = (block,) * (shape.layers - shape.num_sparse) + (sparse,) * shape.num_sparse
     last, width, length = _gpt_head(shape, tokens, widths), shape.width, shape.context or tokens
     embedded = shape.vocab_size * width
     learned = length * width if shape.positions == "learned" else 0
@@ -114,9 +116,9 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
         kept_bytes=last.split_bytes,
     )
     return ModelFacts(
-        blocks=(block,) * shape.layers,
+        blocks=blocks,
         root=root,
-        buffer_bytes=shape.layers * block.buffer_bytes,
+        buffer_bytes=sum(each.buffer_bytes for each in blocks),
         temporary_bytes=last.temporary_bytes,
         entry=(first,),
         exit=(last,),
@@ -126,7 +128,7 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
 
 
 def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, matrices = shape.width, shape.attention_params + shape.expert_params
+    width, matrices = shape.width, shape.attention_params + shape.matrices * shape.width * shape.mlp_width
     inside = _gpt_inner_bytes(shape, tokens, widths)
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
@@ -161,6 +163,40 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
         split_bytes=tokens * inside,
         stream_bytes=tokens * between,
         split_products=tokens * widths.compute * (products - 2 * width),  # sums over the ranks are whole
+    )
+
+
+def _mixture_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
+    """Of a block with experts: what one has whose MLP is as wide as all that a token passes, and what comes and goes.
+
+    Beside it a token keeps its logits and scores, and for each of its experts the row that the expert reads, the row
+    that it made, two weights and three places. The router reads the stream in float32, shared experts as an MLP does.
+    """
+    width, wide, digits = shape.width, 2 if shape.gated else 1, max(4, widths.stream)
+    passed = shape.active + shape.shared_experts
+    block = _gpt_block(replace(shape, mlp_width=passed * shape.inner_width), tokens, widths)
+    routed, router = shape.experts * shape.expert_params, shape.experts * width
+    more = routed - shape.active * shape.expert_params
+    _, of_mlp = _norm_bytes(shape, widths, readers=wide)
+    is_again = shape.shared_experts and (widths.is_autocast or widths.stream < digits)
+    read = width * digits - (0 if is_again else of_mlp)
+    rows = shape.active * (2 * width * widths.compute + 2 * digits + 3 * _INDEX_BYTES) + digits
+    products = widths.compute * width * (shape.active - (not shape.shared_experts)) + digits * shape.experts
+    casts = (2 * more if widths.is_autocast else 0) + (digits * router if widths.stream < digits else 0)
+    counts = 3 * (_INDEX_BYTES * shape.experts + 4) + (4 * shape.experts if shape.router.balance == "bias" else 0)
+    return replace(
+        block,
+        parameters=block.parameters + more + router,
+        expert_parameters=routed,
+        saved_bytes=block.saved_bytes + tokens * (rows + read + 2 * digits * shape.experts) + 8 * shape.experts,
+        product_bytes=block.product_bytes + tokens * products,
+        cast_bytes=block.cast_bytes + casts,
+        buffer_bytes=block.buffer_bytes + counts,
+        largest_parameter=max(block.largest_parameter, shape.experts * wide * width * shape.inner_width),
+        temporary_bytes=block.temporary_bytes + tokens * shape.active * width * widths.compute,
+        mlp=None,
+        operations=block.operations + (shape.context or tokens) * 2 * router,
+        split_parameters=block.split_parameters + more,
     )
 
 

@@ -61,6 +61,7 @@ class BlockFacts:
     mlp: MlpFacts | None = None  # None: nobody knows what an MLP in tiles would save
     kv_bytes: float = 0.0  # keys and values of a sample, of all heads
     operations: float = 0.0  # what its forward costs for a sample, in the unit of ``engines/stages/costs.py``
+    expert_parameters: int = 0  # of ``parameters``: in experts that tokens choose from, which expert ranks share
     # What the ranks of a tensor group share of the figures above; nothing, where its layers have no plan.
     split_parameters: int = 0
     split_bytes: float = 0.0  # of ``saved_bytes``
@@ -73,6 +74,7 @@ class BlockFacts:
         parts = tuple(layers)
         return cls(
             parameters=sum(each.parameters for each in parts) - tied,
+            expert_parameters=sum(each.expert_parameters for each in parts),
             saved_bytes=sum(each.saved_bytes for each in parts),
             cast_bytes=sum(each.cast_bytes for each in parts),
             largest_parameter=max((each.largest_parameter for each in parts), default=0),
@@ -115,6 +117,10 @@ class ModelFacts:
         return self.root.parameters + sum(block.parameters for block in self.blocks)
 
     @property
+    def expert_parameters(self) -> int:
+        return sum(block.expert_parameters for block in self.blocks)
+
+    @property
     def layers(self) -> tuple[BlockFacts, ...]:
         """The layers in the order in which they run, where a pipeline may cut; none: it cannot be cut."""
         return (*self.entry, *self.blocks, *self.exit) if self.entry else ()
@@ -129,8 +135,10 @@ class ModelFacts:
 
 
 def as_laid_out(model: ModelFacts, layout: Layout) -> ModelFacts:
-    """Returns the facts of a model as a layout has its sequences and MLPs: cut among ranks, run in tiles."""
+    """Returns the facts of a model as a layout has its sequences, MLPs and experts: cut among ranks, run in tiles."""
     ranks = layout.context_ranks
+    if layout.expert > 1:
+        model = replace(model, blocks=tuple(_expert_share(block, layout.expert) for block in model.blocks))
     if ranks > 1:
         entry, blocks, exit_ = (
             tuple(_cut(part, layout) for part in row) for row in (model.entry, model.blocks, model.exit)
@@ -144,6 +152,21 @@ def as_laid_out(model: ModelFacts, layout: Layout) -> ModelFacts:
     if layout.mlp_tiles != 1:
         model = replace(model, blocks=tuple(_tiled(block, layout) for block in model.blocks))
     return model
+
+
+@lru_cache(maxsize=64)
+def _expert_share(block: BlockFacts, ranks: int) -> BlockFacts:
+    """Returns a block's facts on one of the ranks that share its experts. Rows come and go: as many stay, evenly."""
+    gone = block.expert_parameters - block.expert_parameters // ranks
+    whole = max(1, block.parameters)
+    return replace(
+        block,
+        parameters=block.parameters - gone,
+        expert_parameters=block.expert_parameters - gone,
+        split_parameters=block.split_parameters - gone,
+        cast_bytes=round(block.cast_bytes * (1 - gone / whole)),
+        largest_parameter=-(-block.largest_parameter // ranks) if gone else block.largest_parameter,
+    )
 
 
 @lru_cache(maxsize=64)  # the blocks of a model are alike
@@ -281,6 +304,7 @@ def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
     return replace(
         layer,
         parameters=layer.parameters - layer.split_parameters + -(-layer.split_parameters // tensor),
+        expert_parameters=-(-layer.expert_parameters // tensor),
         largest_parameter=-(-layer.largest_parameter // tensor),
         saved_bytes=whole + layer.split_bytes / tensor + layer.stream_bytes / between,
         input_bytes=layer.input_bytes / between,

@@ -278,7 +278,10 @@ class _Estimate:
         return both + (both // self.layout.shards if is_cut else 0)
 
     def _slice_of(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.layout.shards)
+        """Returns a rank's slice; of experts, those that hold the same ones share the states, which may be fewer."""
+        shards, model = self.layout.shards, self.model
+        experts = num_bytes * model.expert_parameters // max(1, model.parameters)
+        return -(-(num_bytes - experts) // shards) - (-experts // max(1, shards // self.layout.expert))
 
 
 def rank_estimates(config: Config, hosts: int = 1, facts: ModelFacts | None = None) -> tuple[MemoryEstimate, ...]:
@@ -358,13 +361,14 @@ def footprint(workload: Workload) -> MemoryEstimate:
             framework=_CONTEXT_BYTES,
         )
     layers = stage_layers(model.layers, layout.pipeline)[0]
-    dense = (layers * model.attention_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
-    experts = layers * model.mlp_params / layout.expert / layout.tensor
-    params = dense + experts
-    cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
+    dense = (layers * model.other_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
+    experts = layers * model.routed_params / layout.tensor
+    params = dense + experts / layout.expert
+    cut = dense / layout.shards + experts / max(layout.expert, layout.shards)
     weights, gradients, optimizer = _bytes_per_parameter(workload)
     logits = workload.tokens * model.vocab_size * _logit_bytes(workload)
-    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
+    block = model.other_params + model.routed_params / layout.expert
+    units = (8 * block + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
@@ -427,7 +431,7 @@ def _block_bytes(workload: Workload) -> float:
     norms = (10 if run.framework == "megatron" else 8) * hidden / across
     # Queries and what goes into the output's product; keys and values.
     inner = (4 * model.query_width + 2 * model.kv_width) / tensor
-    wide = (4 if not model.gated else 6) * model.mlp_width / tensor * (model.active or 1)
+    wide = (4 if not model.gated else 6) * model.hidden_width / tensor
     scores = 0.0
     if not run.fused_attention and workload.recompute in ("none", "full"):
         scores = 5 * model.heads * run.seq_len / tensor
@@ -436,7 +440,9 @@ def _block_bytes(workload: Workload) -> float:
         # input and attention's result.
         norms = 4 * hidden / across
         inner = (4 * model.query_width + model.kv_width) / tensor
-        wide = 2 * model.mlp_width / tensor * (model.active or 1)
+        wide = 2 * model.hidden_width / tensor
+    # Of experts: the rows that their first products read. Megatron weighs before the last ones, which keep no more.
+    wide += 2 * model.sparse_share * model.active * model.width / across
     return workload.tokens * width * (norms + inner + wide + scores)
 
 

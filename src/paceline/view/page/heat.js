@@ -1,4 +1,5 @@
-/* The map of ranks and steps: one coloured cell for each rank and bucket of steps, so that a slow rank is a line. */
+/* The map of ranks and steps: one coloured cell for each rank and bucket of steps, so that a slow rank is a line. That of
+   experts is the same, with a layer in the place of a field, and loads over the fair share. */
 
 const RAMP = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 const HEAT_FORMATS = { loss: short, samples: count, memory_bytes: bytes, mfu: percent };
@@ -11,21 +12,24 @@ function rampColor(share) {
 }
 
 class HeatMap {
-  /** `load(name)` gives the map of a field; `onPick(step)` is called for a click. */
-  constructor(load, onPick) {
+  /** `load(name)` gives the map of a field; `onPick(step)` is called for a click. `row`: what a row is, rank or expert. */
+  constructor(load, onPick, row = "rank") {
     this.load = load;
     this.onPick = onPick;
+    this.row = row;
+    this.format = row === "expert" ? (value) => (value === null ? "–" : `${value.toFixed(2)} x`) : null;
+    const title = row === "expert" ? "Load of experts" : "Ranks and steps";
     this.name = null;
     this.picker = element("select", { title: "what the colours show", onchange: () => { this.name = this.picker.value; this.refresh(); } });
     this.canvas = element("canvas", { role: "img" });
-    this.canvas.setAttribute("aria-label", "Map of ranks and steps");
+    this.canvas.setAttribute("aria-label", `Map of ${row}s and steps`);
     this.scale = element("canvas");
     this.low = element("span"); this.high = element("span");
     this.note = element("p", { className: "fine" });
     this.root = element("section", { className: "card chart wide" },
-      element("div", { className: "head" }, element("h3", {}, "Ranks and steps"),
+      element("div", { className: "head" }, element("h3", {}, title),
         element("div", { className: "tools" }, this.picker, this.low, this.scale, this.high)), this.canvas, this.note);
-    this.root.dataset.chart = "heat";
+    this.root.dataset.chart = row === "expert" ? "experts" : "heat";
     this.canvas.addEventListener("mousemove", (event) => this._hover(event));
     this.canvas.addEventListener("mouseleave", hideTip);
     this.canvas.addEventListener("click", (event) => { const cell = this._cell(event); if (cell) this.onPick(Math.round(this.found.steps[cell.column])); });
@@ -69,7 +73,8 @@ class HeatMap {
     context.drawImage(small, this.box.left, this.box.top, this.box.width, this.box.height);
     this._axes(context, ranks, steps);
     this._legend(limits);
-    this.note.textContent = columns ? "a cell is a rank in some steps; click one to see its step in the timeline" : "no steps yet";
+    const what = this.format ? "a cell is how often an expert was chosen in some steps, over its fair share" : "a cell is a rank in some steps";
+    this.note.textContent = columns ? `${what}; click one to see its step in the timeline` : "no steps yet";
   }
 
   _axes(context, ranks, steps) {
@@ -78,7 +83,7 @@ class HeatMap {
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "right"; context.textBaseline = "middle";
     const every = Math.max(1, Math.ceil(14 / tall));
-    ranks.forEach((rank, row) => { if (row % every === 0) context.fillText(ranks.length <= 32 ? `rank ${rank}` : rank, left - 6, top + (row + 0.5) * tall); });
+    ranks.forEach((rank, row) => { if (row % every === 0) context.fillText(ranks.length <= 32 && !this.format ? `rank ${rank}` : rank, left - 6, top + (row + 0.5) * tall); });
     context.textAlign = "center"; context.textBaseline = "top";
     if (!steps.length) return;
     context.fillText("step", left + width / 2, top + height + 22);
@@ -91,7 +96,7 @@ class HeatMap {
   }
 
   _legend([low, high]) {
-    const format = HEAT_FORMATS[this.name] || seconds;
+    const format = this.format || HEAT_FORMATS[this.name] || seconds;
     const context = sharpen(this.scale, 110, 10);
     for (let x = 0; x < 110; x++) { context.fillStyle = `rgb(${rampColor(x / 109)})`; context.fillRect(x, 0, 1, 10); }
     this.low.textContent = format(low);
@@ -109,7 +114,7 @@ class HeatMap {
   _hover(event) {
     const cell = this._cell(event);
     if (!cell) return hideTip();
-    const value = this.values[cell.row * this.found.steps.length + cell.column], format = HEAT_FORMATS[this.name] || seconds;
-    showTip(event, `rank ${this.found.ranks[cell.row]}, step ${whole(this.found.steps[cell.column])}\n${HEAT_NAMES[this.name] || this.name} ${format(isFinite(value) ? value : null)}`);
+    const value = this.values[cell.row * this.found.steps.length + cell.column], format = this.format || HEAT_FORMATS[this.name] || seconds;
+    showTip(event, `${this.row} ${this.found.ranks[cell.row]}, step ${whole(this.found.steps[cell.column])}\n${HEAT_NAMES[this.name] || this.name} ${format(isFinite(value) ? value : null)}`);
   }
 }

@@ -188,7 +188,7 @@ class Page {
   _empty() {
     this.charts.forEach((chart) => chart.remove());
     this.charts.clear();
-    this.heat = this.timeline = null;
+    this.heat = this.experts = this.timeline = null;
     this.main.replaceChildren(element("div", { className: "empty" }, element("h1", {}, "No run yet"),
       "This page shows the first one as soon as it starts. ", element("p", {}, element("code", {}, "paceline train configs/digits.yaml"))));
   }
@@ -198,17 +198,19 @@ class Page {
     if (!this.heat) {
       this.top = element("div", { id: "verdict" });
       this.tabs = element("nav", { className: "tabs", ariaLabel: "Parts of the page" });
-      this.grids = Object.fromEntries(["first", "learning", "speed", "system", "hosts", "ranks"].map((key) => [key, element("div", { className: key === "first" ? "first" : "charts" })]));
+      this.grids = Object.fromEntries(["first", "learning", "speed", "system", "hosts", "experts", "ranks"].map((key) => [key, element("div", { className: key === "first" ? "first" : "charts" })]));
       this.notes = element("div", { className: "notes" });
       this.words0 = element("div");
       this.samples = element("div");
       this.bottom = element("div");
       this.hosts = element("details", { className: "card fold", ontoggle: () => this.drawCharts() }, element("summary", {}, "Hosts"), this.grids.hosts);
-      this.heat = new HeatMap((name) => this._heatOf(name), (step) => { this.timeline.choose(step - 1, step + 1); this.timeline.root.scrollIntoView({ behavior: "smooth", block: "nearest" }); });
+      const pick = (step) => { this.timeline.choose(step - 1, step + 1); this.timeline.root.scrollIntoView({ behavior: "smooth", block: "nearest" }); };
+      this.heat = new HeatMap((name) => this._heatOf(name), pick);
+      this.experts = new HeatMap((name) => this._heatOf(name), pick, "expert");
       this.timeline = new Timeline((range) => this.source.timeline(this.focus, range), () => this.run().range || [0, 0], this.source.isLive);
       this.timeline.isNewest = true;
       const more = element("button", { className: "more", onclick: () => this._addChart() }, "Add a chart");
-      const inside = { learning: [this.grids.first, this.words0, this.grids.learning, more, this.samples], speed: [this.grids.speed], system: [this.grids.system, this.hosts], ranks: [this.grids.ranks],
+      const inside = { learning: [this.grids.first, this.words0, this.grids.learning, more, this.samples], speed: [this.grids.speed], system: [this.grids.system, this.hosts], experts: [this.grids.experts], ranks: [this.grids.ranks],
         tables: [this.bottom], log: [this.texts.log], config: [this.texts.config] };
       this.parts = Object.fromEntries(PARTS.map(([key, name]) => [key, element("section", { className: "part", id: `part-${key}` }, element("h2", {}, name), ...inside[key])]));
       this.tabs.append(...PARTS.map(([key, name]) => element("a", { href: `#part-${key}`, id: `tab-${key}`, onclick: (event) => { event.preventDefault(); this._scrollTo(key); this.note(); } }, name)));
@@ -229,7 +231,10 @@ class Page {
   }
 
   _heatOf(name) { const run = this.run(); return run && run.heat_names.length ? this.source.heat(run.id, name, this._range(), 600) : null; }
-  _heat() { const run = this.run(); if (this.heat && run && run.heat_names.length) { this.heat.names(run.heat_names); this.heat.refresh(); } }
+  _heat() {
+    const run = this.run();
+    for (const [map, names] of this.heat && run ? [[this.heat, run.heat_names], [this.experts, run.expert_layers]] : []) if (names.length) { map.names(names); map.refresh(); }
+  }
 
   drawWords() {
     const run = this.run();
@@ -249,7 +254,7 @@ class Page {
 
   _showParts() {
     const run = this.run();
-    const isThere = { learning: true, speed: this.grids.speed.children.length, system: this.grids.system.children.length || !this.hosts.hidden, ranks: run.heat_names.length, tables: this.bottom.children.length, log: this.texts.hasLog, config: this.texts.hasConfig };
+    const isThere = { learning: true, speed: this.grids.speed.children.length, system: this.grids.system.children.length || !this.hosts.hidden, experts: run.expert_layers.length, ranks: run.heat_names.length, tables: this.bottom.children.length, log: this.texts.hasLog, config: this.texts.hasConfig };
     PARTS.forEach(([key]) => { this.parts[key].hidden = document.getElementById(`tab-${key}`).hidden = !isThere[key]; });
   }
 
@@ -261,7 +266,7 @@ class Page {
     const events = run.events.map((event) => ({ ...event, x: this.view.x === "step" ? event.step : event.time }));
     plots.forEach(([spec]) => { if (!this.charts.has(spec.key)) this.charts.set(spec.key, new Chart(spec, this.view)); });
     const of = (part) => plots.filter(([spec]) => spec.part === part).map(([spec]) => this.charts.get(spec.key).root);
-    const wanted = { first: [...of("first"), this.notes], learning: of("learning"), speed: of("speed"), system: of("system"), hosts: of("hosts"), ranks: run.heat_names.length ? [this.heat.root, this.timeline.root] : [] };
+    const wanted = { first: [...of("first"), this.notes], learning: of("learning"), speed: of("speed"), system: of("system"), hosts: of("hosts"), experts: run.expert_layers.length ? [this.experts.root] : [], ranks: run.heat_names.length ? [this.heat.root, this.timeline.root] : [] };
     this.hosts.hidden = !wanted.hosts.length;
     this.hosts.firstChild.textContent = `Hosts: ${wanted.hosts.length} charts of processors, memory, network and devices`;
     Object.entries(wanted).forEach(([part, roots]) => {
@@ -272,6 +277,7 @@ class Page {
     Object.values(this.grids).forEach((grid) => balance(grid, 340));
     plots.filter(([spec]) => spec.part !== "hosts" || this.hosts.open).forEach(([spec, lines]) => { const chart = this.charts.get(spec.key); chart.spec = spec; chart.draw(lines, events); });
     this.heat.draw();
+    this.experts.draw();
     this.timeline.draw();
     document.getElementById("reset").disabled = !this.view.zoom;
     document.body.dataset.drawn = run.version;

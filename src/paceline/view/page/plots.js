@@ -1,7 +1,7 @@
 /* Which charts there are: of chosen runs, of what hosts read, and those that somebody has put together. */
 
 /** The parts of the page, in their order: [key, name]. */
-const PARTS = [["learning", "Learning"], ["speed", "Speed"], ["system", "System"], ["ranks", "Ranks"], ["tables", "Tables"], ["log", "Log"], ["config", "Config"]];
+const PARTS = [["learning", "Learning"], ["speed", "Speed"], ["system", "System"], ["experts", "Experts"], ["ranks", "Ranks"], ["tables", "Tables"], ["log", "Log"], ["config", "Config"]];
 
 class Plots {
   /** `chosen`: [[run, place]], `focus`: the run that details are of, `axis`: "step" or "time". */
