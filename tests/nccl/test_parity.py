@@ -18,13 +18,14 @@ from paceline.verify.measure import absolute, compare, merge
 from paceline.verify.runs import StepValues, run_distributed, run_reference
 
 TOLERANCE = 1e-12
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model": {"kind": "gpt", "layers": 4, "heads": 4, "kv_heads": 2, "width": 32, "context": 16, "tied": True},
     "data": {"kind": "synthetic_tokens", "samples": 64, "vocab_size": 64, "context": 16},
     "train": {"dtype": "float64", "precision": "fp32"},
     # An optimizer that divides by the size of gradients magnifies their last digits by lr / eps.
     "optim": {"lr": 1e-3, "eps": 1e-4},
 }
+MIXTURE = {"experts": 4, "active": 2, "shared_experts": 1, "expert_width": 24}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"accumulate": 3},
     "zero1": {"strategy": "zero1"},
@@ -34,12 +35,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline, zb-v": {"pipeline": 2, "schedule": "zb-v", "chunks": 2, "accumulate": 4},
     "tensor": {"tensor": 2},
     "tensor, sequence": {"tensor": 2, "sequence_parallel": True},
+    "experts": {"expert": 2, "accumulate": 2},
+    "experts, fsdp": {"expert": 2, "strategy": "fsdp", "checkpoint_activations": "full"},
 }
 MESHES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": "hybrid", "shard_ranks": 2},
     "pipeline x zero1": {"pipeline": 2, "strategy": "zero1", "schedule": "1f1b", "accumulate": 4},
     "pipeline x tensor": {"pipeline": 2, "tensor": 2, "schedule": "1f1b", "accumulate": 4},
     "tensor x fsdp": {"tensor": 2, "strategy": "fsdp"},
+    "tensor x experts": {"tensor": 2, "expert": 2, "strategy": "zero2"},
 }
 ALL = dict.fromkeys(LAYOUTS, 2) | dict.fromkeys(MESHES, 4)
 
@@ -52,7 +56,8 @@ def check(pool: GlooPool, name: str) -> None:
     settings = complete(Settings.of(ranks=ALL[name], steps=2, **{**LAYOUTS, **MESHES}[name]))
     check_settings(settings)
     batch = 2 * settings.data_ranks * settings.accumulate + 1  # one over: no two shares weigh the same
-    case = ConfigCase(config_from_dict(CONFIG), batch=batch)
+    more = MIXTURE if settings.layout.expert > 1 else {}
+    case = ConfigCase(config_from_dict({**CONFIG, "model": {**CONFIG["model"], **more}}), batch=batch)
     with torch.random.fork_rng(devices=[]), compute_threads(1):
         expected = run_reference(case, settings).steps
     per_rank = pool.run(train_share, case, settings, ranks=settings.ranks)
