@@ -222,7 +222,7 @@ def draw(code: Code) -> str:
         *draw_legend(654, ROOMS["config"].top + 22),
         f'<rect class="ground" x="{MARGIN}" y="{ground}" width="{WIDTH - 2 * MARGIN}" height="{BOX_HEIGHT}" rx="8"/>',
         text(MARGIN + 14, ground + 24, ", ".join(code.root_modules), "name ink"),
-        text(MARGIN + 14, ground + 43, "single modules below the rooms that use them", "small soft"),
+        text(MARGIN + 14, ground + 43, "single modules beside the rooms", "small soft"),
         "</svg>\n",
     ]
     return "\n".join(parts)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from paceline.learn.play import PlayInputs, curves_for
 from paceline.units import GIB
+from paceline_course.play import PlayInputs, curves_for
 from pictures_svg import MARGIN, WIDTH, Picture
 
 Points = Sequence[Mapping[str, float]]
@@ -24,7 +24,7 @@ def draw_play_curves() -> str:
         f"A GPT of 7 billion parameters on {usual.cluster_text}: {usual.gpus} GPUs, {usual.batch} samples of "
         f"{usual.context:,} tokens in a step, a microbatch of {usual.microbatch}. One of these moves, and the others "
         "stay. The grey line is what a device may hold. paceline learn play draws the same for your own settings.",
-        "curves_for of paceline.learn.play",
+        "curves_for of paceline_course.play",
     )
     names = [(kind, inputs.strategy) for kind, inputs in SETTINGS.items()]
     y = picture.legend(MARGIN, picture.top + 8, names) + 4

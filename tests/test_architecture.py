@@ -61,7 +61,7 @@ TORCH_FREE = (
     "imports",
     "launch.kubectl",
     "launch.pod",
-    "learn.play",
+    "learn",
     "mesh",
     "notebook",
     "plan",
@@ -79,7 +79,8 @@ TORCH_FREE = (
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
-OUTSIDE = ("measures", "slow_links", "paceline_bench")  # the first two are of the top-level bench/, not in the wheel
+# What stands outside the package, and who may import it: the first two are of the top-level bench/, not in the wheel.
+OUTSIDE = {"measures": (), "slow_links": (), "paceline_bench": ("cli",), "paceline_course": ("cli", "learn")}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
@@ -261,6 +262,9 @@ class Tree:
             yield first.violation(line, "cycle", " imports ".join(cycle))
 
 
+Rule = Callable[[Tree, SourceFile], Iterator[Violation]]
+
+
 @cache
 def room_of(name: str) -> tuple[int, str] | None:
     """The level of a module, and the room that it belongs to there: the longest that fits."""
@@ -323,8 +327,8 @@ def peers(_: Tree, file: SourceFile) -> Iterator[Violation]:
 
 def outside(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
-        is_verb = is_below(file.name, ("cli",)) and is_below(use.target, ("paceline_bench",))  # which it carries out
-        if is_below(use.target, OUTSIDE) and not is_verb:
+        importers = OUTSIDE.get(use.target.partition(".")[0])
+        if importers is not None and not is_below(file.name, importers):
             yield file.violation(use.line, "outside", f"{file.name} uses {use.target}, which is outside the package")
 
 
@@ -412,10 +416,18 @@ def test_the_package_keeps_its_rules() -> None:
     assert not found, "\n" + "\n".join(map(str, found))
 
 
-def test_the_benches_keep_the_rules_of_files() -> None:
-    files = Tree(SOURCE.with_name("paceline_bench")).files
-    rules = (environment, names, docstrings, sizes)
-    assert not [violation for file in files for rule in rules for violation in rule(Tree(SOURCE), file)]
+RULES_OF_FILES = (environment, names, docstrings, sizes)
+
+
+@pytest.mark.parametrize(
+    ("package", "rules"),
+    [("paceline_bench", RULES_OF_FILES), ("paceline_course", (*RULES_OF_FILES, only_comm_talks, peers))],
+)
+def test_the_packages_beside_it_keep_the_rules_of_files(package: str, rules: tuple[Rule, ...]) -> None:
+    tree = Tree(SOURCE.with_name(package))
+    assert not [str(violation) for file in tree.files for rule in rules for violation in rule(tree, file)]
+    strangers = {"paceline.cli", *OUTSIDE} - {package}
+    assert not [use for file in tree.files for use in file.uses if is_below(use.target, tuple(strangers))]
 
 
 def test_torch_free_modules_load_without_torch() -> None:
@@ -481,6 +493,8 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("train/step.py", "import accelerate", 2, "peers"),
         ("bench/comm.py", "from measures.loop import bench_loop", 2, "outside"),
         ("bench/comm.py", "from paceline_bench.arms import select", 2, "outside"),
+        ("view/page.py", "from paceline_course.play import curves_for", 2, "outside"),
+        ("learn.py", "from paceline_bench.arms import select", 2, "outside"),
         ("engines/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
         ("engines/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
         ("engines/fsdp.py", "from paceline.engines.ddp import DataParallel", 2, "engines"),
@@ -558,6 +572,8 @@ def test_what_is_allowed_is_not_named(plant: Plant) -> None:
         "verify/runs.py": "from paceline.run.processes import run_processes",
         "cli/main.py": "from paceline import __version__\nfrom paceline.verify.runs import verify",
         "cli/bench.py": "from paceline_bench.arms import select",
+        "cli/learn.py": "from paceline_course.play import make_play_app",
+        "learn.py": "from paceline_course.course import check",
     }
     assert Tree(plant(files)).violations() == []
 

@@ -37,7 +37,7 @@ OTHERS = {
     "--speed": "python bench/links.py",
     "--dport": "iptables",
 }
-WRITE_FOR_OTHERS = ("launch/", "comm/shared/native/")
+WRITE_FOR_OTHERS = ("paceline/launch/", "paceline/comm/shared/native/")
 
 
 class Message(NamedTuple):
@@ -54,11 +54,11 @@ def messages() -> tuple[Message, ...]:
 
 
 def _messages() -> Iterator[Message]:
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.with_name("paceline_course").rglob("*.py")]):
         for node in strings_of(ast.parse(path.read_text())):
             text = text_of(node)
             if " " in text:
-                yield Message(f"{path.relative_to(SOURCE)}:{node.lineno}", text)
+                yield Message(f"{path.relative_to(SOURCE.parent)}:{node.lineno}", text)
 
 
 def strings_of(tree: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:

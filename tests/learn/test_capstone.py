@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 class Whole(torch.autograd.Function):

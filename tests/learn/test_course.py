@@ -18,9 +18,9 @@ import paceline
 from paceline.cli.app import app as whole_app
 from paceline.cli.learn import app
 from paceline.errors import UsageError
-from paceline.learn import course
-from paceline.learn.course import Progress, load_progress, parse_progress, save_progress
-from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, calculate, judge_number, lessons, says
+from paceline_course import course
+from paceline_course.course import Progress, load_progress, parse_progress, save_progress
+from paceline_course.exercise import RIGHT, Exercise, Lesson, Said, calculate, judge_number, lessons, says
 
 ROOT = Path(__file__).parents[2]
 runner = CliRunner()
@@ -60,10 +60,10 @@ CHECKS = {
 @pytest.fixture
 def lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Puts a lesson of its own in place of the course, and the state in a folder of its own, which it returns."""
-    module = ModuleType("paceline.learn.of_the_test")
+    module = ModuleType("paceline_course.of_the_test")
     module.CHECKS = CHECKS  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for place in ("paceline.learn.course.lessons", "paceline.learn.exercise.lessons"):
+    for place in ("paceline_course.course.lessons", "paceline_course.exercise.lessons"):
         monkeypatch.setattr(place, lambda: {1: Lesson("The first", EXERCISES)})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
@@ -144,8 +144,8 @@ def test_every_page_has_the_headings_and_exercises_of_its_lesson() -> None:
 
 WITHOUT_TORCH = """
 import sys
-from paceline.learn.course import find, hint_text, judge
-from paceline.learn.exercise import lessons
+from paceline_course.course import find, hint_text, judge
+from paceline_course.exercise import lessons
 
 for each in [each for lesson in lessons().values() for each in lesson.exercises]:
     hint_text(each, 1)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.learn.course import find, judge
-from paceline.learn.exercise import Verdict
+from paceline_course.course import find, judge
+from paceline_course.exercise import Verdict
 
 
 def verdict(number: str, answer: Any) -> Verdict:

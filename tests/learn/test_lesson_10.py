@@ -10,7 +10,7 @@ import torch
 from paceline import run_virtual
 from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 def test_what_a_ring_sends_is_what_its_messages_have() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.cluster.costs import Placement, sent_bytes
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 @pytest.mark.parametrize("answer", [1.3804, 1.38, 6 * 70e9 * 2e12 / (989e12 * 0.4 * 0.94) / 3600 * 2.2 / 1e6])

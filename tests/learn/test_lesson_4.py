@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 def test_the_states_of_one_rank() -> None:

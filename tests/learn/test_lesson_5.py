@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 def test_count_the_gathers() -> None:

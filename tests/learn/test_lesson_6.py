@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.comm.base import Communicator
-from paceline.learn.course import find, judge
-from paceline.learn.on_paper import block_seconds
+from paceline_course.course import find, judge
+from paceline_course.on_paper import block_seconds
 
 STREAM = 2 * 2048 * 4096 * 2
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 
 def test_9_1_right() -> None:

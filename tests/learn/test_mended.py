@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 PAGES = Path(__file__).parents[2] / "docs/learn"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.learn.course import find, judge
+from paceline_course.course import find, judge
 
 NO_WAIT = "never waits for"
 EARLY = "reads what an operation is still filling"

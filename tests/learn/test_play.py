@@ -20,7 +20,13 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
-from paceline.learn.play import (
+from paceline.plan.plan import MemoryEstimate
+from paceline.predict.formulas.step import Prediction, StepParts
+from paceline.search.request import request_for
+from paceline.search.result import plan_for
+from paceline.units import format_bytes
+from paceline.view.server import listen, make_server
+from paceline_course.play import (
     CURVES,
     MEMORY_PARTS,
     NUMBERS,
@@ -32,12 +38,6 @@ from paceline.learn.play import (
     make_play_app,
     play_page,
 )
-from paceline.plan.plan import MemoryEstimate
-from paceline.predict.formulas.step import Prediction, StepParts
-from paceline.search.request import request_for
-from paceline.search.result import plan_for
-from paceline.units import format_bytes
-from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
     from browser import Browser
@@ -228,7 +228,7 @@ def test_requests_get_numbers_or_words(url: str) -> None:
 
 @pytest.mark.exhaustive
 def test_no_torch_is_needed() -> None:
-    code = "import sys, paceline.learn.play as s; s.make_play_app(); sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline_course.play as s; s.make_play_app(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,8 +17,6 @@ from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import config_from_dict, load_config
 from paceline.config.layout import layout_of
-from paceline.learn.course import find
-from paceline.learn.exercise import calculate
 from paceline.plan.layout import Layout, Strategy
 from paceline.predict.formulas.saving import best_interval, time_between_failures
 from paceline.predict.formulas.step import StageSeconds, pipeline_seconds
@@ -26,6 +24,8 @@ from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts, estimate_memory, rank_estimates
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
+from paceline_course.course import find
+from paceline_course.exercise import calculate
 
 
 def truth(number: str, **given: float) -> float:

@@ -18,7 +18,7 @@ from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
-    from paceline.learn.exercise import Exercise
+    from paceline_course.exercise import Exercise
 
 app = typer.Typer(no_args_is_help=True, help="The course: check answers, get hints, play with layouts.")
 
@@ -30,7 +30,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check an answer to an exercise of the course, and keep a note of it when it is right."""
-    from paceline.learn.course import find, judge, load_function, load_progress, save_progress, sentence
+    from paceline_course.course import find, judge, load_function, load_progress, save_progress, sentence
 
     if not number:
         _list(as_json=as_json)
@@ -56,7 +56,7 @@ def check(
 @app.command()
 def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise, such as 3.2.")) -> None:
     """Show the next hint to an exercise; each call shows one more."""
-    from paceline.learn.course import find, hint_text, load_progress, save_progress
+    from paceline_course.course import find, hint_text, load_progress, save_progress
 
     exercise = find(number)
     progress = load_progress(state_file())
@@ -72,8 +72,8 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
 def play(port: Port = None, is_opened: IsOpened = True) -> None:
     """Move sliders, and see the memory and the step time of a model at once."""
     require_server()
-    from paceline.learn.play import make_play_app
     from paceline.view.server import listen, make_server
+    from paceline_course.play import make_play_app
 
     page, found = make_play_app(), listen("127.0.0.1", port)
     url = f"http://127.0.0.1:{found.getsockname()[1]}/"
@@ -101,8 +101,8 @@ def _show(exercise: Exercise, *, as_json: bool) -> None:
 
 
 def _list(*, as_json: bool) -> None:
-    from paceline.learn.course import load_progress
-    from paceline.learn.exercise import lessons
+    from paceline_course.course import load_progress
+    from paceline_course.exercise import lessons
 
     progress = load_progress(state_file())
     exercises = [each for lesson in lessons().values() for each in lesson.exercises]

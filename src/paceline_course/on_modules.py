@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import Storages, WatchedCommunicator, compare, run_watched, shown_calls
+from paceline_course.exercise import RIGHT, Said, says
+from paceline_course.watched import Storages, WatchedCommunicator, compare, run_watched, shown_calls
 
 _STEPS, _SAMPLES = 3, 4  # samples of each rank
 _CALLS = {"all_gather": 4, "reduce_scatter": 2}  # of a step with two units

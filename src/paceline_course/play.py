@@ -336,7 +336,7 @@ def make_play_app() -> Starlette:
 @cache
 def play_page() -> tuple[str, str]:
     """Returns the page and its content security policy."""
-    text = resources.files("paceline.learn").joinpath("play.html").read_text(encoding="utf-8")
+    text = resources.files("paceline_course").joinpath("play.html").read_text(encoding="utf-8")
     style, script = (text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
     policy = security_policy(style, script, connect="'self'")
     usual = dataclasses.asdict(PlayInputs())

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, RankFailedError, UsageError, did_you_mean
-from paceline.learn.exercise import (
+from paceline.terminal import echo, excerpt
+from paceline.untrusted import is_count, parse_json_object, read_regular
+from paceline_course.exercise import (
     Exercise,
     MistakeError,
     Said,
@@ -36,8 +38,6 @@ from paceline.learn.exercise import (
     judge_word,
     lessons,
 )
-from paceline.terminal import echo, excerpt
-from paceline.untrusted import is_count, parse_json_object, read_regular
 
 _MOST_BYTES = 2**16  # of the file
 _MOST_EXACT = 2**53  # up to here every whole number is a float
@@ -57,7 +57,7 @@ def find(number: str) -> Exercise:
 def find_check(exercise: Exercise) -> Callable[[Any], Said]:
     """Returns what judges an answer. Only the file that has it is imported: some need torch."""
     if exercise.check:
-        checks: dict[str, Callable[[Any], Said]] = importlib.import_module(f"paceline.learn.{exercise.check}").CHECKS
+        checks: dict[str, Callable[[Any], Said]] = importlib.import_module(f"paceline_course.{exercise.check}").CHECKS
         return checks[exercise.number]
     return partial(judge_first if exercise.needs else _JUDGES[exercise.answer], exercise)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import (
+from paceline_course.exercise import RIGHT, Said, says
+from paceline_course.watched import (
     Expected,
     Storages,
     Watched,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from paceline.learn.exercise import RIGHT, Said, says
-from paceline.learn.watched import WatchedCommunicator, compare, run_with, shown_calls
+from paceline_course.exercise import RIGHT, Said, says
+from paceline_course.watched import WatchedCommunicator, compare, run_with, shown_calls
 
 _HEADS, _WIDTH = 2, 4
 _MOST_WORK = 1.15  # of a rank, over the mean: a striped order of 32 tokens has 1.09

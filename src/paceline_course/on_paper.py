@@ -15,7 +15,6 @@ from typing import Any
 from paceline.cluster.devices import load_cluster
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import UsageError
-from paceline.learn.exercise import RIGHT, MistakeError, Said, says
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import BlockModel
@@ -24,6 +23,7 @@ from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule, align, parse_action
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
+from paceline_course.exercise import RIGHT, MistakeError, Said, says
 
 # Lesson 6: how many ranks may share a block.
 

@@ -97,7 +97,7 @@ class Lesson(NamedTuple):
 
 @cache
 def lessons() -> dict[int, Lesson]:
-    text = resources.files("paceline.learn").joinpath("exercises.yaml").read_text(encoding="utf-8")
+    text = resources.files("paceline_course").joinpath("exercises.yaml").read_text(encoding="utf-8")
     found = [Lesson(each["title"], tuple(Exercise(**one) for one in each["exercises"])) for each in load_yaml(text)]
     return {int(each.exercises[0].number.partition(".")[0]): each for each in found}
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.learn.exercise import MistakeError, Said, says
+from paceline_course.exercise import MistakeError, Said, says
 
 _TIMEOUT_S = 20.0  # of a rank that computes without talking: a loop that does not end
 _VERBS = "A verb starts an operation, and wait() of what it returns ends it."
