@@ -38,7 +38,7 @@ LINES = {
     "config": 3_720,  # a router of experts, and which of its keys go together
     "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_670,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
+    "engines": 11_680,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
     "models": 3_280,  # attention over ranks and inside documents; experts, their balance, their adapters
@@ -56,7 +56,7 @@ LINES = {
 }
 
 # Lines of the packages beside this one. The course has its curves, its capstone and the lesson on runs at scale.
-BESIDE_LINES = {"paceline_bench": 2_050, "paceline_course": 1_770}
+BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_770}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")
@@ -113,7 +113,7 @@ def lost_files(package: Path) -> list[str]:
 
     A name such as ``my_model.py`` is a user's file, and a path into a folder that is none of ours another project's.
     """
-    ours = [path for folder in (package, *OTHER_FOLDERS) for path in folder.rglob("*.py")]
+    ours = [path for folder in (SOURCE, package, *OTHER_FOLDERS) for path in folder.rglob("*.py")]
     known = {path.name for path in ours}
     endings = {"/".join(path.parts[-count:]) for path in ours for count in (2, 3, 4)}
     folders = {path.parent.name for path in ours}

@@ -8,7 +8,7 @@ and takes about ten milliseconds; ``curves_for`` asks for each value of three sl
 page gets the command that gives the same config, on top of ``gpt_7b``, which ships. It is one file, served on the
 loopback address; ``/api/answer?size=gpt-7b&gpus=32`` has what it shows, ``/api/curves`` the curves.
 The content security policy allows its style and script by their hashes and nothing else, and requests must name a
-loopback host (``view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
+loopback host (``paceline/view/gate.py``). Inputs are words of fixed lists and numbers within bounds.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class CombinedParallel(Engine):
         """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
             return super()._run_microbatches(microbatches, loss, scale, on_phase)
-        microbatches = self.with_blanks(microbatches)
+        microbatches = self.groups.filled(microbatches)
         with self.inside(None):  # each action sets the part of its microbatch
             values = self.pipeline.run([self.cut(each) for each in microbatches], loss, scale, on_phase)
         self._sum_tied()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, ParamSpec, Protocol, Self, cast
@@ -22,7 +22,7 @@ from typing_extensions import TypeVar  # with defaults, which Python 3.13 has: a
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
-from paceline.engines.groups import Groups, without_samples
+from paceline.engines.groups import Groups, forget_gradients
 from paceline.engines.loss_sums import LossSum, differentiable_sum
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -46,11 +46,6 @@ _CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64
 _MOVES = ("cuda", "cpu", "xpu")
 _TIED = "it is tied to its module, its optimizer and the other ranks"
 _ELSEWHERE = "choose it when the ranks meet: paceline.connect(device=...)"
-NO_BLANK = (
-    "the first batch has no samples on this rank, where ranks hold different experts\n"
-    "  such a rank takes part in each pass with a batch of zero rows, which looks as others do\n"
-    "  give every rank a sample of the first batch, or call engine.show_batch(lambda: batch) with any"
-)
 _OTHER_DTYPE = 'cast the model before parallelize(), or give precision="bf16" or another one'
 
 
@@ -191,7 +186,7 @@ class Engine(ABC, Generic[M]):
     ) -> Sequence[LossSum]:
         """Runs the passes; None alone: no samples in the whole step, but the others wait for this rank."""
         values: list[LossSum] = []
-        microbatches = self.with_blanks(microbatches)
+        microbatches = self.groups.filled(microbatches)
         context = self.precision.context(self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
@@ -230,24 +225,10 @@ class Engine(ABC, Generic[M]):
             for each, own in zip(routers, arrived, strict=True):
                 each.move_bias(own, norm)
 
-    def with_blanks(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """Returns batches with one of zero rows for each None, where ranks meet inside of passes and so must run them.
-
-        Raises UsageError where no batch has been seen that tells what one looks like.
-        """
-        blanks = self.groups.blanks
-        if blanks is None:
-            return batches
-        for batch in batches:
-            blanks.batch = blanks.batch if batch is None else without_samples(batch)
-        if blanks.batch is None and None in batches:
-            raise UsageError(NO_BLANK)
-        return [blanks.batch if batch is None else batch for batch in batches]
-
     def show_batch(self, make: Callable[[], Any]) -> None:
         """Shows what a batch looks like, where a rank may have none in its first pass and must know."""
         if self.groups.blanks is not None:
-            self.groups.blanks.batch = without_samples(make())
+            self.groups.blanks.fill([make()])
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         """Returns ``compute(model, batch)`` without gradients; None where another rank of a pipeline has the result."""
@@ -512,14 +493,3 @@ class Engine(ABC, Generic[M]):
 
 def _refuse(what: str, rule: str, fix: str) -> NoReturn:
     raise UsageError(f"{what}\n  {rule}\n  {fix}")
-
-
-def forget_gradients(parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
-    """Does what ``zero_grad`` does, to any tensors. Gradients may be views of a bucket."""
-    for parameter in parameters:
-        if set_to_none:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            if parameter.grad.grad_fn is not None:  # of create_graph; views cannot be detached in place
-                parameter.grad = parameter.grad.detach()
-            parameter.grad.requires_grad_(False).zero_()

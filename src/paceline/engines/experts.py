@@ -11,7 +11,7 @@ waits for the device once in each layer. While rows are under way, what every to
 shared expert; and its backward, while gradients are.
 
 Every rank meets the others in every pass: one whose experts nobody chose sends and takes nothing, and its gradients
-are zeros. A rank without samples runs the pass on a batch of zero rows (``Engine.with_blanks``).
+are zeros. A rank without samples runs the pass on a batch of zero rows (``Blanks`` of groups.py).
 """
 
 from __future__ import annotations

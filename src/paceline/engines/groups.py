@@ -51,12 +51,30 @@ class ParameterGroups:
         return self.gradients.size / self.averaged_over
 
 
+NO_BLANK = (
+    "the first batch has no samples on this rank, where ranks hold different experts\n"
+    "  such a rank takes part in each pass with a batch of zero rows, which looks as others do\n"
+    "  give every rank a sample of the first batch, or call engine.show_batch(lambda: batch) with any"
+)
+
+
 @dataclass(slots=True)
 class Blanks:
     """Zero rows: what a rank without samples runs where ranks meet inside of passes, those with other experts."""
 
     batch: Any = None  # once one with samples was seen
     inputs: dict[nn.Module, Any] = field(default_factory=dict)  # what modules are called with
+
+    def fill(self, batches: Sequence[Any]) -> list[Any]:
+        """Returns batches with one of zero rows for each None.
+
+        Raises UsageError where no batch has been seen that tells what one looks like.
+        """
+        for batch in batches:
+            self.batch = self.batch if batch is None else without_samples(batch)
+        if self.batch is None and None in batches:
+            raise UsageError(NO_BLANK)
+        return [self.batch if batch is None else batch for batch in batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +84,10 @@ class Groups(RankGroups[Communicator]):
     sequences: Any = None  # the ``Sequences`` that cuts batches, where those of ``context`` share each sequence
     blanks: Blanks | None = None  # where ranks meet inside of passes
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
+
+    def filled(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Returns batches as they are; where ranks meet inside of passes, with one of zero rows for each None."""
+        return batches if self.blanks is None else self.blanks.fill(batches)
 
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
         if expert_dim(parameter) is None or self.expert.size == 1:
@@ -179,6 +201,17 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 def differentiable_in(output: Any) -> list[Tensor]:
     """Returns those of the tensors that require a gradient."""
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+def forget_gradients(parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
+    """Does what ``zero_grad`` does, to any tensors. Gradients may be views of a bucket."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            if parameter.grad.grad_fn is not None:  # of create_graph; views cannot be detached in place
+                parameter.grad = parameter.grad.detach()
+            parameter.grad.requires_grad_(False).zero_()
 
 
 def set_flags(flags: Tensor, used: Sequence[bool]) -> None:

@@ -14,11 +14,18 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import NO_BLANK, Engine
+from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.optimizer_state import check_updates, gather_optimizer_state, load_optimizer_state, on_cpu
 from paceline.engines.flat.shard import dense_stride, full_shape
-from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors, differentiable_in, without_samples
+from paceline.engines.groups import (
+    NO_BLANK,
+    Groups,
+    ReplicaWatch,
+    broadcast_tensors,
+    differentiable_in,
+    without_samples,
+)
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.errors import UsageError

@@ -33,7 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.engines.engine import Engine, forget_gradients
+from paceline.engines.engine import Engine
+from paceline.engines.groups import forget_gradients
 from paceline.engines.module_engine import ModuleEngine
 from paceline.errors import UsageError
 from paceline.shards import are_states_own

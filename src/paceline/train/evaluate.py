@@ -193,7 +193,7 @@ def apply_to_each(
     engine.eval()
     try:
         for given, samples in batches:
-            (batch,) = engine.with_blanks([given])
+            (batch,) = engine.groups.filled([given])
             if batch is None:
                 engine.join_pass()
                 continue
