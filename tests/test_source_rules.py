@@ -39,21 +39,21 @@ LINES = {
     "data": 4_960,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_370,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; routers
-    "health": 1_490,
+    "health": 1_620,  # routers of experts
     "launch": 2_980,
     "learn": 1_620,
-    "models": 3_170,  # attention over ranks and inside documents; experts, and their balance
-    "plan": 1_650,  # the same; ranks that share sequences; shapes with experts
-    "predict": 4_040,
+    "models": 3_180,  # attention over ranks and inside documents; experts, and their balance
+    "plan": 1_700,  # the same; ranks that share sequences; shapes with experts
+    "predict": 4_160,  # experts: uneven loads, memory by block
     "profile": 570,
-    "records": 3_870,  # samples.py
+    "records": 3_970,  # samples.py; loads of experts
     "rehearse": 2_730,
     "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_260,  # the ring on which keys and values travel
-    "search": 2_560,
-    "train": 4_950,  # streams of random numbers, by the ranks that read samples; shown.py
+    "search": 2_580,  # mixtures to configs
+    "train": 5_090,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
     "verify": 1_150,
-    "view": 1_980,  # texts, failures, tags and notes of a run; the table of all runs
+    "view": 2_020,  # texts, failures, tags and notes of a run; the table of all runs; loads of experts
 }
 
 BENCH_LINES = 2_050  # of paceline_bench, beside the package
