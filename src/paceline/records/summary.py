@@ -326,12 +326,8 @@ class RunRecords:
 
     def loads(self) -> dict[str, list[kinds.ExpertsRecord]]:
         """Returns what routers of experts did, by layer; a record replaces those of its step and later ones."""
-        return loads_by_layer(
-            record
-            for attempt in chain.from_iterable(self.ranks.values())
-            for record in attempt.records
-            if isinstance(record, kinds.ExpertsRecord)
-        )
+        attempts = chain.from_iterable(self.ranks.values())
+        return loads_by_layer(chain.from_iterable(attempt.records for attempt in attempts))
 
     def of_rank(self, rank: int) -> RankSummary:
         """Adds up one rank's steps."""
@@ -352,9 +348,9 @@ class RunRecords:
         return worst_end(own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size)
 
 
-def loads_by_layer(records: Iterable[kinds.ExpertsRecord]) -> dict[str, list[kinds.ExpertsRecord]]:
+def loads_by_layer(records: Iterable[kinds.Record]) -> dict[str, list[kinds.ExpertsRecord]]:
     found: dict[str, list[kinds.ExpertsRecord]] = {}
-    for record in records:
+    for record in (each for each in records if isinstance(each, kinds.ExpertsRecord)):
         own = found.setdefault(record.layer, [])
         while own and own[-1].step >= record.step:  # the run went back
             own.pop()

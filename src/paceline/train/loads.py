@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import NamedTuple, cast
 
 import torch
@@ -82,7 +83,7 @@ class LoadsHook:
         for found in judge_experts([list(own) for own in self._seen.values()]):
             if (found.kind, found.layer) not in self._told:
                 self._told.add((found.kind, found.layer))
-                told = EventRecord(name="experts", step=taken.step, detail=found.to_json(), time=time.time())
+                told = EventRecord(name="experts", step=taken.step, detail=asdict(found), time=time.time())
                 self._write_record(told)
 
 
