@@ -13,6 +13,7 @@ from gloo_pool import GlooPool
 
 import paceline
 from paceline.comm.base import Communicator
+from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
@@ -229,6 +230,19 @@ def test_a_loop_of_the_users_own_joins_passes() -> None:
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     for found in run_virtual(work, ranks=2):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_dry_run_sees_the_ways_there_and_back() -> None:
+    """Counts, rows there and back in forward, gradients there and back in backward, for each of two mixtures."""
+    comm = DryWorld(4).rank(1)
+    with torch.device("meta"):
+        model = make_model()
+    engine = parallelize(model, comm, strategy="fsdp", expert=2)
+    inputs, targets = (each.to("meta") for each in make_batch(0, 4))
+    engine.run_microbatches([(inputs, targets)], lambda model, batch: summed(model(batch[0]), batch[1]), 1.0)
+    sent = [each.num_bytes for each in comm._own.journal.operations if each.kind == "all_to_all"]
+    rows = 4 * inputs.shape[1] * 2 * 16 * 4  # samples, tokens, experts of each, width, bytes
+    assert sent == [EXPERTS * 8, rows, rows] * 2 + [rows] * 4
 
 
 # What is refused.
