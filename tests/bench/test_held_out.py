@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fit_constants import calibration_rows, fit, prior_of
+from fit_constants import calibration_rows, distance, fit, prior_of
 from paceline_bench.scored.held_out import held_out
 from paceline_bench.scored.measured_table import SHIPPED
 
@@ -25,4 +25,4 @@ def test_a_fit_of_few_rows_keeps_the_rates_that_many_rows_tell() -> None:
     assert (prior.matmul, prior.k_half) == (many.matmul, many.k_half)
     (row,) = (row for row in groups[key] if row.family == "kempner")
     alone, weighty = fit(key, [row], prior), fit(key, [row] * 50, prior)
-    assert abs(alone.matmul - prior.matmul) < abs(weighty.matmul - prior.matmul)
+    assert 0 < distance(alone, prior) < distance(weighty, prior)

@@ -32,9 +32,10 @@ WRITTEN = {
 }
 FORMULA, SETTING, EXAMPLE = "a formula's value", "a setting of the code", "an example"
 VALIDATED = "paceline validate prints it: tests/cli/test_validate_command.py"
+TRIED = "a fit that was tried, and is not in the repository"
 EXCEPTIONS: dict[str, dict[str, str]] = {
-    "README.md": {"6.2 %": VALIDATED},
-    "docs/planning.md": {"6.2 %": VALIDATED},
+    "README.md": {"10.0 %": VALIDATED, "7.1 %": VALIDATED},
+    "docs/planning.md": {"10.0 %": VALIDATED, "7.1 %": VALIDATED},
     "docs/chaos.md": {"0.2 ms": SETTING},
     "docs/checkpoint-tools.md": {"95.8 %": EXAMPLE, "93.6 %": EXAMPLE},
     "docs/collectives.md": {"1.2 GB": SETTING},
@@ -45,7 +46,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "docs/links.md": {"95.6 %": FORMULA, "4.4 %": FORMULA},
     "docs/monitoring.md": {"0.6 MB": FORMULA, "0.1 MB": FORMULA},
     "docs/muon.md": {"1.5 times": SETTING},
-    "docs/prediction.md": {"6.2 %": VALIDATED},
+    "docs/prediction.md": {
+        **dict.fromkeys(("10.0 %", "7.1 %", "93.5 %", "74.5 %"), VALIDATED),
+        **dict.fromkeys(("11.3 %", "8.8 %", "9.2 %", "9.9 %", "11.6 %", "9.7 %", "10.2 %", "0.5 %"), TRIED),
+        "1.7 times": FORMULA,
+    },
     "docs/report.md": {"1.67 times": FORMULA},
     "docs/schedules.md": {
         **dict.fromkeys(("27.3 %", "15.8 %", "11.1 %", "5.9 %"), FORMULA),

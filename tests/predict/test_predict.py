@@ -243,7 +243,8 @@ def test_sets_that_were_not_fitted_are_composed() -> None:
     found, fitted = constants_for(SETS, "hopper", "megatron")
     assert not fitted
     assert found.launch_us == 30.0
-    assert constants_for(SETS, "ampere", "eager") == (Constants(), True)
+    assert constants_for(SETS, "ampere", "eager") == (SETS["ampere", "eager"], True)
+    assert not found.domain
 
 
 def test_many_rows_weigh_more_in_a_composed_set() -> None:

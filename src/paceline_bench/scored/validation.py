@@ -249,8 +249,8 @@ def validate(table: Table, split: str | None = None) -> Validation:
         families=families,
         inside=errors_of(_pairs((each for each in rows if not each.outside), memory=False)),
         outside=errors_of(_pairs((each for each in rows if each.outside), memory=False)),
-        mean_over_families=_mean(each.time.mean if each.time else None for each in families),
-        held_out_mean_over_families=_mean(each.held_out.mean if each.held_out else None for each in families),
+        mean_over_families=_mean(each.time.mean for each in families if each.time),
+        held_out_mean_over_families=_mean(each.held_out.mean for each in families if each.held_out),
         ran_out=sum(each.ran_out for each in told),
         false_fits=sum(each.ran_out and each.fits for each in told),
         false_misfits=sum(not each.fits and each.measured is not None and not each.is_memory for each in rows),
@@ -258,8 +258,8 @@ def validate(table: Table, split: str | None = None) -> Validation:
     )
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
     return statistics.fmean(found) if found else None
 
 
