@@ -17,7 +17,7 @@ import pytest
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
-OTHER_FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "scripts", "bench")]
+OTHER_FOLDERS = [Path(__file__).parents[1] / name for name in ("src", "tests", "scripts", "bench")]
 
 MOST_ATTRIBUTES = 24  # of an engine, with those of its base classes
 MOST_ARGUMENTS = 8  # of a constructor, or of a function that others call
@@ -27,7 +27,7 @@ MORE_ARGUMENTS = {"classic/trainer.py: fit": 9, "train/step.py: train_step": 9}
 # Lines of each room, and of the files beside them. Who needs more raises it in the same commit, and says why.
 LINES = {
     "bench": 490,
-    "beside the rooms": 1_530,  # charts.py came from schedule, search, bench and classic; it has the look of the page
+    "beside the rooms": 1_540,  # charts.py came from schedule, search, bench and classic; learn.py hands out the course
     "calibrate": 1_260,
     "chaos": 1_070,
     "checkpoint": 4_815,  # folders of mixtures, experts one by one and stacked; upcycling
