@@ -108,15 +108,18 @@ def read_code() -> Code:
             f"ROWS of scripts/architecture_ways.py and the folders of {PACKAGE} differ in {', '.join(differ)}"
         )
     lines: dict[str, int] = defaultdict(int)
-    imports = set()
+    imports, used = set(), set()
     for path in sorted(PACKAGE.rglob("*.py")):
         room, text = path.relative_to(PACKAGE).parts[0], path.read_text()
         lines[room] += text.count("\n")
         for module in imported_modules(text):
             package, target = [*module.split("."), ""][:2]
-            if package == "paceline" and {room, target} <= rooms and room != target:
+            if package != "paceline" or room not in rooms:
+                continue
+            used.add(target)
+            if target in rooms and room != target:
                 imports.add((room, target))
-    root_modules = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+    root_modules = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem in used)
     return Code(lines=lines, imports=imports, root_modules=root_modules)
 
 
@@ -222,7 +225,7 @@ def draw(code: Code) -> str:
         *draw_legend(654, ROOMS["config"].top + 22),
         f'<rect class="ground" x="{MARGIN}" y="{ground}" width="{WIDTH - 2 * MARGIN}" height="{BOX_HEIGHT}" rx="8"/>',
         text(MARGIN + 14, ground + 24, ", ".join(code.root_modules), "name ink"),
-        text(MARGIN + 14, ground + 43, "single modules beside the rooms", "small soft"),
+        text(MARGIN + 14, ground + 43, "single modules below the rooms that use them", "small soft"),
         "</svg>\n",
     ]
     return "\n".join(parts)

@@ -17,7 +17,7 @@ import pytest
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
-OTHER_FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "scripts", "bench")]
+OTHER_FOLDERS = [Path(__file__).parents[1] / name for name in ("src", "tests", "scripts", "bench")]
 
 MOST_ATTRIBUTES = 24  # of an engine, with those of its base classes
 MOST_ARGUMENTS = 8  # of a constructor, or of a function that others call

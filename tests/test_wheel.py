@@ -62,3 +62,8 @@ def test_its_config_is_checked_and_written_out_there(paceline: Paceline) -> None
     assert paceline("config", "check", config) == f"{config}: no problems\n"
     paceline("config", "copy", config, "mine.yaml")
     assert paceline("config", "check", "mine.yaml") == "mine.yaml: no problems\n"
+
+
+def test_the_course_comes_with_it(paceline: Paceline) -> None:
+    assert "  1.1 " in paceline("learn", "check")
+    assert "learn check 1.1 " in paceline("learn", "check", "1.1")
