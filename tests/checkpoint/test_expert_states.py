@@ -96,7 +96,7 @@ def carried(start: Path, layout: dict[str, Any], folder: Path, kind: str = "adam
     return folder / f"step-{SAVED:08d}"
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("second", LAYOUTS)
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_a_run_goes_on_at_other_numbers_of_experts_ranks(first: str, second: str, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_run_goes_on_at_other_numbers_of_experts_ranks(first: str, second: str
     torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("first", ["experts", "shards of experts", "zero"])
 def test_the_next_step_is_the_same_to_the_last_bit_at_the_same_ranks(first: str, kind: str, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_next_step_is_the_same_to_the_last_bit_at_the_same_ranks(first: str,
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["masters", "muon"])
 @pytest.mark.parametrize(("first", "second"), [("experts", "an expert a rank"), ("shards of experts", "ddp")])
 def test_masters_and_muons_state_move_with_their_experts(first: str, second: str, kind: str, tmp_path: Path) -> None:

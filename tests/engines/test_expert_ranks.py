@@ -20,7 +20,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.experts import ExpertExchange
 from paceline.engines.groups import expert_dim
 from paceline.errors import UsageError
-from paceline.plan.layout import Layout, groups_of
+from paceline.plan.layout import Layout, groups_of, names_of
 from paceline.verify.case import Settings
 from paceline.verify.certificate import Certificate, certify
 from paceline.verify.measure import absolute, errors_by_step, merge
@@ -267,6 +267,6 @@ def test_a_rank_that_never_saw_a_batch_is_told() -> None:
 
 def test_the_groups_have_names() -> None:
     layout = Layout(expert=2, strategy="fsdp", tensor=2).for_ranks(8)
-    names = groups_of(layout, 0).names()
+    names = names_of(groups_of(layout, 0))
     assert names[(0, 2)] == "expert"
     assert names[(0, 4)] == "expert data"

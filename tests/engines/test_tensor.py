@@ -573,9 +573,9 @@ def test_a_model_without_a_plan_is_told_what_the_nearest_lacks() -> None:
         def __init__(self) -> None:
             super().__init__(ModelShape(**{**SHAPE, **CURRENT}))
             for block in self.layers:
-                block.mlp.wide, block.mlp.up = block.mlp.up, None
+                block.attention.first, block.attention.query = block.attention.query, None
 
-    with pytest.raises(UsageError, match=r"the nearest is 'paceline GPT', and layers\.\*\.mlp\.up fit none"):
+    with pytest.raises(UsageError, match=r"the nearest is 'paceline GPT', and layers\.\*\.attention\.query fit none"):
         plan_for(Odd())
     with pytest.raises(UsageError, match="no tensor-parallel plan for Linear"):
         plan_for(nn.Linear(2, 2))

@@ -143,7 +143,9 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
-@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(name, marks=pytest.mark.exhaustive) if name == "compiled" else name for name in RUNS]
+)
 def test_each_choice_is_counted_once(how: str) -> None:
     model, (inputs, targets) = small_gpt(PENALISED["softmax"]), samples()
     expected, wanted = counted_by_hand(model, inputs), expected_gradients(model, inputs, targets)

@@ -112,7 +112,7 @@ def one_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
-@pytest.mark.parametrize("name", ["plain", "bias and capacity"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.exhaustive), "bias and capacity"])
 def test_with_a_kernel_for_all_experts_a_block_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     router = RouterConfig(z_weight=0.1)
     if name == "bias and capacity":

@@ -53,6 +53,7 @@ def test_a_run_is_the_same_on_one_rank_and_on_two(router: str) -> None:
         torch.testing.assert_close(other, state, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_certificate_covers_penalties_and_biases(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ConfigCase(tiny(router), batch=9)

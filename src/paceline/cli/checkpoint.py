@@ -230,7 +230,7 @@ def upcycle(
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     *,
     experts: int = typer.Option(..., min=2, help="Experts of a layer, each of which begins as its MLP."),
-    active: int = typer.Option(2, min=1, help="Experts that take a token, for the model's config."),
+    active: int = typer.Option(2, min=2, help="Experts that take a token, for the model's config."),
     dense_layers: int = typer.Option(0, min=0, help="Layers at the beginning that stay dense."),
     seed: int = typer.Option(0, min=0, max=2**31, help="Draws the routers."),
     force: bool = _FORCE,
