@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch.nn.functional import normalize
 
 from paceline_course.exercise import RIGHT, Said, says
 from paceline_course.watched import WatchedCommunicator, compare, run_watched, run_with, shown_calls
@@ -20,23 +21,19 @@ def check_dispatch(function: Any) -> Said:
     scores = (2 * _numbers(10, 6, step=1.7) + torch.arange(6) / 3).softmax(-1)  # some experts are wanted more
     for active, most in ((2, 10), (1, 1), (2, 3), (3, 4)):
         chosen = torch.where(scores >= scores.topk(active).values[:, -1:], scores, 0.0)
-        weights = _divided(chosen)
+        weights = normalize(chosen, p=1)
         usual = {
             "not_divided": _earlier(chosen, most),
-            "divided_late": _divided(_earlier(chosen, most)),
+            "divided_late": normalize(_earlier(chosen, most), p=1),
             "no_capacity": weights,
             "later_first": _earlier(weights.flip(0), most).flip(0),
             "best_first": torch.where(weights.argsort(0, descending=True).argsort(0) < most, weights, 0.0),
             "one_more": _earlier(weights, most + 1),
-            "equal": _earlier(_divided((chosen > 0).double()), most),
+            "equal": _earlier(normalize((chosen > 0).double(), p=1), most),
         }
         if said := compare([function(scores.clone(), active, most)], _earlier(weights, most), dict(usual)):
             return says("otherwise" if said.name == "differ" else said.name, active=active, most=most, **said.gaps)
     return RIGHT
-
-
-def _divided(weights: torch.Tensor) -> torch.Tensor:
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
 def _earlier(weights: torch.Tensor, most: int) -> torch.Tensor:
@@ -65,16 +62,14 @@ def check_exchange(function: Any) -> Said:
 
 
 def _trip_wrong(found: list[Any], rows: list[Any], kinds: list[Any], experts: torch.Tensor) -> Said | None:
-    """Compares what each rank has with what one process has."""
     leaves = [each.clone().requires_grad_() for each in (*rows, experts)]
 
     def multiply(matrices: torch.Tensor, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         return [(matrices[kind] @ x[:, :, None])[:, :, 0] for x, kind in zip(leaves, numbers, strict=False)]
 
     right = multiply(leaves[-1], kinds)
-    own = multiply(
-        experts, [kind % (held := len(experts) // len(rows)) + rank * held for rank, kind in enumerate(kinds)]
-    )
+    local = len(experts) // len(rows)
+    own = multiply(experts, [kind % local + rank * local for rank, kind in enumerate(kinds)])
     usual = {"unchanged": rows, "own_experts": own, "transposed": multiply(experts.mT, kinds)}
     outputs, of_rows, of_experts, called = map(list, zip(*found, strict=True))
     if said := compare(outputs, right, dict(usual)):
