@@ -41,6 +41,7 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "placement.svg": ("pictures_network", "draw_placement"),
     "landscape.svg": ("pictures_plans", "draw_landscape"),
     "ring-attention.svg": ("pictures_ring", "draw_ring_attention"),
+    "experts.svg": ("pictures_experts", "draw_experts"),
     "at-scale.svg": ("pictures_limits", "draw_at_scale"),
     "play-curves.svg": ("pictures_curves", "draw_play_curves"),
     "restarts.svg": ("pictures_restarts", "draw_restarts"),

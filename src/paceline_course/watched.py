@@ -1,7 +1,7 @@
 """Runs the reader's functions on virtual ranks that count what is sent and show what a missing ``wait()`` does.
 
 On virtual ranks an operation may have ended when it is issued, so that code without ``wait()`` would pass. Here results
-come with ``wait()`` and no earlier: until then a tensor that is being filled holds NaN. What a rank brings to an
+come with ``wait()`` and no earlier: until then a tensor that is being filled holds NaN, or -1. What a rank brings to an
 operation travels as it was when it was issued, and must be the same when the rank waits.
 """
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
+from paceline.errors import PacelineError, RankFailedError
 from paceline_course.exercise import MistakeError, Said, says
 
 _TIMEOUT_S = 20.0  # of a rank that computes without talking: a loop that does not end
@@ -34,7 +35,7 @@ _CHANGED = (
 )
 _EARLY = (
     "A rank reads what an operation is still filling. {verbs} Until then, the tensor may hold anything, and the check "
-    "puts NaN there: wait first, then read."
+    "puts NaN or -1 there: wait first, then read."
 )
 
 
@@ -65,7 +66,10 @@ class WatchedCommunicator(WrappedCommunicator):
         brought = call.tensor.detach().clone()
         self.brought[call.kind].append(brought)
         if not self._is_late:
-            return self.inner.issue(call)
+            work = self.inner.issue(call)
+            if call.kind not in ("send", "recv"):
+                work.wait()
+            return work
         self.under_way.append(call.kind)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
         sent = brought.clone()
@@ -82,8 +86,8 @@ class _LateWork:
         self._comm, self._call, self._inner, self._hidden, self._brought = comm, call, inner, hidden, brought
         self._is_done = False
         self._fills = call.kind != "send"
-        if self._fills and call.output.is_floating_point():
-            call.output.data.fill_(math.nan)
+        if self._fills:  # whole numbers have no NaN: a count below 0 is refused by whoever uses it
+            call.output.data.fill_(math.nan if call.output.is_floating_point() else -1)
 
     def wait(self) -> None:
         """Waits, and puts the result where it belongs. Raises MistakeError where the tensors were changed meanwhile."""
@@ -148,12 +152,17 @@ class Watched:
 
 def run_watched(work: Callable[[Any], Any], ranks: int) -> Watched:
     """Runs ``work(comm)`` on virtual ranks. Raises MistakeError where one does not wait as it should."""
-    found = _run(work, ranks, is_late=True)
+    try:
+        found = _run(work, ranks, is_late=True)
+    except RankFailedError as error:
+        if not isinstance(error.error, MistakeError) and _is_right_at_once(work, ranks):
+            raise MistakeError(_EARLY.format(verbs=_VERBS)) from error
+        raise
     for rank, comm in enumerate(found.comms):
         if comm.under_way:
             kinds = " and ".join(f"{count} x {kind}" for kind, count in sorted(Counter(comm.under_way).items()))
             raise MistakeError(_NO_WAIT.format(rank=rank, kinds=kinds, verbs=_VERBS))
-    if _has_nan(found.results) and not _has_nan(_run(work, ranks, is_late=False).results):
+    if _has_nan(found.results) and _is_right_at_once(work, ranks):
         raise MistakeError(_EARLY.format(verbs=_VERBS))
     return found
 
@@ -171,6 +180,14 @@ def _run(work: Callable[[Any], Any], ranks: int, *, is_late: bool) -> Watched:
 
     results, comms = zip(*run_virtual(watched, ranks=ranks, timeout_s=_TIMEOUT_S), strict=True)
     return Watched(results=list(results), comms=list(comms))
+
+
+def _is_right_at_once(work: Callable[[Any], Any], ranks: int) -> bool:
+    """Says whether ranks neither fail nor return NaN where the results of operations come at once."""
+    try:
+        return not _has_nan(_run(work, ranks, is_late=False).results)
+    except PacelineError:
+        return False
 
 
 def _has_nan(found: Any) -> bool:
