@@ -29,7 +29,7 @@ from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_moe.yaml"
-_PLAIN = ("parallel.ranks=1", "train.eval_every=null", "optim.schedule.kind=constant")
+_PLAIN = ("parallel.ranks=1", "parallel.expert=1", "train.eval_every=null", "optim.schedule.kind=constant")
 DENSE = "dense"
 _EXPERT_KEYS = ("experts", "active", "expert_width", "router")
 ROUTERS = {

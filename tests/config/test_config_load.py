@@ -354,6 +354,8 @@ def test_what_is_idle_in_the_file_or_by_two_overrides_is_refused(tmp_path: Path)
         loaded(tmp_path, COMPRESSED.replace("topk", "none"), "train.steps=3")
     with pytest.raises(ConfigError, match=r"ratio = 0\.5 has no effect"):
         loaded(tmp_path, COMPRESSED, "comm.compression.policy=none", "comm.compression.ratio=0.5")
+    with pytest.raises(ConfigError, match=r"model\.router = \{\.\.\.\} has no effect without model\.experts"):
+        load_config(CONFIGS / "gpt_pydoc.yaml", ["model.router.balance=bias"])
 
 
 def test_a_run_that_an_override_shortens_gets_a_shorter_warmup(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ KEY_TYPOS = [
     ("train.mixed_precision", "train.precision = auto"),
     ("parallel.cpu_offload", "memory.offload = [optimizer, parameters]"),
     ("train.gradient_checkpointing", "memory.checkpoint_activations = full"),
+    ("parallel.expert_parallel_size", "parallel.expert"),
+    ("model.num_experts_per_tok", "model.active (of model.kind = gpt)"),
+    ("model.num_local_experts", "model.experts (of model.kind = gpt)"),
 ]
 
 

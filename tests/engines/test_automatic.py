@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.apply import choose_for_module
+from paceline.engines.apply import choose_for_module, parallelize
 from paceline.errors import RankFailedError, UsageError
 from paceline.plan.plan import RunMachine
 from paceline.units import MIB
@@ -48,6 +48,12 @@ def test_precision_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 960)
     assert run_virtual(choose, ranks=4)[0] == "ddp"
     assert run_virtual(functools.partial(choose, precision="bf16_master"), ranks=4)[0] != "ddp"
+
+
+def test_a_layout_that_spreads_the_model_leaves_nothing_to_choose() -> None:
+    for degree in ("pipeline", "tensor", "expert"):
+        with pytest.raises(RankFailedError, match="'auto' with pipeline, tensor or expert"):
+            run_virtual(lambda comm, degree=degree: parallelize(nn.Linear(2, 2), comm, "auto", **{degree: 2}), ranks=2)
 
 
 def test_all_ranks_hear_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

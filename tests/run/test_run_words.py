@@ -29,6 +29,7 @@ def config(**parallel: object) -> Config:
         ({"strategy": "zero1", "pipeline": 2}, 4, "pipeline 2 x zero1"),
         ({"strategy": "ddp", "pipeline": 2}, 2, "pipeline 2"),
         ({"strategy": "ddp", "pipeline": 2, "tensor": 2}, 4, "pipeline 2 x tensor 2"),
+        ({"strategy": "ddp", "expert": 2}, 2, "expert 2 x ddp"),
         ({"strategy": "zero1", "pipeline": 2, "tensor": 2}, 8, "pipeline 2 x tensor 2 x zero1"),
     ],
 )

@@ -22,6 +22,7 @@ TINY = (
     *("model.layers=2", "model.heads=2", "model.width=16", "model.expert_width=24", "model.context=16"),
     *("train.steps=5", "train.global_batch=8", "train.dtype=float64", "optim.schedule.warmup=2"),
 )
+ALONE = ("parallel.ranks=1", "parallel.expert=1")
 ROUTERS = {
     "shipped": (),
     "bias": ("model.router={balance: bias, balance_weight: 0.01, scores: sigmoid, z_weight: 0.01}",),
@@ -45,12 +46,24 @@ def train(comm: Communicator, config: Config) -> tuple[list[float], dict[str, to
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_run_is_the_same_on_one_rank_and_on_two(router: str) -> None:
-    ((losses, state),) = run_virtual(lambda comm: train(comm, tiny(router, "parallel.ranks=1")), ranks=1)
+    ((losses, state),) = run_virtual(lambda comm: train(comm, tiny(router, *ALONE)), ranks=1)
     assert losses[-1] < losses[0]
-    two = tiny(router, "train.accumulate=2")
-    for again, other in run_virtual(lambda comm: train(comm, two), ranks=2):
-        assert again == pytest.approx(losses, abs=1e-9)
-        torch.testing.assert_close(other, state, rtol=1e-7, atol=1e-9)
+    for expert in (1, 2):
+        two = tiny(router, "train.accumulate=2", f"parallel.expert={expert}")
+        for again, other in run_virtual(lambda comm, two=two: train(comm, two), ranks=2):
+            assert again == pytest.approx(losses, abs=1e-9)
+            torch.testing.assert_close(other, state, rtol=1e-7, atol=1e-9)
+
+
+def test_the_shipped_config_has_half_of_the_experts_on_each_of_its_two_ranks() -> None:
+    config = tiny("shipped")
+    assert (config.parallel.ranks, config.parallel.expert) == (2, 2)
+
+    def held(comm: Communicator) -> set[int]:
+        named = build_trainer(config, comm).parts.engine.module.named_parameters()
+        return {len(parameter) for name, parameter in named if ".experts." in name}
+
+    assert run_virtual(held, ranks=2) == [{4}, {4}]
 
 
 @pytest.mark.some(1)
@@ -71,7 +84,7 @@ def test_half_precision_with_a_scaled_loss_weighs_penalties_alike() -> None:
     router = "model.router={balance_weight: 0.5}"
     found = []
     for precision in ("fp32", "fp16"):
-        config = tiny("shipped", router, "train.dtype=float32", f"train.precision={precision}", "parallel.ranks=1")
+        config = tiny("shipped", router, "train.dtype=float32", f"train.precision={precision}", *ALONE)
 
         def gradients(comm: Communicator, config: Config = config) -> dict[str, torch.Tensor | None]:
             trainer = build_trainer(config, comm)

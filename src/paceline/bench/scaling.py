@@ -124,6 +124,7 @@ def config_of(config: Config, case: ScalingCase) -> Config:
     spread = {"strategy": "ddp" if is_pipeline else case.strategy, "pipeline": stages, "data": None}
     cut = ["stages", "stage_layers", "schedule_file", *(["schedule", "chunks"] if stages == 1 else [])]
     usual = {key: ParallelConfig.model_fields[key].default for key in cut}  # they are for a number of stages
+    usual["expert"] = math.gcd(parallel.expert, max(1, case.ranks // (parallel.tensor * stages)))
     changed = config.with_values("parallel", ranks=case.ranks, **spread, **usual)
     parts = math.gcd(case.global_batch, MICROBATCHES * stages) if stages > 1 else None
     changed = changed.with_values("train", global_batch=case.global_batch, microbatch=None, accumulate=parts)

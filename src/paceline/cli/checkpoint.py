@@ -241,6 +241,7 @@ def upcycle(
     from paceline.checkpoint.tools.experts import upcycled
     from paceline.checkpoint.tools.incoming import Incoming, format_of, open_incoming, save_incoming
     from paceline.checkpoint.tools.stream import stream_saved
+    from paceline.config.sections import GPTModelConfig
 
     if active > experts:
         rule, fix = "a token takes different experts", "give at most as many"
@@ -253,11 +254,12 @@ def upcycle(
         checkpoint = _open_whole(source, fast=False)
         streams = {name: stream_saved(checkpoint, MODEL + name) for name in checkpoint.shapes(MODEL)}
         found = Incoming(model=streams, keys=checkpoint.manifest.setting("model") or {})
-    keys = {**found.keys, "experts": experts, "active": active, "dense_layers": dense_layers}
+    keys = {**found.keys, "experts": experts, "active": active, "dense_layers": dense_layers or None}
     found = Incoming(model=upcycled(found.model, experts, dense_layers, seed), keys=keys)
     with progress_bar("writing", found.num_bytes, as_json) as tell:
         written = save_incoming(found, Path(target), source, progress=tell, may_replace=force)
-    show_written("upcycled", written, as_json=as_json, keys=keys)
+    needed = GPTModelConfig.model_validate(keys).model_dump(mode="json", exclude_defaults=True)
+    show_written("upcycled", written, as_json=as_json, keys={"kind": "gpt", **needed})
 
 
 def find_any(where: str) -> Path:

@@ -59,7 +59,7 @@ def _router_problems(shape: ModelShape) -> Iterator[Problem]:
         fix = f"set model.router.active_groups = {rule.groups}"
         yield Problem(what=what, rule="a token looks into some of the groups, or all", fix=fix)
     elif (found := rule.active_groups * experts // rule.groups) < shape.active <= experts:
-        what = f"model.router.active_groups = {rule.active_groups} of {rule.groups} have {found} experts together"
+        what = f"model.router.active_groups = {rule.active_groups} of {rule.groups} hold {found} of {experts} experts"
         fix = f"set model.router.active_groups = {-(-shape.active * rule.groups // experts)}, or model.active = {found}"
         yield Problem(what=what, rule=f"a token finds its model.active = {shape.active} in them", fix=fix)
     if 0 < rule.capacity < 1:

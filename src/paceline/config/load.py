@@ -172,7 +172,8 @@ class _AskedValues:
         for each in idle:
             place, _, key = each.idle_key.rpartition(".")
             content = value_at(self.values, place)
-            if each.what not in alone and isinstance(content, dict) and key in content:
+            is_asked = any(path.startswith(f"{each.idle_key}.") for path in self.overridden)
+            if each.what not in alone and not is_asked and isinstance(content, dict) and key in content:
                 del content[key]
                 self.notes.append(f"{each.what}: left out, as an override has made it idle")
         return len(self.notes) > num_notes

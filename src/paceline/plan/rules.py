@@ -9,6 +9,7 @@ while that is not known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
@@ -405,13 +406,14 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     shared = held.data * held.context_ranks
     for name, size in (("data", shared), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            among = case.key("shard_ranks") if name == "shard_ranks" else case.key("data")
-            among += f" x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else ""
-            what = f"{asked} does not divide {among} = {size}"
+            more = f" x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else ""
+            what = f"{asked} does not divide {case.key(name)}{more} = {size}"
             rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
             good = [each for each in divisors(size) if (model.experts or each) % each == 0]
             best = min(good, key=lambda each: (abs(each - expert), -each))
-            yield Problem(what=what, rule=rule, fix=f"try {case.key('expert')} = {best}")
+            fits = name == "data" and model.experts % expert == 0
+            rest = f", or {case.ranks * math.lcm(size, expert) // size} ranks" if fits else ""
+            yield Problem(what=what, rule=rule, fix=f"try {case.key('expert')} = {best}{rest}")
 
 
 RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # and the fields that each reads

@@ -145,7 +145,8 @@ def name_strategy(config: Config, ranks: int) -> str:
     parallel = config.parallel
     if why_not_sharded(config, ranks):
         return "ddp"
-    degrees = [f"{name} {size}" for name in ("pipeline", "context", "tensor") if (size := getattr(parallel, name)) > 1]
+    axes = ("pipeline", "context", "tensor", "expert")
+    degrees = [f"{name} {size}" for name in axes if (size := getattr(parallel, name)) > 1]
     has_data = ranks > parallel.pipeline * parallel.tensor
     return " x ".join([*degrees, parallel.strategy]) if has_data or not degrees else " x ".join(degrees)
 

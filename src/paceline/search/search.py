@@ -41,7 +41,7 @@ _NO_MEMORY = MemoryEstimate(parameters=float("inf"), gradients=0, optimizer=0, a
 # Parts of a step in words: where a slower candidate spends more.
 _PARTS = {
     "compute": "computing",
-    "tensor_wait": "waiting for tensor-parallel ranks",
+    "tensor_wait": "layers waiting for other ranks",
     "launch_wait": "waiting for kernel launches",
     "bubble": "pipeline bubble",
     "exposed": "communication that nothing hides",

@@ -256,6 +256,13 @@ def test_an_upcycled_mixture_computes_what_the_dense_model_did(
     assert all(0.01 < float(router.std()) < 0.03 for router in routers)
 
 
+def test_upcycling_tells_the_keys_that_are_not_the_default(tmp_path: Path) -> None:
+    keys, _ = upcycle(saved(tmp_path, **NO_EXPERTS), tmp_path / "start")
+    assert (keys["kind"], keys["experts"], keys["active"]) == ("gpt", 4, 2)
+    assert not {"router", "compile", "dense_layers"} & set(keys)
+    assert None not in keys.values()
+
+
 def test_routers_follow_the_seed(tmp_path: Path) -> None:
     source = saved(tmp_path / "dense", **DENSE["current"])
     (_, first), (_, again), (_, other) = (
