@@ -230,8 +230,8 @@ def _choose(model: nn.Module, comm: Communicator, layout: Layout) -> Layout:
     """Decides ``strategy = "auto"``: the cheapest strategy that fits, and what is offloaded with it."""
     if layout.is_split or layout.expert > 1:
         raise UsageError(
-            "strategy = 'auto' with pipeline, tensor or expert\n  it chooses how the batch is shared, for a model on one "
-            "rank\n  give the strategy of the data axis: 'ddp', or 'zero1', which shards the optimizer"
+            "strategy = 'auto' with pipeline, tensor or expert\n  it chooses how the batch is shared, for a model on "
+            "one rank\n  give the strategy of the data axis: 'ddp', or 'zero1', which shards the optimizer"
         )
     _check_model(model, may_be_meta=False)
     chosen = choose_for_module(model, comm, model_blocks(model), layout.precision).chosen.layout
