@@ -86,7 +86,7 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (
         GPT,
         ["model.experts=8", "model.active=3", "model.router.groups=4"],
-        "model.router.active_groups = 1 of 4 have 2 experts",
+        "model.router.active_groups = 1 of 4 hold 2 of 8 experts",
     ),
     (GPT, ["model.experts=8", "model.active=3", "model.router={groups: 4, active_groups: 2}"], None),
     (GPT, ["model.experts=8", "model.router.capacity=0.75"], "model.router.capacity = 0.75 drops 25% of all choices"),
