@@ -95,7 +95,7 @@ def compare(arms: dict[str, Arm], steps: int, every: int) -> list[dict[str, Any]
             "parameters": arm.trainer.parts.engine.num_parameters,
             "steps": steps,
             "loss": round(same_steps[name][0], 4),
-            "seconds": round(same_steps[name][1], 1),
+            "train_s": round(same_steps[name][1], 1),
             "busiest_expert": round(arm.busiest, 3),
             "losses": {step: round(loss, 4) for step, loss in arm.losses.items()},
             "steps_in_same_time": max(arm.losses),
