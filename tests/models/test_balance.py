@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config.sections import RouterConfig
-from paceline.models import balance
+from paceline.models import balance, expert_rows
 from paceline.models.balance import loss_factor, take_loads
-from paceline.models.experts import Mixture, Router, _SortedRows
+from paceline.models.experts import Mixture, Router
 from paceline.models.gpt import GPT, gpt_config
 
 EXPERTS, ACTIVE = 8, 2
@@ -352,9 +352,9 @@ PLANTED: dict[str, Bug] = {
         lambda: test_an_expert_with_a_capacity_takes_the_first_tokens_of_each_row(shared=False),
     ),
     "rows of no expert that reach the tokens": (
-        _SortedRows.backward,
-        "found if kept is None else",
-        "found if True else",
+        expert_rows._masked,
+        "rows if kept is None else",
+        "rows if True else",
         lambda: test_what_no_expert_takes_may_be_anything(),
     ),
 }

@@ -185,8 +185,11 @@ def loss_factor(model: nn.Module, factor: float | Tensor) -> Iterator[None]:
     routers = [each for each in model.modules() if isinstance(each, Balanced)]
     before = [each.factor for each in routers]
     for each in routers:
-        value = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64)
-        each.factor = value.detach().to(each.load.device)
+        device = each.load.device
+        if isinstance(factor, Tensor) and factor.device == device:
+            each.factor = factor.detach()
+        else:  # filled and not copied, which a step that is recorded as a CUDA graph could not
+            each.factor = torch.full((), float(factor), dtype=torch.float64, device=device)
     try:
         yield
     finally:

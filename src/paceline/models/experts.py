@@ -16,13 +16,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.balance import Balanced, Choice, look_at
+from paceline.models.expert_rows import collect, spread
 from paceline.plan.model_shape import ModelShape
 
 Beside = Callable[[], Tensor] | None
@@ -147,7 +148,8 @@ class Mixture(nn.Module):
         order = chosen.argsort(stable=True)
         counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
-        rows = _SortedRows.apply(tokens, order, self.active, kept)  # type: ignore[no-untyped-call]
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = spread(tokens, order, place, self.active, kept)
         shared = None if self.shared is None else functools.partial(self.shared, x)
         if self.exchange is None:
             made, beside = self.experts(rows, counts), None if shared is None else shared()
@@ -155,32 +157,8 @@ class Mixture(nn.Module):
             sent = rows if kept is None else rows[: int(counts.sum())]
             made, beside = self.exchange(sent, counts, self.experts, shared)
             made = F.pad(made, (0, 0, 0, len(rows) - len(sent)))
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        made = made.index_select(0, place)
-        if kept is not None:  # a kernel leaves alone what is no expert's
-            made = torch.where(kept.unsqueeze(-1), made, 0.0)
-        made = made.view(len(tokens), self.active, x.shape[-1])
-        mixed = (made * routing.weights.unsqueeze(-1).to(made.dtype)).sum(1).view(x.shape)
+        mixed = collect(made, order, place, routing.weights, kept).view(x.shape)
         return mixed if beside is None else cast("Tensor", mixed + beside)
-
-
-class _SortedRows(torch.autograd.Function):
-    """A row for each of a token's experts, in the order of the experts; backward adds in the order of one process."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, active: int, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(order, kept)
-        ctx.active = active
-        return tokens.index_select(0, order // active)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        order, kept = ctx.saved_tensors
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        found = gradient.index_select(0, place)
-        found = found if kept is None else torch.where(kept.unsqueeze(-1), found, 0.0)
-        tokens, width = len(order) // ctx.active, gradient.shape[-1]
-        return found.view(tokens, ctx.active, width).sum(1), None, None, None
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -195,10 +173,11 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         even = F.pad(rows, (0, 0, 0, each * len(weights) - len(rows))) if len(rows) % len(weights) else rows
         product = torch.bmm(even.view(len(weights), each, rows.shape[1]), weights.transpose(1, 2))
         return product.flatten(0, 1)[: len(rows)]
+    is_aligned = _is_aligned(weights)
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    if kind == "cuda" and _fits_kernel(rows, weights):
+    if kind == "cuda" and is_aligned and _fits_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
@@ -206,10 +185,17 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_aligned(weights: Tensor) -> bool:
+    """Says whether a parameter begins at a multiple of 16 bytes, as torch's kernel wants it; no graph can hold that."""
+    return weights.storage_offset() * weights.element_size() % 16 == 0
+
+
 def _fits_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Says whether torch's kernel takes these: what it loads begins at, and goes on by, multiples of 16 bytes."""
-    sizes = (*weights.shape[1:], weights.storage_offset(), rows.storage_offset())
-    return rows.dtype == weights.dtype == torch.bfloat16 and len(rows) > 0 and all(each % 8 == 0 for each in sizes)
+    """Says whether torch's kernel takes these: rows of both go on by multiples of 16 bytes."""
+    return (
+        rows.dtype == weights.dtype == torch.bfloat16 and len(rows) > 0 and all(n % 8 == 0 for n in weights.shape[1:])
+    )
 
 
 def _of_best_groups(scores: Tensor, groups: int, active: int) -> Tensor:
