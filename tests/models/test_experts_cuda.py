@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from paceline.config.sections import RouterConfig
 from paceline.models.balance import take_loads
+from paceline.models.expert_rows import collect, spread
 from paceline.models.experts import Mixture, grouped_product
 from paceline.models.gpt import GPT, gpt_config
 
@@ -36,6 +37,41 @@ def test_products_and_gradients_are_those_of_a_product_for_each_expert(
     ours, theirs = (torch.autograd.grad(each, (rows, weights), toward) for each in (found, expected))
     torch.testing.assert_close(ours[0][:kept], theirs[0][:kept], rtol=2e-2, atol=4e-1)
     torch.testing.assert_close(ours[1], theirs[1], rtol=2e-2, atol=4e-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 2, 128), (33, 3, 1030), (7, 1, 5), (300, 8, 2048)])
+def test_rows_go_to_experts_and_back_as_in_float64(
+    sizes: tuple[int, int, int], drops: bool, dtype: torch.dtype
+) -> None:
+    tokens, active, width = sizes
+    torch.manual_seed(tokens)
+    order = torch.randint(8, (tokens * active,), device="cuda").argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device="cuda"))
+    kept = torch.rand(len(order), device="cuda") < 0.7 if drops else None
+    x, rows, toward = (torch.randn(n, width, device="cuda").to(dtype) for n in (tokens, len(order), tokens))
+    if kept is not None:
+        rows[place[~kept]] = float("nan")
+    weights = torch.rand(tokens, active, device="cuda")
+    found, expected = [], []
+    for wide, results in ((torch.float64, expected), (dtype, found)):
+        of = [each.to(wide).requires_grad_() for each in (x, rows)] + [
+            weights.to(wide if wide == torch.float64 else weights.dtype)
+        ]
+        of[2].requires_grad_()
+        out = spread(of[0], order, place, active, kept)
+        mixed = collect(of[1], order, place, of[2], kept)
+        made = torch.where(
+            torch.ones_like(out, dtype=torch.bool) if kept is None else kept[order].unsqueeze(1), out, 0.0
+        )
+        results += [made, mixed, *torch.autograd.grad(out, of[0], rows.to(wide))]
+        results += torch.autograd.grad(mixed, of[1:], toward.to(wide))
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for ours, right in zip(found, expected, strict=True):
+        assert ours.isfinite().all()
+        off = float((ours.double() - right).abs().max())
+        assert off <= bound * max(1.0, float(right.abs().max()))
 
 
 def make_mixture(router: RouterConfig, device: str) -> Mixture:

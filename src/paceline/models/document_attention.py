@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -64,7 +65,11 @@ def attend_documents(
         return _by_blocks(query, key, value, documents, is_causal, dropout, scale)
     if documents.device.type == "cpu" and not torch.compiler.is_compiling():
         _places(documents)  # which checks them; a GPU would have to wait for that
-    return attend_masked(query, key, value, document_mask(documents, is_causal), False, dropout, scale)
+    mask = document_mask(documents, is_causal)
+    if torch.compiler.is_compiling() or not (documents.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return attend_masked(query, key, value, mask, False, dropout, scale)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # cuDNN asks the driver for memory
+        return attend_masked(query, key, value, mask, False, dropout, scale)
 
 
 def choose_way(query: Tensor, documents: Tensor, dropout: float) -> Way:
