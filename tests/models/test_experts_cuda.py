@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from paceline.config.sections import RouterConfig
 from paceline.models.balance import take_loads
-from paceline.models.expert_rows import collect, spread
+from paceline.models.expert_rows import collect, gate, spread
 from paceline.models.experts import Mixture, grouped_product
 from paceline.models.gpt import GPT, gpt_config
 
@@ -72,6 +72,21 @@ def test_rows_go_to_experts_and_back_as_in_float64(
         assert ours.isfinite().all()
         off = float((ours.double() - right).abs().max())
         assert off <= bound * max(1.0, float(right.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 3), (64, 128), (9, 1500), (0, 8)])
+def test_gates_are_those_in_float64(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(sizes[1])
+    rows, toward = torch.randn(sizes[0], 2 * sizes[1], device="cuda"), torch.randn(*sizes, device="cuda")
+    found = []
+    for wide in (dtype, torch.float64):
+        inner = rows.to(dtype).to(wide).requires_grad_()
+        out = gate(inner)
+        found.append((out.double(), torch.autograd.grad(out, inner, toward.to(dtype).to(wide))[0].double()))
+    bound = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=bound, atol=bound)
 
 
 def make_mixture(router: RouterConfig, device: str) -> Mixture:

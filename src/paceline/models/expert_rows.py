@@ -1,11 +1,12 @@
 """Rows between tokens and their experts, each in one operator that a compiled graph can hold.
 
     spread     rows[i]  = tokens[order[i] // k]                   i counts rows as they are sorted by their experts
+    gate       inner[i] = silu(a) b, where row i is a, b
     collect    mixed[t] = sum over j of  w_tj rows[place[t k + j]]     ``place`` is the inverse of ``order``
 
-Each is what the other's backward computes: ``spread`` with weights, beside the gradients of these. Choices that are not
-``kept`` give nothing, whatever their rows hold. On a GPU a kernel does all of it; elsewhere, and in float64, torch's
-own functions do, which add in the order of the choices.
+The first and the last are what the other's backward computes: ``spread`` with weights, beside the gradients of these.
+Choices that are not ``kept`` give nothing, whatever their rows hold. On a GPU a kernel does all of it; elsewhere, and
+in float64, torch's own functions do, which add in the order of the choices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -32,6 +34,25 @@ def collect(rows: Tensor, order: Tensor, place: Tensor, weights: Tensor, kept: T
     """Returns for each token the sum of its experts' rows, each times its weight (tokens, active)."""
     mixed: Tensor = _collect(rows, order, place, weights.shape[1], weights, kept)
     return mixed
+
+
+def gate(inner: Tensor) -> Tensor:
+    """Returns what rows (rows, 2 x features) of a gate and of what it lets through make."""
+    if not _has_kernel(inner):
+        first, second = inner.chunk(2, dim=-1)
+        return F.silu(first) * second
+    made: Tensor = _gate(inner, None)
+    return made
+
+
+def _run_gate(inner: Tensor, gradient: Tensor | None) -> Tensor:
+    from paceline.models.expert_rows_kernel import gate_on_gpu
+
+    return gate_on_gpu(inner, gradient)
+
+
+def _empty_gate(inner: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.empty_like(inner) if gradient is not None else inner.new_empty(len(inner), inner.shape[1] // 2)
 
 
 def _run_spread(
@@ -122,3 +143,11 @@ _spread.register_fake(_empty_spread)
 _spread.register_autograd(_add_up, setup_context=_keep_order)
 _collect.register_fake(_empty_collect)
 _collect.register_autograd(_hand_out, setup_context=_keep_rows)
+_gate = torch.library.custom_op(
+    "paceline::gate_rows", _run_gate, mutates_args=(), schema="(Tensor inner, Tensor? gradient) -> Tensor"
+)
+_gate.register_fake(_empty_gate)
+_gate.register_autograd(
+    lambda ctx, gradient: (_gate(*ctx.saved_tensors, gradient), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),  # noqa: ARG005
+)

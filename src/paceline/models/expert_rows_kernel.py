@@ -1,4 +1,4 @@
-"""The Triton kernels of ``expert_rows``: rows go from tokens to experts and back in one go each, with sums in float32.
+"""The Triton kernels of ``expert_rows``: what is done to rows beside products, each in one go, with sums in float32.
 
 A program has a row of an expert, or a part of a token. Import this where there is a GPU.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
+_BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,6 +70,40 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     tl.store(tokens + token * width + place, total, mask=place < width)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    inner, gradient, made, width, is_backward: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    inner += 2 * row * width
+    for begin in range(0, width, block):
+        place = begin + tl.arange(0, block)
+        inside = place < width
+        gate = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(inner + width + place, mask=inside, other=0.0).to(tl.float32)
+        share = tl.sigmoid(gate)
+        if is_backward:
+            toward = tl.load(gradient + row * width + place, mask=inside, other=0.0).to(tl.float32)
+            slope = share * (1.0 + gate * (1.0 - share))
+            tl.store(made + 2 * row * width + place, toward * up * slope, mask=inside)
+            tl.store(made + 2 * row * width + width + place, toward * gate * share, mask=inside)
+        else:
+            tl.store(made + row * width + place, gate * share * up, mask=inside)
+
+
+def gate_on_gpu(inner: Tensor, gradient: Tensor | None) -> Tensor:
+    """Returns silu(a) b of rows that are a, b; with the gradient of that, the gradient of the rows."""
+    inner, width = inner.contiguous(), inner.shape[1] // 2
+    made = inner.new_empty(len(inner), width) if gradient is None else torch.empty_like(inner)
+    if made.numel():
+        given = inner if gradient is None else gradient.contiguous()
+        with torch.cuda.device(inner.device):
+            _gate_kernel[(len(inner),)](
+                inner, given, made, width, is_backward=gradient is not None, block=_block(width)
+            )
+    return made
+
+
 def spread_on_gpu(
     tokens: Tensor, order: Tensor, active: int, weights: Tensor | None, made: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -100,5 +134,9 @@ def collect_on_gpu(rows: Tensor, place: Tensor, active: int, weights: Tensor | N
 
 
 def _kinds(width: int, active: int, weights: Tensor | None, kept: Tensor | None) -> dict[str, Any]:
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    return {"active": active, "weighs": weights is not None, "drops": kept is not None, "block": block}
+    flags = {"weighs": weights is not None, "drops": kept is not None}
+    return {"active": active, **flags, "block": _block(width), "num_warps": _WARPS}
+
+
+def _block(width: int) -> int:
+    return min(_BLOCK, int(triton.next_power_of_2(width)))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.balance import Balanced, Choice, look_at
-from paceline.models.expert_rows import collect, spread
+from paceline.models.expert_rows import collect, gate, spread
 from paceline.plan.model_shape import ModelShape
 
 Beside = Callable[[], Tensor] | None
@@ -96,11 +96,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of rows (rows, width), of which the first counts[0] are those of expert 0, and so on."""
         inner = grouped_product(rows, self.first, counts)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = F.silu(gate) * up
-        else:
-            inner = F.gelu(inner, approximate="tanh")
+        inner = gate(inner) if self.gated else F.gelu(inner, approximate="tanh")
         return grouped_product(inner, self.last, counts)
 
 
