@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 1024, 4
+_BLOCK, _WARPS = 1024, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]

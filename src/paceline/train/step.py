@@ -301,6 +301,8 @@ def update_if_finite(
     Says whether there was an update; None where only the device knows. ``weight`` is a factor that the gradients of a
     MasterAdamW still lack, and the norm has.
     """
+    if norm.is_cuda and not optimizer.state:  # what is made now, and stays, does not cut up the memory of passes
+        torch.cuda.empty_cache()
     if isinstance(optimizer, MasterAdamW):
         optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
         return None
