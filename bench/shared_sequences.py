@@ -6,7 +6,8 @@ with documents whose lengths are drawn (lognormal, sigma 1) around a mean.
 
 Rows are cut as the engine cuts them (schedule/ring.py): the work of the rank that has most counts. In order, as many
 keys travel between neighbours as the longest document has, and no work hides them here. ``in zigzag`` is the same row
-as it was cut before. ``is_chosen``: what ``parallel.context_method: auto`` takes, which knows nothing of documents.
+as it was cut before. ``is_chosen``, ``is_chosen apart``: what ``parallel.context_method: auto`` takes, and what it does
+for packed documents that do not see one another.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ PLACES = [("1x dgx-h200", 8, 131_072), ("8x dgx-h200", 64, 524_288), ("8x dgx-h2
 MEANS = (2048, 8192, 32_768)
 
 
-def config_of(tokens: int, ranks: int, method: str) -> Config:
+def config_of(tokens: int, ranks: int, method: str, data: dict[str, Any] | None = None) -> Config:
     parallel: dict[str, Any] = {"device": "cuda", "ranks": ranks}
     if ranks > 1:
         parallel |= {"context": ranks, "context_method": method, "strategy": "fsdp"}
     return config_from_dict(
         {
             "model": {"kind": "gpt", "size": "gpt-1.1b", "context": tokens, "vocab_size": 32_000, "compile": True},
-            "data": {"kind": "synthetic_tokens", "context": tokens, "vocab_size": 32_000},
+            "data": data or {"kind": "synthetic_tokens", "context": tokens, "vocab_size": 32_000},
             "train": {"global_batch": 1, "precision": "bf16_master"},
             "parallel": parallel,
             "memory": {"checkpoint_activations": "full"},
@@ -67,8 +68,8 @@ def priced(config: Config, cluster: Cluster, ranks: int) -> tuple[float, list[An
         asked[:] = given
         return waits(*given)
 
-    def note_merging(model: BlockModel) -> Any:
-        found = split_of(model)
+    def note_merging(model: BlockModel, *given: Any) -> Any:
+        found = split_of(model, *given)
         query, keys = (
             model._memory_seconds(_MERGED * model.tokens * width)
             for width in (model.model.query_width, model.model.kv_width)
@@ -88,10 +89,15 @@ def priced(config: Config, cluster: Cluster, ranks: int) -> tuple[float, list[An
 def rows_of(place: str, ranks: int, tokens: int) -> Iterator[dict[str, Any]]:
     cluster = load_cluster(place)
     alone, _ = priced(config_of(tokens, 1, "ring"), cluster, 1)
-    chosen = with_context_method(config_of(tokens, ranks, "auto"), cluster, ranks).parallel.context_method
+    packed = {"kind": "tokens", "path": "rows.npy", "context": tokens, "end_token": 0, "documents": "apart"}
+    chosen, apart = (
+        with_context_method(config_of(tokens, ranks, "auto", data), cluster, ranks).parallel.context_method
+        for data in (None, packed)
+    )
     for method in ("ring", "both") if ranks > 16 else ("ring", "both", "ulysses"):  # of 16 heads
         seconds, (work, split, group, cost, merging) = priced(config_of(tokens, ranks, method), cluster, ranks)
         row = {"place": place, "ranks": ranks, "tokens": tokens, "method": method, "is_chosen": method == chosen}
+        row["is_chosen apart"] = method == apart
         row |= {"ring": split.ring, "ulysses": split.ulysses, "causal": round(alone / ranks / seconds, 3)}
         computed = LAYERS * (FORWARDS + BACKWARD) * work.compute_s
         before = _waits(sequence_waits(work, split, group, cost))

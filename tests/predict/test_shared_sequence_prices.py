@@ -64,6 +64,17 @@ def test_every_method_has_its_price() -> None:
     assert with_context_method(held, NODE, 8) == held
 
 
+def test_short_documents_take_the_method_that_waits_least_without_work() -> None:
+    """In a row of many documents a ring has too little attention to hide its messages behind."""
+    model = {"kind": "gpt", "size": "gpt-1.1b", "context": 131_072, "vocab_size": 32_000, "compile": True}
+    data = {"kind": "tokens", "path": "rows.npy", "context": 131_072}
+    found = {}
+    for documents in ({"documents": "joined"}, {"documents": "apart", "end_token": 0}):
+        config = config_of(131_072, 8, "auto", model=model, data=data | documents)
+        found[documents["documents"]] = with_context_method(config, NODE, 8).parallel.context_method
+    assert found == {"joined": "ring", "apart": "ulysses"}
+
+
 def test_a_plan_shares_sequences_where_the_batch_is_too_small_for_the_ranks() -> None:
     config = config_of(262_144, 1, "auto", parallel={"device": "cuda"}, memory={})
     found = plan_for(request_for(config, NODE))

@@ -22,7 +22,7 @@ from paceline.cluster.devices import Cluster
 from paceline.cluster.entries import near_names
 from paceline.cluster.wires import over_backend
 from paceline.config import Config, check_ranks, config_batch, config_from_dict, layout_of, with_precision
-from paceline.config.data_sections import known_shape
+from paceline.config.data_sections import RowsDataConfig, TokensDataConfig, are_apart, known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout, Offload
@@ -41,6 +41,7 @@ COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
 PRECISIONS = tuple(COMPUTE)
 # Where the precision is open, in this order: of equal ones the first is taken.
 _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
+_DOCUMENT = 2048  # tokens, where a row has many: attention is short, and a ring has little to send behind
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "expert", "shard_ranks", "schedule"),
@@ -191,7 +192,9 @@ def with_context_method(config: Config, cluster: Cluster, ranks: int) -> Config:
     with contextlib.suppress(UsageError, ConfigError):  # then the ring, which goes with any heads
         layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
         workload = task_of(config, ranks).workload(layout)
-        return config.with_values("parallel", context_method=context_method(workload, cluster))
+        is_packed = isinstance(config.data, TokensDataConfig | RowsDataConfig) and are_apart(config.data)
+        method = context_method(workload, cluster, looks_back=_DOCUMENT if is_packed else None)
+        return config.with_values("parallel", context_method=method)
     return config
 
 

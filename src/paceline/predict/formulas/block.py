@@ -318,7 +318,7 @@ class BlockModel:
         steps = split.ring if split.method in ("ring", "both") else 0
         return waits + forward + steps * merged, waits + backward + steps * added
 
-    def sequence_split(self) -> tuple[SequenceSplit, float, float]:
+    def sequence_split(self, looks_back: int | None = None) -> tuple[SequenceSplit, float, float]:
         """Returns how ranks share each sequence, and how long they wait for one another, forward and backward."""
         layout, model = self.layout, self.model
         ranks, wires = groups_of(layout, 0).context, wire_cost(self.cluster, layout.ranks)
@@ -329,7 +329,7 @@ class BlockModel:
             kv_heads=max(1, model.kv_heads // layout.tensor),
             width=model.head_width,
             itemsize=self.width,
-            compute_s=self._attention()[0],
+            compute_s=self._attention()[0] * min(1.0, (looks_back or self.run.seq_len) / self.run.seq_len),
             is_causal=model.causal,
         )
 

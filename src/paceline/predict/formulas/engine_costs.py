@@ -174,9 +174,13 @@ def _constants_of(workload: Workload, cluster: Cluster) -> Constants:
     return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0]
 
 
-def context_method(workload: Workload, cluster: Cluster) -> SequenceMethod:
-    """Returns the method by which ranks that share each sequence wait least, or the layout's own."""
-    return BlockModel(workload, cluster, _constants_of(workload, cluster), is_ours=True).sequence_split()[0].method
+def context_method(workload: Workload, cluster: Cluster, *, looks_back: int | None = None) -> SequenceMethod:
+    """Returns the method by which ranks that share each sequence wait least, or the layout's own.
+
+    ``looks_back``: tokens of a document, where a row has many that do not see one another.
+    """
+    block = BlockModel(workload, cluster, _constants_of(workload, cluster), is_ours=True)
+    return block.sequence_split(looks_back)[0].method
 
 
 def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
