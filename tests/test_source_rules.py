@@ -36,9 +36,9 @@ LINES = {
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
     "config": 3_720,  # a router of experts, and which of its keys go together
-    "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
+    "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_680,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
+    "engines": 11_685,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
     "models": 3_280,  # attention over ranks and inside documents; experts, their balance, their adapters

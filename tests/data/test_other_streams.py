@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import DataError
 
 NUMBERS = [100 * part + place for part in range(3) for place in range(9)]
-WARNED = "ignore:the last batch of an epoch has"
+WARNED = "ignore:a batch of an epoch has"
 
 
 def hugging_face(folder: Path, **options: Any) -> Any:

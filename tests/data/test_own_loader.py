@@ -130,6 +130,9 @@ def test_ranks_that_will_have_no_sample_get_no_rows_and_are_told_beforehand() ->
     with pytest.warns(UserWarning, match="has 1 of 4 samples, for 2 ranks"):  # fewer samples than ranks in all
         made = run_virtual(lambda comm: list(loader(Numbers(1), comm, batch_size=4)), ranks=2)
     assert [batch.tolist() for each in made for batch in each] == [[], [0]]
+    with pytest.warns(UserWarning, match="a batch of an epoch has 2 of 2 samples, for 3 ranks"):  # in every step
+        made = run_virtual(lambda comm: next(iter(loader(Numbers(4), comm, batch_size=2))), ranks=3)
+    assert [len(each) for each in made] == [0, 1, 1]
 
 
 def test_a_batch_without_samples_has_the_form_of_the_others() -> None:

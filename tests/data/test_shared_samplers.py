@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -63,7 +64,7 @@ LOADERS: dict[str, Any] = {
     "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(23), 6, drop_last=False)),
     "subclass": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Drawn(), 5, drop_last=True)),
 }
-WARNED = "ignore:the last batch of an epoch has"
+WARNED = "ignore:a batch of an epoch has"
 
 
 def joined(parts: list[list[list[int]]]) -> list[list[int]]:
@@ -92,6 +93,20 @@ def test_ranks_share_out_what_one_process_has(name: str) -> None:
         assert (read(name, 1, seed=1) == alone) == (name in ("generator", "shuffle"))  # which have seeds of their own
 
 
+@pytest.mark.parametrize(
+    ("batches", "told"), [([[0, 1, 2], [3, 4], [5, 6, 7, 8]], []), ([[0, 1], [2], [3, 4]], ["1 of 2"])]
+)
+def test_batches_of_their_own_are_warned_of_by_the_shortest(
+    batches: list[list[int]], told: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    def work(comm: Any) -> list[int]:
+        return [len(batch[0]) for batch in paceline.shard(DataLoader(DATA, batch_sampler=batches), comm)]
+
+    assert [sum(parts) for parts in zip(*paceline.run_virtual(work, ranks=2), strict=True)] == [*map(len, batches)]
+    found = [re.search(r"has (\d+ of \d+) samples, for 2 ranks", str(each.message)) for each in recwarn]
+    assert {each[1] for each in found if each is not None} == set(told)
+
+
 @pytest.mark.filterwarnings(WARNED)
 @pytest.mark.parametrize("name", ["generator", "shuffle"])
 def test_a_generator_gives_the_order_that_it_gives_in_one_process(name: str) -> None:
@@ -103,6 +118,7 @@ def test_a_generator_gives_the_order_that_it_gives_in_one_process(name: str) -> 
     assert torch.equal(loader.generator.get_state(), before)
 
 
+@pytest.mark.filterwarnings(WARNED)
 def test_the_samples_are_those_of_the_sampler() -> None:
     weighted = [each for batch in read("weighted", 2) for each in batch]
     assert len(weighted) == 80

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from manifest_schemas import validate
+from manifest_schemas import check_pod, pods_of, validate
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
@@ -115,6 +117,24 @@ def test_the_quick_start_is_in_the_namespace_of_its_overlay() -> None:
     }
     (viewed,) = [word for words in lines for word in words if word.startswith("deployment/")]
     assert tuple(viewed.split("/")) in made
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_kubectl_makes_valid_objects_of_an_overlay_and_warns_of_nothing(overlay: str) -> None:
+    folder = ROOT / "deploy" / "kubernetes" / "overlays" / overlay
+    made = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert (made.returncode, made.stderr) == (0, "")
+    manifests = list(yaml.safe_load_all(made.stdout))
+    for manifest in manifests:
+        validate(manifest)
+        for pod in pods_of(manifest):
+            check_pod(pod)
+    (job,) = [each for each in manifests if each["kind"] == "Job"]
+    (trains,) = job["spec"]["template"]["spec"]["containers"]
+    assert trains["image"].startswith("registry.example.com/paceline:")
+    assert trains["args"][:2] == ["train", "/etc/paceline/config.yaml"]
+    assert {each["metadata"].get("namespace") for each in manifests} == {"paceline"}
 
 
 @pytest.mark.parametrize("words", [each for each in commands("train") if "--nnodes" in each], ids=" ".join)

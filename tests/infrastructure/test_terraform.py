@@ -5,6 +5,8 @@ Nothing here talks to a cloud. `start_node.sh` runs for real, each node in names
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import shutil
@@ -17,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloud_nodes import SCRIPT, TEMPLATE, a_node, files_of
+import yaml
+from cloud_nodes import SCRIPT, TEMPLATE, a_node, files_of, node_values
 
 from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infrastructure"
 CLOUDS = ("nebius", "aws", "gcp")
+HAS_TERRAFORM = pytest.mark.skipif(shutil.which("terraform") is None, reason="needs terraform")
 
 
 @cache
@@ -173,6 +177,27 @@ def test_every_name_of_the_template_is_given(cloud: str) -> None:
     )
     assert call is not None
     assert set(re.findall(r"(?m)^\s*(\w+)\s+=", call[1])) == names_in_template()
+
+
+def terraform(*words: str, cwd: Path, **others: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"TF_CLI_CONFIG_FILE": os.devnull, "CHECKPOINT_DISABLE": "1", "NO_COLOR": "1"}
+    return subprocess.run(["terraform", *words], cwd=cwd, env=environment, capture_output=True, text=True, **others)
+
+
+@HAS_TERRAFORM
+def test_terraform_reads_all_files_as_they_are_written() -> None:
+    done = terraform("fmt", "-check", "-diff", "-recursive", ".", cwd=FOLDER)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@HAS_TERRAFORM
+def test_terraform_fills_the_template_as_these_tests_do(tmp_path: Path) -> None:
+    values = json.dumps(node_values(1, 2))
+    done = terraform(
+        "console", cwd=tmp_path, input=f"base64encode(templatefile({json.dumps(str(TEMPLATE))}, {values}))\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(base64.b64decode(done.stdout)) == a_node(1, 2)
 
 
 def test_the_service_runs_the_script_and_knows_the_exit_codes() -> None:

@@ -26,23 +26,28 @@ def rendered(**values: Any) -> dict[str, Any]:
     return whole
 
 
+def node_values(index: int, size: int) -> dict[str, Any]:
+    """Returns what a cloud gives the template for a node."""
+    return {
+        "node_index": index,
+        "cluster_size": size,
+        "gpus_per_node": 8,
+        "training_epochs": 10,
+        "save_frequency": 5,
+        "config": "configs/digits.yaml",
+        "source_url": "https://example.com/paceline.git",
+        "source_ref": "main",
+        "ssh_public_key": "ssh-ed25519 AAAA someone",
+        "packages": ["git"],
+        "mount_options": "--bind",
+        "mount_source": "shared",
+        "network": "infiniband",
+        "start_node": base64.b64encode(SCRIPT.read_bytes()).decode(),
+    }
+
+
 def a_node(index: int, size: int) -> dict[str, Any]:
-    return rendered(
-        node_index=index,
-        cluster_size=size,
-        gpus_per_node=8,
-        training_epochs=10,
-        save_frequency=5,
-        config="configs/digits.yaml",
-        source_url="https://example.com/paceline.git",
-        source_ref="main",
-        ssh_public_key="ssh-ed25519 AAAA someone",
-        packages=["git"],
-        mount_options="--bind",
-        mount_source="shared",
-        network="infiniband",
-        start_node=base64.b64encode(SCRIPT.read_bytes()).decode(),
-    )
+    return rendered(**node_values(index, size))
 
 
 def files_of(node: dict[str, Any]) -> dict[str, str]:

@@ -448,3 +448,32 @@ def test_numbers_that_ranks_do_not_have_alike_are_told_at_a_save(what: str, recw
         "unsaved": "last is missing on rank 0 and 1 on rank 1",
     }
     assert told == ([expected[what]] if what in expected else [])
+
+
+@pytest.mark.parametrize("has_schedule", [True, False])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_schedule_that_is_not_saved_is_told(
+    has_schedule: bool, is_saved: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    def work(comm: Any) -> list[float]:
+        engine = paceline.parallelize(make_model(), comm, "fsdp")
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]) if has_schedule else None
+        rates = []
+        with paceline.Run(comm, "own", engine, optimizer, monitor={"sample_s": None}) as run:
+            values = run.resume()
+            if schedule is not None and "stopping" in values:
+                schedule.load_state_dict(values["stopping"][1])
+            for _ in range(2):
+                optimizer.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+                if schedule is not None:
+                    schedule.step()
+            run.save(**({"stopping": [0.5, schedule and schedule.state_dict()]} if is_saved else {}))
+        return rates
+
+    first, second = (paceline.run_virtual(work, ranks=ranks)[0] for ranks in (2, 1))
+    told = [str(each.message).split("\n")[0] for each in recwarn]
+    assert set(told) == ({"the schedule of the learning rate is not saved"} if has_schedule and not is_saved else set())
+    if has_schedule and is_saved:
+        assert [*first, *second] == pytest.approx([0.1, 0.1, 0.01, 0.001])

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
+from paceline.config.data_sections import RowsDataConfig
 from paceline.config.sections import LoraConfig
 from paceline.data.labelled_texts import labels_of
-from paceline.data.registry import data_of
+from paceline.data.registry import data_of, open_rows
 from paceline.data.rows import CsvRows, JsonLines
 from paceline.errors import BadSampleError, ConfigError, DataError, PacelineError
 from paceline.train.assemble import build_trainer
@@ -296,3 +297,21 @@ def test_config_check_finds_what_a_start_refuses(made: Path, tmp_path: Path) -> 
     assert "for a bert" in found
     (found,) = refused(config_of(made, context=17))
     assert "max_position_embeddings = 16" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "fix"), [("targets", "lable", "did you mean label?"), ("inputs", "words", "set data.inputs")]
+)
+def test_a_field_that_no_row_has_is_named_with_those_of_the_first_row(
+    key: str, name: str, fix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
+    data = {"kind": "jsonl", "path": str(path), "inputs": "text", "targets": "label", key: name}
+    config = config_from_dict({"model": {"kind": "mlp"}, "data": data, "train": {"steps": 1}})
+    assert isinstance(config.data, RowsDataConfig)
+    with pytest.raises(DataError) as told:
+        open_rows(config.data, config.data.path)
+    what, rule, found = str(told.value).splitlines()
+    assert what == f"data.{key} = {name!r}, and no row of {str(path)!r} has it"
+    assert (rule.strip(), found.strip()) == ("the first row has 'text', 'label'", fix)

@@ -107,6 +107,13 @@ def is_text(rows: Rows, name: str) -> bool:
     return isinstance(next(_values(rows, name), None), str)
 
 
+def other_fields(rows: Rows, name: str) -> list[str]:
+    """Returns the fields of the first row, if no row that can be read has one of this name."""
+    first = next(iter(_readable(rows, np.array([0]))), {})
+    is_there = name in first or any(True for _ in _values(rows, name))
+    return [] if is_there else list(first)
+
+
 def _values(rows: Rows, name: str) -> Iterator[Any]:
     """Iterates over what rows have under a name; whoever reads a row that cannot be read tells of it."""
     start, size = 0, 1  # most callers look at the first row alone

@@ -90,6 +90,10 @@ class DataOrder:
     def steps_per_epoch(self) -> int:
         return -(-self.samples_per_epoch // self.global_batch)
 
+    @property
+    def shortest_batch(self) -> int:
+        return self.samples_per_epoch % self.global_batch or self.global_batch
+
     def position_of_step(self, step: int) -> int:
         """Returns the samples consumed by the first ``step`` steps of a run that starts at position 0."""
         epoch, batch = divmod(step, self.steps_per_epoch)

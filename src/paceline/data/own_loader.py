@@ -244,10 +244,10 @@ def _share_out(
 
 def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
     """Warns where ranks will have batches without samples, for which the loop of one process is not made."""
-    short = made.order.samples_per_epoch % made.order.global_batch
-    if 0 < short < comm.size:
+    short, most = made.order.shortest_batch, made.order.global_batch
+    if short < comm.size:
         warnings.warn(
-            f"the last batch of an epoch has {short} of {made.order.global_batch} samples, for {comm.size} ranks: "
+            f"a batch of an epoch has {short} of {most} samples, for {comm.size} ranks: "
             "ranks without one get tensors with no rows, whose mean loss is nan: take the sum times "
             "engine.loss_scale(len(targets)) (docs/convert.md), or give drop_last=True",
             stacklevel=3,

@@ -17,7 +17,7 @@ from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
 from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
-from paceline.data.labelled_texts import LabelledTexts, is_text, labels_of, pad_token
+from paceline.data.labelled_texts import LabelledTexts, is_text, labels_of, other_fields, pad_token
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
 from paceline.data.order import Indices
 from paceline.data.packing import Documents, PackedRows, RowDocuments, token_documents
@@ -26,7 +26,7 @@ from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, load_text, split_tokens
-from paceline.errors import DataError
+from paceline.errors import DataError, did_you_mean
 
 SyntheticConfig: TypeAlias = (
     sections.SyntheticClassificationDataConfig | sections.SyntheticImagesDataConfig | sections.SyntheticTokensDataConfig
@@ -235,6 +235,12 @@ def open_rows(config: sections.RowsDataConfig, path: str) -> Rows:
         rows = ArrowRows(place, config.kind, _fields(config))
     if not len(rows):
         raise DataError(f"data.path = {path!r} has no rows\n  a run needs samples\n  check the path")
+    for key in ("inputs", "text_pair", "targets"):
+        name = getattr(config, key)
+        if name is not None and (others := other_fields(rows, name)):
+            what = f"data.{key} = {name!r}, and no row of {path!r} has it"
+            fix = did_you_mean(name, others, f"set data.{key}")
+            raise DataError(f"{what}\n  the first row has {', '.join(map(repr, others))}\n  {fix}")
     return rows
 
 

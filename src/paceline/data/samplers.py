@@ -49,6 +49,11 @@ class SampledOrder(DataOrder):
     def steps_per_epoch(self) -> int:
         return len(self._epoch(0).ends) if self.gives_batches else -(-self.samples_per_epoch // self.global_batch)
 
+    @property
+    def shortest_batch(self) -> int:
+        batches = pairwise([0, *self._epoch(0).ends])
+        return min(b - a for a, b in batches) if self.gives_batches else super(SampledOrder, self).shortest_batch
+
     def fingerprint(self) -> int:
         """Returns a number for the first epoch's order: ranks that have another one would train on other samples."""
         return zlib.crc32(self._epoch(0).indices.tobytes())

@@ -159,6 +159,8 @@ def _run(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if kwargs.get("past_key_values") is not None:  # of transformers: a second run would fill it again
+        kwargs["past_key_values"] = None
     runs: list[Replay] = []
 
     def replayed(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
@@ -31,9 +33,14 @@ class OwnChecks:
             rule = "gradients are averaged over ranks: one that is not finite makes the whole model so"
             self._tell(what, rule, "look at its batch; leave updates out where clip_grad_norm_ gives no finite norm")
 
-    def compare(self, values: Mapping[str, Any]) -> None:
+    def compare(self, values: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
         """Compares what ranks save, and what they evaluated last; called by all of them."""
         own = {name: repr(value) for name, value in {**self.evaluated, **values}.items()}
+        has_schedule = optimizer is not None and "initial_lr" in optimizer.param_groups[0]
+        if has_schedule and "last_epoch" not in str(own) and self._comm.rank == 0:  # a key of every schedule's state
+            rule = "after a resume it would begin again, in the middle of a run"
+            fix = 'run.save(schedule=schedule.state_dict()), and schedule.load_state_dict(run.resume()["schedule"])'
+            self._tell("the schedule of the learning rate is not saved", rule, fix)
         for rank, other in enumerate(everyone := gather_objects(self._comm, own)):
             if other != everyone[0] and self._comm.rank == 0:
                 name = next(each for each in {**own, **other} if own.get(each) != other.get(each))

@@ -142,7 +142,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 what = f"run.log({name}=...) got a tensor of shape {list(value.shape)}"
                 raise UsageError(f"{what}\n  a curve has one number a step\n  log its mean, or its items by name")
         if self._phases.is_in_step:
-            self._values |= {name: _plain(value) for name, value in values.items()}
+            self._values |= {
+                name: value.detach() if isinstance(value, torch.Tensor) else float(value)
+                for name, value in values.items()
+            }
             return
         sink = self._open()
         found, now = {name: float(value) for name, value in values.items()}, time.time()
@@ -174,7 +177,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         cannot write.
         """
         self._open()
-        self._checks.compare(values)
+        self._checks.compare(values, self._optimizer)
         extra = {"values": values, "position": self._position}
         if self._loader is not None:
             extra["loader"] = self._loader.state_dict()
@@ -433,10 +436,6 @@ def _strategy(engine: Engine | None) -> str:
     degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     layout = getattr(engine, "layout", None)
     return " x ".join([*degrees, *([] if layout is None else [layout.strategy])])
-
-
-def _plain(value: float | torch.Tensor) -> float | torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
 def _words(error: BaseException | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.base["first"].weight
         self._keys_to_ignore_on_load_unexpected = ignored
+        self.config = SimpleNamespace(model_type="two layers")  # transformers 5.5 asks for it
 
 
 OTHER, RIGHT = torch.zeros(3, 3), torch.zeros(3, 2)
