@@ -38,10 +38,10 @@ LINES = {
     "config": 3_720,  # a router of experts, and which of its keys go together
     "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_680,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
+    "engines": 11_520,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_280,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "models": 3_690,  # attention inside documents, and of one block (from engines); operators of experts' rows; experts, their balance, their adapters
     "plan": 1_700,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_200,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,

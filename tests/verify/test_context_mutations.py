@@ -16,7 +16,7 @@ import paceline
 from paceline.comm.base import Communicator
 from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.sequence.cutting import Sequences
+from paceline.engines.sequences import Sequences
 from paceline.engines.sequence.part import SequenceRank
 from paceline.engines.sequence.ring import RingAttention
 from paceline.errors import UsageError
