@@ -41,7 +41,7 @@ LINES = {
     "engines": 11_520,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_690,  # attention inside documents, and of one block (from engines); operators of experts' rows; experts, their balance, their adapters
+    "models": 3_690,  # attention of one block came from engines; operators of experts' rows, their balance
     "plan": 1_700,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_200,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
