@@ -81,8 +81,17 @@ def _typeset(app: Any, tree: Any) -> None:
             text.parent.replace(text, nodes.raw("", html, format="html"))
 
 
+def _write_play(app: Any, error: Exception | None) -> None:
+    """Writes the page of ``paceline learn play``, which a page of the book has inside (docs/_static/book.js)."""
+    if error is None:
+        from still_page import still_page  # here: a build that fails needs none of it
+
+        (Path(app.outdir) / "_static" / "play.html").write_text(still_page(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _add_navigation)
     app.connect("doctree-read", _show_folders)
     app.connect("doctree-read", _typeset)
+    app.connect("build-finished", _write_play)

@@ -55,8 +55,9 @@ LINES = {
     "view": 2_020,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
 
-# Lines of the packages beside this one. The course has its curves, its capstone, and lessons on scale and on experts.
-BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_890}
+# Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
+# what these begin with on the page with sliders, which came from its script.
+BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")
