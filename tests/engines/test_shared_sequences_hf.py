@@ -186,7 +186,7 @@ def balanced(engine: Engine[Any]) -> None:
     ("family", "changes", "use", "told"),
     [
         ("mistral", {"sliding_window": 8}, on_ranks, "with a sliding window of 8 tokens, in rows of 19"),
-        ("llama", {}, padded, "LlamaModel with an attention_mask, where ranks share each sequence"),
+        ("llama", {}, padded, "LlamaModel with attention_mask, where ranks share each sequence"),
         ("llama", {}, placed, "LlamaModel with position_ids, where ranks share each sequence"),
         ("mixtral", {}, balanced, "MixtralModel with output_router_logits, where ranks share each sequence"),
         ("mixtral", {"output_router_logits": True}, on_ranks, "MixtralModel with output_router_logits"),

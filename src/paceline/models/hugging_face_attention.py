@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from paceline.errors import ForeignAttentionError, UsageError
+from paceline.errors import ForeignAttentionError
 from paceline.models.attention import attention, current_part, positions
 from paceline.models.hugging_face import text_part
 
@@ -24,6 +24,21 @@ _NO_MORE = (
     "ranks that share each sequence compute the attention of every token to all before it, and nothing else of it"
 )
 _PLAIN = "set parallel.context = 1, or take a model with plain attention"
+
+_OF_WHOLE_ROWS = {  # what a model is called with, and no rank can give
+    "output_router_logits": (
+        "the loss of a router goes by how many tokens of whole batches each expert has, and a rank knows its own",
+        "set output_router_logits to False in the model's config",
+    ),
+    "position_ids": (
+        "the places of a rank's tokens in their rows are passed on, and each row is one document",
+        "leave position_ids out; give documents that do not see one another rows of their own",
+    ),
+    "attention_mask": (
+        "no rank has the mask of a whole row, and causal attention needs none: padding comes behind a text",
+        "leave attention_mask out, and give padded places the target -100",
+    ),
+}
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -93,25 +108,12 @@ def _refuse(what: str, rule: str = _NO_MORE, fix: str = _PLAIN) -> NoReturn:
 
 
 def _with_places(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Tells a base model where in their rows its tokens are. Raises UsageError for what it would ignore."""
+    """Tells a base model where in their rows its tokens are. Raises ForeignAttentionError for what it would ignore."""
     if current_part() is None:
         return None
-    if options.get("output_router_logits"):
-        rule = "its loss of a router goes by how many tokens of a batch each expert has, and a rank would count its own"
-        fix = "set output_router_logits to False in the model's config"
-        _refuse(f"{type(module).__name__} with output_router_logits", rule, fix)
-    if options.get("position_ids") is not None:
-        raise UsageError(
-            f"{type(module).__name__} with position_ids, where ranks share each sequence\n"
-            "  the places of a rank's tokens in their rows are passed on, and rows are cut as one document each\n"
-            "  leave position_ids out; give documents that do not see one another rows of their own"
-        )
-    if options.get("attention_mask") is not None:
-        raise UsageError(
-            f"{type(module).__name__} with an attention_mask, where ranks share each sequence\n"
-            "  no rank has the mask of a whole row, and causal attention needs none: padding comes behind a text\n"
-            "  leave attention_mask out, and give padded places the target -100"
-        )
+    for name, (rule, fix) in _OF_WHOLE_ROWS.items():
+        if options.get(name) is not None and options[name] is not False:
+            _refuse(f"{type(module).__name__} with {name}", rule, fix)
     tokens = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
     places = positions(tokens.shape[1], tokens.device)
     known = {"position_ids": places if places.ndim > 1 else places.unsqueeze(0)} if len(args) < 3 else {}
