@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.addnodes import pending_xref
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from contents import read_contents  # noqa: E402  # behind the path that it is found on
+from formulas import typeset, with_small_letters  # noqa: E402
 
 project = "Paceline"
 copyright = "the Paceline authors"  # noqa: A001  # Sphinx's own name
@@ -66,7 +68,30 @@ def _show_folders(app: Any, tree: Any) -> None:
             node.replace_self(node.children)
 
 
+def _typeset(app: Any, tree: Any) -> None:
+    """Sets blocks of formulas as MathML, and the letters of symbols in prose low and high."""
+    del app
+    for node in list(tree.findall(nodes.literal_block)):
+        if html := typeset(node.astext()):
+            node.replace_self(nodes.raw("", html, format="html"))
+    for text in list(tree.findall(nodes.Text)):
+        is_prose = not isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.raw | nodes.title)
+        html = with_small_letters(text.astext()) if is_prose else ""
+        if "<su" in html:
+            text.parent.replace(text, nodes.raw("", html, format="html"))
+
+
+def _write_play(app: Any, error: Exception | None) -> None:
+    """Writes the page of ``paceline learn play``, which a page of the book has inside (docs/_static/book.js)."""
+    if error is None:
+        from still_page import still_page  # here: a build that fails needs none of it
+
+        (Path(app.outdir) / "_static" / "play.html").write_text(still_page(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _add_navigation)
     app.connect("doctree-read", _show_folders)
+    app.connect("doctree-read", _typeset)
+    app.connect("build-finished", _write_play)

@@ -38,10 +38,10 @@ LINES = {
     "config": 3_720,  # a router of experts, and which of its keys go together
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_685,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
+    "engines": 11_520,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_280,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "models": 3_690,  # attention of one block came from engines; operators of experts' rows, their balance
     "plan": 1_700,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_200,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
@@ -55,8 +55,9 @@ LINES = {
     "view": 2_020,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
 
-# Lines of the packages beside this one. The course has its curves, its capstone, and lessons on scale and on experts.
-BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_890}
+# Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
+# what these begin with on the page with sliders, which came from its script.
+BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

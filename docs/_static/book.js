@@ -15,3 +15,10 @@ document.addEventListener("DOMContentLoaded", () => {
     block.append(button);
   }
 });
+
+// The figure of learn/README.md says how tall it is, so that it has no scroll bar of its own.
+addEventListener("message", (event) => {
+  for (const frame of document.querySelectorAll("iframe.play")) {
+    if (event.source === frame.contentWindow && Number.isFinite(event.data?.paceline)) frame.style.height = `${event.data.paceline + 4}px`;
+  }
+});

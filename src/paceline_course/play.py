@@ -60,6 +60,30 @@ NUMBERS: Mapping[str, tuple[int, int]] = {
 }
 # What is drawn as curves, and up to which value.
 CURVES: Mapping[str, int] = {"gpus": 1024, "context": 131072, "batch": 8192}
+# What lessons begin with, on top of what the page shows first.
+PRESETS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (
+        "3: data parallelism, one node",
+        {
+            "size": "gpt-1.1b",
+            "layers": 20,
+            "width": 2048,
+            "context": 2048,
+            "gpus": 8,
+            "strategy": "ddp",
+            "batch": 64,
+            "microbatch": 4,
+        },
+    ),
+    ("4: a 7B under DDP does not fit", {"gpus": 8, "strategy": "ddp", "batch": 64}),
+    ("5: FSDP over a slow network", {"strategy": "fsdp", "network": "ethernet-100g", "batch": 64}),
+    ("6: tensor parallelism inside a node", {"gpus": 8, "tensor": 8, "strategy": "ddp", "batch": 8}),
+    ("7: a pipeline and its bubble", {"pipeline": 8, "strategy": "zero1", "batch": 64}),
+    ("8: fp8 and bf16", {"gpus": 8, "precision": "fp8", "batch": 64}),
+    ("9: a 7B on ten nodes", {"gpus": 80, "strategy": "zero2", "batch": 80, "compile": "off"}),
+    ("10: a long context", {"gpus": 8, "context": 32768, "recompute": "full", "batch": 8}),
+    ("12: too many GPUs for a batch", {"gpus": 1024, "strategy": "zero1", "batch": 1024}),
+)
 # What the file does not say as the sliders stand at first: the command always has it.
 _OWN = ("parallel.ranks", "parallel.strategy", "train.microbatch", "train.global_batch")
 # Parts of a step, as the page shows them: those of StepParts that are added up in each.
@@ -336,17 +360,23 @@ def make_play_app() -> Starlette:
 @cache
 def play_page() -> tuple[str, str]:
     """Returns the page and its content security policy."""
-    text = resources.files("paceline_course").joinpath("play.html").read_text(encoding="utf-8")
+    text = page_with({})
     style, script = (text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
-    policy = security_policy(style, script, connect="'self'")
+    return text, security_policy(style, script, connect="'self'") + "; frame-ancestors 'none'"
+
+
+def page_with(more: Mapping[str, Any]) -> str:
+    """Returns the page with what it is about, and with more data; numbers look as on the live page of a run."""
+    text = resources.files("paceline_course").joinpath("play.html").read_text(encoding="utf-8")
+    numbers = resources.files("paceline.view").joinpath("page", "format.js").read_text(encoding="utf-8")
     usual = dataclasses.asdict(PlayInputs())
     # The width grows so that heads stay as wide, and heads of keys and values whole.
     sizes = {
         name: {"layers": of.layers, "width": of.width, "context": of.context, "step": of.width // of.kv_heads}
         for name, of in GPT_SIZES.items()
     }
-    data = {"choices": choices(), "numbers": NUMBERS, "usual": usual, "sizes": sizes}
-    return text.replace("@DATA@", as_json(data)), policy + "; frame-ancestors 'none'"
+    data = {"choices": choices(), "numbers": NUMBERS, "usual": usual, "sizes": sizes, "presets": PRESETS, **more}
+    return text.replace("@FORMAT@", numbers).replace("@DATA@", as_json(data))
 
 
 async def _page(_: Request) -> Response:

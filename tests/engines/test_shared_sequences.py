@@ -287,6 +287,17 @@ def cut_others(engine: Engine[Any]) -> None:
     engine.cut(*make_batch(engine.world.rank))
 
 
+def cut_unshifted(engine: Engine[Any]) -> None:
+    engine.cut(make_batch()[0], make_batch()[0])
+
+
+def shift_twice(engine: Engine[Any]) -> None:
+    rows = make_batch()[0]
+    targets = rows[:, 1:].clone()  # the library's labels, shifted by a data set
+    targets[0, :8] = IGNORED
+    engine.cut(rows[:, :-2], targets[:, 1:])
+
+
 def cut_short(engine: Engine[Any]) -> None:
     engine.cut(make_batch()[0][:, :1])
 
@@ -297,16 +308,36 @@ def cut_short(engine: Engine[Any]) -> None:
         (make_model, call_whole, r"called with tensors of shape \(4, 21\), which were not cut"),
         (make_model, cut_classes, r"tensors of shape \(4, 21\), \(4,\), where 2 ranks share each sequence"),
         (make_model, cut_short, "a sequence of 1 tokens on 2 ranks"),
+        (make_model, cut_unshifted, r"targets \[4, 21\] that are the tokens 0 places further on in their rows"),
+        (make_model, shift_twice, r"targets \[4, 19\] that are the tokens 2 places further on in their rows"),
         (make_model, cut_others, "ranks 0 and 1 share each sequence, and read different batches"),
         (Plain, call_cut, "attention is not ours: its forward pass has called no attention of several ranks"),
         (Plain, shift_later, "called with labels, and without shift_labels"),
-        (lambda: nn.TransformerEncoderLayer(16, 2), call_cut, "a MultiheadAttention attends to the tokens of its own"),
+        (lambda: nn.TransformerEncoderLayer(16, 2), call_cut, "a MultiheadAttention sees the tokens of its own rank"),
+        (lambda: nn.Conv1d(16, 16, 4), call_cut, "a Conv1d sees the tokens of its own rank alone"),
+        (lambda: nn.GRU(16, 16), call_cut, "a GRU sees the tokens of its own rank alone"),
     ],
-    ids=["whole", "classes", "short", "others", "other attention", "labels", "of torch"],
+    ids=[
+        *("whole", "classes", "short", "unshifted", "shifted twice", "others", "other attention", "labels"),
+        *("of torch", "convolution", "recurrence"),
+    ],
 )
 def test_what_cannot_be_is_told(make: Any, use: Any, told: str) -> None:
     with pytest.raises(RankFailedError, match=told):
         run_virtual(lambda comm: use(parallelize(make(), comm, context_ranks=2)), 2)
+
+
+def test_targets_that_are_alike_by_chance_are_taken() -> None:
+    """A row of one token says nothing of a shift; nor do few targets, or a convolution of single tokens."""
+    same, few = torch.zeros(4, TOKENS, dtype=torch.int64), torch.full((4, TOKENS), IGNORED)
+    few[:, 3] = make_batch()[0][:, 3]
+
+    def work(comm: Communicator) -> None:
+        engine = parallelize(nn.Sequential(make_model(), nn.Conv1d(2, 2, 1)), comm, context_ranks=2)
+        engine.cut(same, same)
+        engine.cut(make_batch()[0], few)
+
+    run_virtual(work, 2)
 
 
 def test_ranks_of_other_sequences_read_other_samples() -> None:

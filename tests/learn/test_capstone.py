@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from judged import words_of_right, words_of_wrong
 from torch import nn
 from torch.func import functional_call
 
@@ -110,9 +111,7 @@ def sharded(how: str = "") -> Callable[[nn.Module, Any], Any]:
 
 
 def test_a_module_that_is_sharded_passes() -> None:
-    verdict = judge(find("5.4"), sharded())
-    assert verdict.is_right, verdict.words
-    assert "You wrote FSDP" in verdict.words
+    assert "You wrote FSDP" in words_of_right("5.4", sharded())
 
 
 @pytest.mark.parametrize(
@@ -134,9 +133,7 @@ def test_a_module_that_is_sharded_passes() -> None:
     ],
 )
 def test_a_module_that_is_not_gets_words_that_help(function: Callable[..., Any], words: str) -> None:
-    verdict = judge(find("5.4"), function)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("5.4", function)
 
 
 def average(comm: Any, gradients: list[torch.Tensor], how: str = "") -> torch.Tensor:
@@ -191,9 +188,7 @@ def test_two_buffers_that_take_turns_pass() -> None:
     ],
 )
 def test_races_get_words_that_help(how: str, words: str) -> None:
-    verdict = judge(find("3.6"), lambda *given: average(*given, how=how))
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("3.6", lambda *given: average(*given, how=how))
 
 
 def test_a_clone_per_operation_that_comes_back_from_one_buffer_is_found() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from judged import words_of_right, words_of_wrong
 
 from paceline import run_virtual
 from paceline.comm.base import Communicator
@@ -33,9 +34,7 @@ def test_what_a_ring_sends_is_what_its_messages_have() -> None:
 
 
 def test_what_a_ring_sends() -> None:
-    verdict = judge(find("10.1"), 2 * 16384 * 1024 * 2 * 7)
-    assert verdict.is_right
-    assert "get home" in verdict.words
+    assert "get home" in words_of_right("10.1", 2 * 16384 * 1024 * 2 * 7)
 
 
 def one_query(comm: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: str = "") -> torch.Tensor:
@@ -85,9 +84,7 @@ def one_query_with_all_values(comm: Any, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def test_one_query() -> None:
-    verdict = judge(find("10.2"), one_query)
-    assert verdict.is_right, verdict.words
-    assert "however long the context is" in verdict.words
+    assert "however long the context is" in words_of_right("10.2", one_query)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,7 @@ def test_one_query() -> None:
     ],
 )
 def test_wrong_merges_get_words_that_help(how: str, words: str) -> None:
-    verdict = judge(find("10.2"), lambda *given: one_query(*given, how=how))
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("10.2", lambda *given: one_query(*given, how=how))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +114,7 @@ def test_wrong_merges_get_words_that_help(how: str, words: str) -> None:
     ],
 )
 def test_merges_that_send_too_much_get_words_that_help(function: Any, words: str) -> None:
-    verdict = judge(find("10.2"), function)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("10.2", function)
 
 
 def cut(tokens: torch.Tensor, rank: int, ranks: int, how: str = "") -> Any:
@@ -175,6 +168,4 @@ def test_cuts_that_are_even(how: str) -> None:
     ],
 )
 def test_wrong_cuts_get_words_that_help(how: str, words: str) -> None:
-    verdict = judge(find("10.3"), lambda *given: cut(*given, how=how))
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("10.3", lambda *given: cut(*given, how=how))

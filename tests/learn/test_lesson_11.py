@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from judged import words_of_right, words_of_wrong
 
 from paceline import run_virtual
 from paceline.comm.base import Communicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline_course.course import find, judge
 from paceline_course.exercise import calculate
-
-
-def is_wrong(number: str, answer: Any, words: str) -> None:
-    verdict = judge(find(number), answer)
-    assert not verdict.is_right
-    assert words in verdict.words
 
 
 def test_what_an_exchange_sends_is_what_its_messages_have() -> None:
@@ -58,7 +53,7 @@ def test_what_an_exchange_sends(answer: Any) -> None:
     ],
 )
 def test_wrong_bytes_get_words_that_help(answer: float, words: str) -> None:
-    is_wrong("11.1", answer, words)
+    assert words in words_of_wrong("11.1", answer)
 
 
 def dispatch(scores: torch.Tensor, active: int, most: int, how: str = "") -> Any:
@@ -93,9 +88,7 @@ def dispatch(scores: torch.Tensor, active: int, most: int, how: str = "") -> Any
 
 
 def test_a_dispatch() -> None:
-    verdict = judge(find("11.2"), dispatch)
-    assert verdict.is_right, verdict.words
-    assert "residual stream" in verdict.words
+    assert "residual stream" in words_of_right("11.2", dispatch)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +110,7 @@ def test_a_dispatch() -> None:
     ],
 )
 def test_wrong_dispatches_get_words_that_help(how: str, words: str) -> None:
-    is_wrong("11.2", lambda *given: dispatch(*given, how=how), words)
+    assert words in words_of_wrong("11.2", lambda *given: dispatch(*given, how=how))
 
 
 class Exchange(torch.autograd.Function):
@@ -184,9 +177,7 @@ def exchange_by_gathering(comm: Any, rows: torch.Tensor, counts: torch.Tensor, e
 
 
 def test_an_exchange() -> None:
-    verdict = judge(find("11.3"), exchange)
-    assert verdict.is_right, verdict.words
-    assert "waits for the counts" in verdict.words
+    assert "waits for the counts" in words_of_right("11.3", exchange)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +200,11 @@ def test_an_exchange() -> None:
     ],
 )
 def test_wrong_exchanges_get_words_that_help(how: str, words: str) -> None:
-    is_wrong("11.3", lambda *given: exchange(*given, how=how), words)
+    assert words in words_of_wrong("11.3", lambda *given: exchange(*given, how=how))
 
 
 def test_an_exchange_that_gathers_experts_gets_words_that_help() -> None:
-    is_wrong("11.3", exchange_by_gathering, "no gradient reaches experts")
+    assert "no gradient reaches experts" in words_of_wrong("11.3", exchange_by_gathering)
 
 
 def global_norm(comm: Any, shared: torch.Tensor, own: torch.Tensor, expert_ranks: int, how: str) -> Any:
@@ -272,4 +263,4 @@ def test_a_norm() -> None:
     ],
 )
 def test_wrong_norms_get_words_that_help(how: str, words: str) -> None:
-    is_wrong("11.4", lambda *given: global_norm(*given, how=how), words)
+    assert words in words_of_wrong("11.4", lambda *given: global_norm(*given, how=how))

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from judged import words_of_right, words_of_wrong
 
 from paceline.comm.base import Communicator
 from paceline_course.course import find, judge
 
 
 def test_the_states_of_one_rank() -> None:
-    verdict = judge(find("4.1"), 8 * 3 + 8 * 3 / 8)
-    assert verdict.is_right
-    assert "moments" in verdict.words
+    assert "moments" in words_of_right("4.1", 8 * 3 + 8 * 3 / 8)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +98,7 @@ def slice_alone(
 
 
 def test_a_step_that_shares_the_update() -> None:
-    verdict = judge(find("4.2"), sharded_step)
-    assert verdict.is_right, verdict.words
-    assert "reduce-scatter" in verdict.words
+    assert "reduce-scatter" in words_of_right("4.2", sharded_step)
 
 
 @pytest.mark.parametrize(
@@ -120,16 +117,12 @@ def test_a_step_that_shares_the_update() -> None:
     ],
 )
 def test_wrong_steps_get_words_that_help(function: Any, words: str) -> None:
-    verdict = judge(find("4.2"), function)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("4.2", function)
 
 
 @pytest.mark.parametrize("answer", ["zero2", "ZeRO 2", "zero-2"])
 def test_the_cheapest_strategy_that_fits(answer: str) -> None:
-    verdict = judge(find("4.3"), answer)
-    assert verdict.is_right
-    assert "68.5 of 80 GB" in verdict.words
+    assert "68.5 of 80 GB" in words_of_right("4.3", answer)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +179,7 @@ def test_all_of_a_rank() -> None:
     ],
 )
 def test_wrong_memories_get_words_that_help(how: str, words: str) -> None:
-    verdict = judge(find("4.4"), lambda *given: rank_bytes(*given, how=how))
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("4.4", lambda *given: rank_bytes(*given, how=how))
 
 
 def test_what_is_no_number_of_bytes_is_named() -> None:

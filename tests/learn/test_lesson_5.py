@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from judged import words_of_right, words_of_wrong
 
 from paceline.comm.base import Communicator
 from paceline_course.course import find, judge
 
 
 def test_count_the_gathers() -> None:
-    verdict = judge(find("5.1"), 2 * 10 * 3)
-    assert verdict.is_right
-    assert "last block" in verdict.words
+    assert "last block" in words_of_right("5.1", 2 * 10 * 3)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,7 @@ def without_transpose(comm: Communicator, x: torch.Tensor, mine: torch.Tensor, s
 
 
 def test_a_linear_layer_that_is_gathered() -> None:
-    verdict = judge(find("5.2"), sharded_linear())
-    assert verdict.is_right, verdict.words
-    assert "FSDP" in verdict.words
+    assert "FSDP" in words_of_right("5.2", sharded_linear())
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,7 @@ def test_a_linear_layer_that_is_gathered() -> None:
     ],
 )
 def test_wrong_layers_get_words_that_help(function: Any, words: str) -> None:
-    verdict = judge(find("5.2"), function)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("5.2", function)
 
 
 def test_enough_tokens() -> None:

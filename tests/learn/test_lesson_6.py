@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from judged import words_of_right, words_of_wrong
 
 from paceline.comm.base import Communicator
 from paceline_course.course import find, judge
@@ -16,9 +17,7 @@ STREAM = 2 * 2048 * 4096 * 2
 
 
 def test_what_a_block_sends() -> None:
-    verdict = judge(find("6.1"), 8 * STREAM * 3 // 4)
-    assert verdict.is_right
-    assert "hardly changes" in verdict.words
+    assert "hardly changes" in words_of_right("6.1", 8 * STREAM * 3 // 4)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +109,7 @@ def summed_with_padding(comm: Communicator, x: Any, up: Any, down: Any, bias: to
 
 @pytest.mark.parametrize("function", [split_mlp, share_of_the_bias])
 def test_an_mlp_with_a_bias(function: Any) -> None:
-    verdict = judge(find("6.2"), function)
-    assert verdict.is_right, verdict.words
-    assert "bias is added once" in verdict.words
+    assert "bias is added once" in words_of_right("6.2", function)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,7 @@ def test_an_mlp_with_a_bias(function: Any) -> None:
     ],
 )
 def test_wrong_mlps_get_words_that_help(function: Any, words: str) -> None:
-    verdict = judge(find("6.2"), function)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("6.2", function)
 
 
 def test_waiting_grows_and_computing_shrinks_with_the_ranks() -> None:
@@ -145,9 +140,7 @@ def test_waiting_grows_and_computing_shrinks_with_the_ranks() -> None:
 
 
 def test_where_it_stops_paying() -> None:
-    verdict = judge(find("6.3"), 4)
-    assert verdict.is_right
-    assert "N_t = 4" in verdict.words
+    assert "N_t = 4" in words_of_right("6.3", 4)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +148,4 @@ def test_where_it_stops_paying() -> None:
     [(8, "Too many"), (2, "A larger one pays"), (1, "A larger one pays"), (3, "none of 1, 2, 4, 8"), (4.5, "none of")],
 )
 def test_wrong_degrees_get_words_that_help(answer: Any, words: str) -> None:
-    verdict = judge(find("6.3"), answer)
-    assert not verdict.is_right
-    assert words in verdict.words
+    assert words in words_of_wrong("6.3", answer)

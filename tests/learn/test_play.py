@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import re
 import shlex
@@ -30,6 +31,7 @@ from paceline_course.play import (
     CURVES,
     MEMORY_PARTS,
     NUMBERS,
+    PRESETS,
     STEP_PARTS,
     PlayInputs,
     answer_for,
@@ -300,13 +302,44 @@ def test_an_address_has_all_settings_and_two_can_be_compared(browser: Browser, u
         assert page.errors == []
 
 
-def test_each_preset_is_answered(browser: Browser, url: str) -> None:
-    with browser.page(f"{url}/", width=1400, height=1000) as page:
-        page.wait("document.body.dataset.shown")
-        presets = dict(page.ask("PRESETS"))
-        lessons = {int(re.match(r"\d+", name)[0]) for name in presets}  # type: ignore[index]
-        assert len(lessons) == len(presets)
-        for name, values in presets.items():
-            answer = answer_for(PlayInputs.of({key: str(value) for key, value in values.items()}))
-            assert answer["problems"] == [], name
-            assert answer["memory"]["fits"] is ("does not fit" not in name)
+def test_each_preset_is_answered() -> None:
+    lessons = {int(re.match(r"\d+", name)[0]) for name, _ in PRESETS}  # type: ignore[index]
+    assert len(lessons) == len(PRESETS)
+    for name, values in PRESETS:
+        answer = answer_for(PlayInputs.of({key: str(value) for key, value in values.items()}))
+        assert answer["problems"] == [], name
+        assert answer["memory"]["fits"] is ("does not fit" not in name)
+
+
+def test_the_page_of_the_book_answers_without_a_server(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lessons of it, with what the server would say: a slider that moves, another that goes back, a strategy."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    still = importlib.import_module("still_page")
+    monkeypatch.setattr(still, "PRESETS", PRESETS[1:3])
+    monkeypatch.setattr("paceline_course.play.PRESETS", PRESETS[1:3])
+    monkeypatch.setattr("paceline_course.play.CURVES", {"gpus": 32, "context": 8192, "batch": 256})
+    (tmp_path / "play.html").write_text(still.still_page(), encoding="utf-8")
+    ddp, fsdp = (replace(PlayInputs(), **changes) for _, changes in PRESETS[1:3])
+    with browser.page(f"file://{tmp_path}/play.html", width=1400, height=1000) as page:
+        page.wait("document.body.dataset.shown === '1'")
+
+        def moved(change: str, number: int) -> str:
+            page.ask(change)
+            page.wait(f"document.body.dataset.shown === '{number}'")
+            return str(page.ask("byId('memory-words').textContent"))
+
+        assert moved("change('gpus', 16)", 2).startswith(answer_for(replace(ddp, gpus=16))["memory"]["words"])
+        assert moved("change('batch', 128)", 3).startswith(answer_for(replace(ddp, batch=128))["memory"]["words"])
+        assert page.ask("state.gpus") == 8  # one setting moves, and the others go back
+        assert moved("change('strategy', 'fsdp')", 4).startswith("It fits")
+        page.ask("byId('keep').click()")
+        page.wait("!byId('compare').hidden && byId('compared').rows.length > 1")
+        page.ask("byId('preset').value = 1")
+        assert moved("byId('preset').dispatchEvent(new Event('input'))", 5).startswith("It fits")
+        assert page.ask("byId('compare').hidden")
+        assert page.ask("page.answer.step.seconds") == answer_for(fsdp)["step"]["seconds"]
+        page.wait("document.querySelectorAll('#plots svg').length === 6")
+        assert page.ask("byId('width').disabled && !byId('gpus').disabled")
+        assert page.errors == []

@@ -163,7 +163,7 @@ def test_an_all_reduce_is_the_collective_of_1_3_and_an_all_gather() -> None:
 def test_what_a_rank_holds_is_what_schedules_hold_that_are_walked_through() -> None:
     exercise = find("7.2")
     for case in exercise.cases:
-        schedule = make_schedule(case["schedule"], ranks=case["p"], microbatches=case["m"])
+        schedule = make_schedule(case["schedule"], ranks=case["p"], microbatches=case["k"])
         assert exercise.symbols(**case)["truth"] == measure_schedule(schedule).in_flight[case["rank"]]
 
 

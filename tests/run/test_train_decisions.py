@@ -17,7 +17,15 @@ from paceline.errors import ConfigError, ForeignAttentionError, Problem
 from paceline.models.attention import attention
 from paceline.plan.plan import RunMachine
 from paceline.records.records import RunRecord, read_records
-from paceline.run.decide import check_host, decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
+from paceline.run.decide import (
+    check_attention,
+    check_host,
+    decide_run,
+    decide_strategy,
+    precision_notes,
+    resolve_config,
+    show_decisions,
+)
 from paceline.run.location import read_result
 from paceline.run.records import name_strategy
 
@@ -128,6 +136,30 @@ def test_attention_that_asks_no_other_rank_is_refused_before_any_process(is_modu
     with pytest.raises(ForeignAttentionError, match="context_ranks = 2 for a model whose attention is not ours"):
         decide_run(asked_of("Plain", is_module))
     assert decide_run(asked_of("Ours")).plan.layout.context_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "Gemma2Attention with softcap, where ranks share each sequence"),
+        ({"attn_logit_softcapping": None}, None),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "with layers of chunked_attention"),
+    ],
+)
+def test_attention_of_the_library_that_is_more_is_refused_before_any_process(
+    tmp_path: Path, changes: dict[str, Any], told: str | None
+) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    library.Gemma2Config(**sizes, **heads, sliding_window=32, **changes).save_pretrained(tmp_path)
+    model = {"kind": "hf", "path": str(tmp_path), "pretrained": False, "task": "causal_lm"}
+    config = config_from_dict({**asked_of("Ours").model_dump(exclude_unset=True), "model": model})
+    if told is None:
+        check_attention(config)
+        return
+    with pytest.raises(ForeignAttentionError, match=told):
+        check_attention(config)
 
 
 def test_a_host_without_room_for_activations_is_told_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, broadcast_tensors, check_same_model, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
-from paceline.engines.sequence.cutting import share_sequences
+from paceline.engines.sequences import share_sequences
 from paceline.engines.tiles import tile_mlps
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket

@@ -34,7 +34,7 @@ from paceline.engines.groups import differentiable_in, wait_for_all
 from paceline.engines.loss_sums import DetachedLoss, LossSum, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
-from paceline.engines.sequence.cutting import part_of
+from paceline.engines.sequences import part_of
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError

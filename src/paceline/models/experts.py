@@ -181,10 +181,13 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_aligned(weights: Tensor) -> bool:
     """Says whether a parameter begins at a multiple of 16 bytes, as torch's kernel wants it; no graph can hold that."""
     return weights.storage_offset() * weights.element_size() % 16 == 0
+
+
+# What torch.compiler.assume_constant_result does, which would load the compiler with this file.
+vars(_is_aligned)["_dynamo_marked_constant"] = True
 
 
 def _fits_kernel(rows: Tensor, weights: Tensor) -> bool:

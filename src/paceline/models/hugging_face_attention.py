@@ -8,16 +8,37 @@ has. Otherwise the model computes what it did: with the library's SDPA, and the 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from paceline.errors import ForeignAttentionError, UsageError
+from paceline.errors import ForeignAttentionError
 from paceline.models.attention import attention, current_part, positions
+from paceline.models.hugging_face import text_part
 
 _NAME = "paceline"
 _BEYOND_SDPA = ("softcap", "s_aux", "position_bias")  # arguments of attention that is more than SDPA
-_FEWER = "set parallel.context = 1, or take a model with plain attention"
+_KINDS = {"full_attention", "sliding_attention"}  # of layers that can be shared; a window, if rows fit into it
+_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")  # of routers of experts
+_NO_MORE = (
+    "ranks that share each sequence compute the attention of every token to all before it, and nothing else of it"
+)
+_PLAIN = "set parallel.context = 1, or take a model with plain attention"
+
+_OF_WHOLE_ROWS = {  # what a model is called with, and no rank can give
+    "output_router_logits": (
+        "the loss of a router goes by how many tokens of whole batches each expert has, and a rank knows its own",
+        "set output_router_logits to False in the model's config",
+    ),
+    "position_ids": (
+        "the places of a rank's tokens in their rows are passed on, and each row is one document",
+        "leave position_ids out; give documents that do not see one another rows of their own",
+    ),
+    "attention_mask": (
+        "no rank has the mask of a whole row, and causal attention needs none: padding comes behind a text",
+        "leave attention_mask out, and give padded places the target -100",
+    ),
+}
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -26,15 +47,20 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def share_attention(model: Any) -> None:
-    """Lets the blocks of a model ask other ranks, in place. Raises ForeignAttentionError where it does not."""
+    """Lets the blocks of a model ask other ranks, in place. Raises ForeignAttentionError where one does not."""
+    name, settings = type(model).__name__, text_part(model.config)
+    if kinds := sorted(set(getattr(settings, "layer_types", None) or ()) - _KINDS):
+        _refuse(f"{name} with layers of {' and '.join(kinds)}")
+    if noise := sorted({each for part in model.modules() for each in _NOISE if getattr(part, each, 0)}):
+        rule = "ranks that share each sequence draw the same numbers, each for other tokens"
+        _refuse(f"{name} with {' and '.join(noise)}", rule, "set parallel.context = 1, or the noise to 0 in its config")
     library = importlib.import_module("transformers")
     library.AttentionInterface.register(_NAME, _attend)
     library.AttentionMaskInterface.register(_NAME, _mask)
     model.set_attn_implementation(_NAME)
     if model.config._attn_implementation != _NAME:
-        rule = "it calls no attention that can be registered, so that it would see the tokens of its own rank alone"
-        raise ForeignAttentionError(f"{type(model).__name__} computes its attention itself\n  {rule}\n  {_FEWER}")
-    model.base_model.register_forward_pre_hook(_with_places, with_kwargs=True)
+        _refuse(f"{name}, which computes its attention itself")
+    model.get_decoder().register_forward_pre_hook(_with_places, with_kwargs=True)
 
 
 def _attend(
@@ -58,9 +84,10 @@ def _attend(
     length = part.length(query.shape[2])
     if window is not None and window < length:
         other.append(f"a sliding window of {window} tokens, in rows of {length}")
+    if attention_mask is not None:  # not that of ``_mask``
+        other.append("a mask or bias of its own")
     if other:
-        rule = "ranks that share each sequence compute the attention of every token to all before it"
-        raise UsageError(f"{type(module).__name__} with {' and '.join(other)}\n  {rule}\n  {_FEWER}")
+        _refuse(f"{type(module).__name__} with {' and '.join(other)}")
     is_causal = options.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mixed = attention(query, key, value, is_causal=is_causal, dropout=dropout, scale=scaling)
@@ -76,18 +103,18 @@ def _mask(*args: Any, **options: Any) -> Tensor | None:
     return mask
 
 
+def _refuse(what: str, rule: str = _NO_MORE, fix: str = _PLAIN) -> NoReturn:
+    raise ForeignAttentionError(f"{what}, where ranks share each sequence\n  {rule}\n  {fix}")
+
+
 def _with_places(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Tells a base model where in their rows its tokens are. Raises UsageError for a mask, which it would ignore."""
+    """Tells a base model where in their rows its tokens are. Raises ForeignAttentionError for what it would ignore."""
     if current_part() is None:
         return None
-    if options.get("attention_mask") is not None:
-        raise UsageError(
-            f"{type(module).__name__} with an attention_mask, where ranks share each sequence\n"
-            "  no rank has the mask of a whole row, and causal attention needs none: padding comes behind a text\n"
-            "  leave attention_mask out, and give padded places the target -100"
-        )
+    for name, (rule, fix) in _OF_WHOLE_ROWS.items():
+        if options.get(name) is not None and options[name] is not False:
+            _refuse(f"{type(module).__name__} with {name}", rule, fix)
     tokens = next(each for each in (*args, *options.values()) if isinstance(each, Tensor))
     places = positions(tokens.shape[1], tokens.device)
     known = {"position_ids": places if places.ndim > 1 else places.unsqueeze(0)} if len(args) < 3 else {}
-    given = {name: value for name, value in options.items() if value is not None}
-    return args, {**known, **given, "use_cache": False}  # of no use, and checkpointing would fill it twice
+    return args, {**options, **known, "use_cache": False}  # of no use, and checkpointing would fill it twice

@@ -74,13 +74,13 @@ _MOMENTS = 2  # of Adam
 class Sharing:
     """Which states the N ranks of a group cut among themselves, each holding the others whole; and so what they send.
 
-    In a step of m microbatches, counted in copies of the parameters:
+    In a step of k microbatches, counted in copies of the parameters:
 
         strategy       1 / N on a rank     reduced     gathered
         ddp            nothing             1           1           an all-reduce is both
         zero1          optimizer state     1           1           once a step
-        zero2          gradients too       m           1
-        fsdp, hybrid   parameters too      m           2 m         before forward and before backward
+        zero2          gradients too       k           1
+        fsdp, hybrid   parameters too      k           2 k         before forward and before backward
     """
 
     optimizer: bool = False

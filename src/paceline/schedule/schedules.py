@@ -1,16 +1,16 @@
 """Pipeline schedules: which rank runs which stage on which microbatch, and when.
 
-p ranks hold the stages of a model, m microbatches pass through them; with equal stages a forward takes 1 and a backward
+p ranks hold the stages of a model, k microbatches pass through them; with equal stages a forward takes 1 and a backward
 2 (its two parts 1 each). A rank is idle while the pipeline fills and drains.
 
     schedule      stages   idle time over work    in flight on a rank, at most
-    gpipe         p        (p-1) / m              m microbatches
-    1f1b          p        (p-1) / m              p - rank
-    interleaved   v p      (p-1) / (v m)          ((v+1) p - 2 rank - 1) / v, where p divides m
-    zb-h1         p        (p-1) / (3 m)          p
-    zb-v          2 p      (p-1) / (6 m)          p
+    gpipe         p        (p-1) / k              k microbatches
+    1f1b          p        (p-1) / k              p - rank
+    interleaved   v p      (p-1) / (v k)          ((v+1) p - 2 rank - 1) / v, where p divides k
+    zb-h1         p        (p-1) / (3 k)          p
+    zb-v          2 p      (p-1) / (6 k)          p
 
-gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer.
+gpipe and 1f1b for any k, the others for k >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer.
 ``measure.py`` says what a schedule comes to with the costs of real stages.
 
 The zero-bubble schedules run backward in two parts: the next rank waits only for the gradient of the stage's input (I);

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.sequence import kernels, part, ring
+from paceline.engines.sequence import part, ring
 from paceline.engines.sequence import rows as cuts
 from paceline.engines.sequence.part import SequenceRank
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.attention import attention, current_part, positions, use_part
+from paceline.models.block_attention import attend_dropped
 from paceline.schedule.ring import SEQUENCE_METHODS, Order, SequenceMethod, split_sequence
 
 TOLERANCE = 1e-10
@@ -97,7 +98,7 @@ def test_dropped_weights_are_the_same_on_any_number_of_ranks(
 
 def test_dropout_keeps_the_mean_and_drops_as_often_as_asked() -> None:
     query, value = torch.zeros(1, 2, 300, 8, dtype=torch.float64), torch.ones(1, 2, 300, 8, dtype=torch.float64)
-    out = kernels.attend_dropped(query, query, value, None, 0.25, 1.0, torch.arange(300)[None])
+    out = attend_dropped(query, query, value, None, 0.25, 1.0, torch.arange(300)[None])
     assert out.mean().item() == pytest.approx(1, abs=0.01)  # each is the share of 300 equal weights that stay, / 0.75
     spread = (0.25 / 0.75 / 300) ** 0.5
     assert out[..., 0].std().item() == pytest.approx(spread, rel=0.2)
@@ -277,6 +278,7 @@ REFUSED: dict[str, tuple[Callable[[SequenceRank], Any], str]] = {
     "too short": (lambda rank: rank.begin(1), "a sequence of 1 tokens on 2 ranks"),
     "lengths that look alike": (lambda rank: rank.begin(8, beside=[9]), "pad both to one length"),
     "rows that were not cut": (lambda rank: rank.cut(torch.zeros(1, 9)), "no rows yet"),
+    "a mask of whole rows": (lambda rank: ask_attention(rank, mask=torch.ones(8, 8)), "cut it along its queries"),
     "a mask and more": (lambda rank: ask_attention(rank, mask=torch.ones(4, 8), is_causal=True), "mask and is_causal"),
 }
 
@@ -284,7 +286,7 @@ REFUSED: dict[str, tuple[Callable[[SequenceRank], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str) -> None:
     ask, message = REFUSED[name]
-    assert message in refusal(ask)
+    assert message in refusal(ask, "gather" if name == "a mask of whole rows" else "ring")
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.sequence import kernels
 from paceline.engines.sequence.part import SequenceRank
+from paceline.models import block_attention as kernels
 from paceline.models.attention import attention, use_part
 from paceline.schedule.ring import SEQUENCE_METHODS, SequenceMethod, split_sequence
 

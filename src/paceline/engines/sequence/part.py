@@ -14,18 +14,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from math import gcd
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from paceline.comm.base import Communicator
 from paceline.engines.sequence.exchange import exchange, gather_tokens, pick_tokens
-from paceline.engines.sequence.kernels import attend_dropped, takes_segments
 from paceline.engines.sequence.ring import RingAttention
 from paceline.engines.sequence.rows import Rows, cut_rows, ring_call
 from paceline.errors import UsageError
 from paceline.models.attention import Asked
+from paceline.models.block_attention import attend_dropped, takes_segments
 from paceline.models.document_attention import attend_documents, attend_masked, repeat_heads
 from paceline.schedule.ring import SequenceSplit
 
@@ -106,8 +106,6 @@ class SequenceRank:
         self.is_asked = True
         rows, of_keys = (self._of(each.shape[2]) for each in (query, key))
         check_asked(asked, rows, of_keys, self.split, query.shape[1])
-        scale = query.shape[3] ** -0.5 if asked["scale"] is None else asked["scale"]
-        request = Request(rows, of_keys, asked["is_causal"], asked["mask"], asked["dropout"], scale)
         device = query.device.type
         plain: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device != "meta" and torch.is_autocast_enabled(device):
@@ -115,12 +113,15 @@ class SequenceRank:
                 query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
             plain = torch.autocast(device, enabled=False)
         with plain:
-            return self._attend_rows(query, key, value, request)
+            return self._attend_rows(query, key, value, rows, of_keys, asked)
 
-    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:
-        comm, ring, (rows, of_keys, is_causal, *_, scale) = self._ulysses, self._ring, request
-        if request.dropout or self.split.method == "gather":
-            return self._attend_gathered(query, key, value, request)
+    def _attend_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, of_keys: Rows, asked: Asked
+    ) -> Tensor:
+        comm, ring, is_causal = self._ulysses, self._ring, asked["is_causal"]
+        scale = query.shape[3] ** -0.5 if asked["scale"] is None else asked["scale"]
+        if asked["dropout"] or self.split.method == "gather":
+            return self._attend_gathered(query, key, value, rows, of_keys, asked, scale)
         first, heads = ring.rank * comm.size, key.shape[1] * comm.size // gcd(key.shape[1], comm.size)
         counts, others = (each.counts[first : first + comm.size] for each in (rows, of_keys))
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -128,11 +129,12 @@ class SequenceRank:
         if ring.size == 1:
             mixed = attend_documents(query, key, value, rows.documents, is_causal, scale=scale)
         else:
-            mixed = self._attend_on_ring(query, key, value, request)
+            mixed = self._attend_on_ring(query, key, value, rows, of_keys, is_causal, scale)
         return exchange(comm, (counts,), mixed, to_heads=False)[0]
 
-    def _attend_on_ring(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:
-        rows, of_keys, is_causal, *_, scale = request
+    def _attend_on_ring(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, of_keys: Rows, is_causal: bool, scale: float
+    ) -> Tensor:
         is_flat, batch = rows.documents is not None, len(query)
         kept = of_keys.length, is_causal, takes_segments(query), scale
         if kept not in rows.calls:
@@ -142,12 +144,14 @@ class SequenceRank:
         mixed: Tensor = RingAttention.apply(query, key, value, rows.calls[kept])  # type: ignore[no-untyped-call]
         return mixed.view(mixed.shape[1], batch, -1, mixed.shape[3]).transpose(0, 1) if is_flat else mixed
 
-    def _attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> Tensor:
-        rows, of_keys, is_causal, mask, dropout, scale = request
+    def _attend_gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: Rows, of_keys: Rows, asked: Asked, scale: float
+    ) -> Tensor:
+        mask, dropout = asked["mask"], asked["dropout"]
         key, value = self._join(of_keys, key, 2), self._join(of_keys, value, 2)
         own, places = rows.places[self.comm.rank], torch.arange(of_keys.length, device=query.device)
         masks = [] if mask is None else [mask]
-        if is_causal:
+        if asked["is_causal"]:
             masks.append(own.view(-1, 1, query.shape[2], 1) >= places)
         if mask is None and rows is of_keys and rows.documents is not None and rows.own_documents is not None:
             masks.append(rows.own_documents[:, None, :, None] == rows.documents[:, None, None])
@@ -158,21 +162,11 @@ class SequenceRank:
         return attend_dropped(query, key, value, mask, dropout, scale, queries)
 
 
-class Request(NamedTuple):
-    """What attention is asked for, of which rows."""
-
-    rows: Rows
-    of_keys: Rows
-    is_causal: bool
-    mask: Tensor | None
-    dropout: float
-    scale: float
-
-
 def check_asked(asked: Asked, rows: Rows, of_keys: Rows, split: SequenceSplit, heads: int) -> None:
     """Raises UsageError for what the method cannot do, and for what is not about the rows that were cut."""
     mask, documents, known = asked["mask"], asked["documents"], rows.own_documents
-    if mask is not None and (split.method != "gather" or mask.shape[-1] != of_keys.length):
+    is_fit = mask is None or (mask.shape[-1] == of_keys.length and mask.shape[-2] in (1, *rows.counts))
+    if mask is not None and (split.method != "gather" or not is_fit):
         raise UsageError(
             f"attention with a mask {list(mask.shape)} on rows of {of_keys.length} tokens, by method {split.method}\n"
             "  a mask or bias is for a rank's queries and all keys, which method gather alone brings together\n"

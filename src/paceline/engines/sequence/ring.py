@@ -13,7 +13,7 @@ What travels of two ranks differs in size where their shares do; everyone knows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.comm.base import Communicator, Work, unwatched
-from paceline.engines.sequence.kernels import Block, Tokens, attend_block, block_gradients
+from paceline.models.block_attention import Block, Tokens, attend_block, block_gradients
 from paceline.schedule.ring import RingStep
 
 _KEYS, _GRADIENTS = 0, 1  # tags of messages
@@ -38,6 +38,17 @@ class RingCall:
     tokens: Sequence[int]
     scale: float
     travels: Sequence[Tensor] | None = None  # by source, the places of what is sent to the next rank alone; None: all
+
+    def travel(self, pair: Tensor) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
+        """Yields each step with keys and values of its source, and what is on its way for the next one meanwhile."""
+        for step in self.steps:
+            arriving, works = pair, list[Work]()
+            if step is not self.steps[-1]:
+                sent = pair if self.travels is None else pair[:, :, self.travels[self.comm.rank]]
+                arriving, works = self.pass_on(sent, step, _KEYS)
+            yield step, pair, arriving
+            _wait(works)
+            pair = arriving
 
     def pass_on(self, sent: Tensor, step: RingStep, tag: int) -> tuple[Tensor, list[Work]]:
         """Sends (batch, heads, tokens, size) to the next rank, and receives what the next step is about from the last.
@@ -64,23 +75,15 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RingCall) -> Tensor:
-        ctx.call, rank = call, call.comm.rank
-        pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
+        ctx.call, widths = call, [key.shape[3], value.shape[3]]
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=dtype)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
-        for step in call.steps:
-            arriving = pair
-            if step is not call.steps[-1]:
-                sent = pair if call.travels is None else pair[:, :, call.travels[rank]]
-                arriving, works = call.pass_on(sent, step, _KEYS)
+        for step, pair, _ in call.travel(torch.cat((key, value), -1)):
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
-                _merge(
-                    out, lse, block.queries, *attend_block(block, call.scale, query[:, :, block.queries], keys, values)
-                )
-            _wait(works)
-            pair = arriving
+                found = attend_block(block, call.scale, query[:, :, block.queries], keys, values)
+                _merge(out, lse, block.queries, *found)
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         return result
@@ -89,17 +92,12 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: RingCall = ctx.call
-        rank = call.comm.rank
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()  # an expanded one has strides that no kernel takes
-        pair, works, widths = torch.cat((key, value), -1), list[Work](), [key.shape[3], value.shape[3]]
+        own, widths = torch.cat((key, value), -1), [key.shape[3], value.shape[3]]
         of_query = torch.zeros_like(query, dtype=lse.dtype)
-        of_pair, following = torch.zeros_like(pair, dtype=lse.dtype), list[Work]()
-        for step in call.steps:
-            arriving = pair
-            if step is not call.steps[-1]:
-                sent = pair if call.travels is None else pair[:, :, call.travels[rank]]
-                arriving, works = call.pass_on(sent, step, _KEYS)
+        of_pair, following = torch.zeros_like(own, dtype=lse.dtype), list[Work]()
+        for step, pair, arriving in call.travel(own):
             found = list[tuple[Tokens, tuple[Tensor, ...]]]()
             for block in call.blocks[step.source]:
                 keys, values = torch.split(pair[:, :, block.keys], widths, -1)
@@ -116,11 +114,9 @@ class RingAttention(torch.autograd.Function):
                 home, of_pair = of_pair, torch.zeros_like(arriving, dtype=lse.dtype)
             elif call.comm.size > 1:
                 of_pair, following = call.pass_on(of_pair, step, _GRADIENTS)
-            _wait(works)
-            pair = arriving
         _wait(following)
         if call.travels is not None:
-            of_pair = home.index_add_(2, call.travels[rank], of_pair)
+            of_pair = home.index_add_(2, call.travels[call.comm.rank], of_pair)
         of_key, of_value = torch.split(of_pair.to(key.dtype), widths, -1)
         return of_query.to(query.dtype), of_key, of_value, None
 

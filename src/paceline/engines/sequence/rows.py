@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.comm.base import Communicator
 from paceline.engines.sequence.exchange import pick_tokens
-from paceline.engines.sequence.kernels import Block, Segments, Tokens
 from paceline.engines.sequence.ring import RingCall
+from paceline.models.block_attention import Block, Segments, Tokens
 from paceline.models.document_attention import first_tokens
 from paceline.schedule.ring import Meeting, Order, SequenceSplit, deal, documents_of, order_of, ring_schedule
 

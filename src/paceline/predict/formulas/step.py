@@ -6,8 +6,8 @@ Of a transformer, blocks are priced once (predict/formulas/block.py). Under FSDP
 unshards ahead of use, reduces behind. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
 block behind its backward, on the event core too. Megatron without sharding reduces them all at once afterwards.
 
-A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for m microbatches and v chunks,
-(m - 1) max c + sum c / v + (max c)(1 - 1/v).
+A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for k microbatches and v chunks,
+(k - 1) max c + sum c / v + (max c)(1 - 1/v).
 
 All ranks wait for the slowest of N, where constants hold what the slowest of one node's eight takes:
 

@@ -32,6 +32,7 @@ from paceline.schedule.ring import split_sequence
 
 _MARK = "_paceline_part"
 _COMPARED = 2  # batches
+_NO_CHANCE = 32  # tokens that are not alike by chance
 
 
 class Sequences:
@@ -126,6 +127,8 @@ class Sequences:
         if self._num_compared == _COMPARED or tensors[0].is_meta:
             return
         self._num_compared += 1
+        if len(tensors) > 1:
+            _check_shift(*tensors[:2])
         comm = self._part.comm
         seen = gather_objects(comm, (fingerprint(tensors), [tuple(each.shape) for each in tensors]))
         for rank, found in enumerate(seen):
@@ -152,6 +155,21 @@ def part_of(batch: Any) -> SequenceRank | None:
     return next((getattr(leaf, _MARK) for leaf in tree_leaves(batch) if hasattr(leaf, _MARK)), None)
 
 
+def _check_shift(tokens: Tensor, targets: Tensor) -> None:
+    """Raises UsageError for targets that are the tokens of whole rows themselves, or those after the next ones."""
+    is_target = targets >= 0
+    if tokens.shape != targets.shape or tokens.is_floating_point() or is_target.sum() < _NO_CHANCE:
+        return
+    others = {ahead: (targets != tokens.roll(-ahead, 1)) & is_target for ahead in (0, 1, 2)}
+    found = [ahead for ahead, other in others.items() if not other[:, : tokens.shape[1] - ahead].any()]
+    if found and 1 not in found:
+        raise UsageError(
+            f"targets {list(targets.shape)} that are the tokens {found[0]} places further on in their rows\n"
+            "  the target of a token is the next one: targets are shifted once, before rows are cut\n"
+            "  give engine.cut(rows[:, :-1], rows[:, 1:])"
+        )
+
+
 def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
 
@@ -162,8 +180,9 @@ def share_sequences(model: nn.Module, comm: Communicator, layout: Layout) -> Seq
     Returns what cuts its batches. Raises ForeignAttentionError where the model's attention does not ask other ranks.
     """
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention | nn.Transformer):
-            _refuse(comm.size, f"a {type(module).__name__} attends to the tokens of its own rank")
+        is_wide = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        if is_wide or isinstance(module, nn.MultiheadAttention | nn.Transformer | nn.RNNBase):
+            _refuse(comm.size, f"a {type(module).__name__} sees the tokens of its own rank alone")
     for each in [each for each in model.modules() if type(each) is nn.Dropout]:
         each.__class__ = Dropout
     if layout.sequence_parallel and any(isinstance(each, Dropout) and each.p for each in model.modules()):
