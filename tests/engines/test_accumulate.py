@@ -140,3 +140,29 @@ def test_an_optimizer_of_a_frozen_model_is_refused(strategy: str) -> None:
 
     with pytest.raises(RankFailedError, match="nothing to train"):
         paceline.run_virtual(loop, ranks=2)
+
+
+@pytest.mark.parametrize("with_a_student", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_step_over_a_frozen_engine_is_refused(strategy: Any, with_a_student: bool) -> None:
+    def loop(comm: Any) -> None:
+        teacher = paceline.parallelize(make_model().requires_grad_(False), comm, strategy)
+        student = paceline.parallelize(make_model(), comm)
+        trained = student.parameters() if with_a_student else ()
+        student(INPUTS[:2]).square().sum().backward()
+        torch.optim.SGD([*trained, *teacher.parameters()], lr=0.1).step()
+
+    with pytest.raises(RankFailedError, match=r"SGD for an engine whose \d+ parameters are all frozen"):
+        paceline.run_virtual(loop, ranks=2)
+
+
+def test_one_optimizer_updates_two_engines_that_are_trained() -> None:
+    def loop(comm: Any) -> bool:
+        first, second = (paceline.parallelize(make_model(), comm) for _ in range(2))
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        (first(INPUTS[:2]).square().sum() + second(INPUTS[:2]).square().sum()).backward()
+        optimizer.step()
+        before = make_model().state_dict()
+        return all(any((e.state_dict()[n] != v).any() for n, v in before.items()) for e in (first, second))
+
+    assert paceline.run_virtual(loop, ranks=2) == [True, True]

@@ -369,8 +369,9 @@ class Engine(ABC, Generic[M]):
         """Raises UsageError unless the optimizer can update this engine's parameters, and updates no others."""
         if not self.num_trained:
             raise UsageError(
-                "no parameter of the model requires a gradient\n  there is nothing to train\n"
-                "  train one whose parameters do; a frozen model is called without an optimizer"
+                f"{type(optimizer).__name__} for an engine whose {self.num_parameters:,} parameters are all frozen\n"
+                "  no parameter of the model requires a gradient: there is nothing to train\n"
+                "  leave the optimizer out, or leave some parameters trainable before parallelize()"
             )
         ours = {id(parameter) for parameter in self.parameters()}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]

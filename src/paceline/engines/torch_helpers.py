@@ -52,10 +52,9 @@ class _Watch:
         self.is_installed = False
 
     def engines_of(self, parameters: Iterable[Tensor]) -> list[Engine]:
-        """Returns the engines that update some of these, and hold parts."""
-        engines = self.parts()
-        given = {id(parameter) for parameter in parameters} if engines else set()
-        return [engine for engine in engines if not self.engines[engine].isdisjoint(given)]
+        """Returns the engines that update some of these."""
+        given = {id(parameter) for parameter in parameters} if self.engines else set()
+        return [engine for engine, ids in list(self.engines.items()) if not ids.isdisjoint(given)]
 
     def parts(self) -> list[Engine]:
         """Returns the engines that hold parts of their parameters."""
@@ -130,12 +129,12 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
             "  parallelize() gave the engine others in their place, and this step would change nothing\n"
             f"  give parallelize(..., optimizer=optimizer), or build it afterwards: {kind}(engine.parameters(), ...)"
         )
-    behind = _WATCH.engine_behind(optimizer)
-    if isinstance(behind, ModuleEngine) and behind.replica_watch is not None:
-        behind.replica_watch.optimizer = weakref.ref(optimizer)
     for engine in _WATCH.engines_of(parameters):
+        if isinstance(engine, ModuleEngine) and engine.replica_watch is not None:
+            engine.replica_watch.optimizer = weakref.ref(optimizer)
         is_checked = engine.checked_optimizer is not None and engine.checked_optimizer() is optimizer
-        if not is_checked and engine.device.type != "meta":  # a dry run records what happens in a step
+        may_miss = engine.holds_parts or not engine.num_trained  # else it may update parameters of others, too
+        if may_miss and not is_checked and engine.device.type != "meta":  # a dry run records what happens in a step
             engine.check_optimizer(optimizer)
 
 
@@ -265,7 +264,7 @@ def _total_norm(function: Callable[..., Any], tensors: Any, norm_type: float = 2
 
 def _refuse_parts(parameters: Iterable[Tensor], problem: str) -> None:
     given = list(parameters)
-    if _WATCH.engines_of(given) or _WATCH.replacements(given):
+    if any(engine.holds_parts for engine in _WATCH.engines_of(given)) or _WATCH.replacements(given):
         raise UsageError(problem)
 
 
@@ -294,7 +293,8 @@ def _average(function: Callable[..., Any], averages: Any, model: Any) -> Any:
 def _unscaled(function: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Lets all ranks know of gradients that are not finite on one of them."""
     found = function(scaler, optimizer, *args, **kwargs)
-    for engine in _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"]):
+    engines = _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"])
+    for engine in [each for each in engines if each.holds_parts]:
         device = engine.world.device
         bad = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
         engine.world.all_reduce(bad, "max").wait()
