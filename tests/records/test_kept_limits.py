@@ -5,6 +5,7 @@ See ``tests/pool/kept_texts.py`` for how to keep other ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,9 @@ def cases() -> Iterator[tuple[str, RunFacts, dict[str, Any]]]:
     yield "no time", facts_of(replace(QUICK, step_s=0.0)), {}
 
 
+KEY_OF_A_CONFIG = re.compile(r"\b(train|comm|data|model|memory|parallel|checkpoint)\.\w")
+
+
 def judged(facts: RunFacts, settings: dict[str, Any], **known: Any) -> Limits:
     given = {key: value for key, value in settings.items() if value is not None}
     return judge_run(facts, Gains(facts.run, given, **known))
@@ -132,3 +136,24 @@ def test_a_verdict_as_json_has_its_lines() -> None:
     found = judged(facts_of(replace(QUICK, data_s=10.0)), {}).to_json()
     assert (found["what"], found["lines"][0]) == ("data", "limited by data: 50 % of the step waits for the next batch")
     assert found["found"][0]["share"] == 0.5
+
+
+def test_a_loop_of_ones_own_is_advised_in_its_own_words() -> None:
+    advised = set()
+    for name, facts, _ in cases():
+        facts = replace(facts, run=replace(facts.run, microbatch=0))
+        texts = [change.text for change in judged(facts, {}).changes]
+        assert not [text for text in texts if KEY_OF_A_CONFIG.search(text)], (name, texts)
+        advised.update(texts)
+    assert "update after twice as many batches (engine.accumulate)" in advised
+    assert 'send half the bytes (compression="bf16" of parallelize)' in advised
+    assert 'shard the states (strategy="fsdp" of parallelize) and raise the loader\'s batch_size' in advised
+    assert "raise the loader's num_workers" in advised
+
+
+def test_what_a_loop_of_ones_own_does_already_is_not_advised() -> None:
+    run = replace(RUN, microbatch=0)
+    facts = facts_of(replace(QUICK, comm_s=3.0), run=run)
+    texts = [change.text for change in judged(facts, {"comm.compression.policy": "bf16"}).changes]
+    assert texts
+    assert not any("half the bytes" in text for text in texts)

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, gpt_config
+from paceline.records.comparison import compare_runs
 from paceline.records.event_words import event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import summarize
@@ -150,6 +152,10 @@ def test_report_and_page_read_it() -> None:
         "name": "own",
         "ranks": "1",
         "strategy": "ddp",
+        "train.precision": "fp32",
+        "model.compile": "none",
+        "memory.checkpoint_activations": "none",
+        "comm.compression.policy": "none",
         "optimizer.kind": "AdamW",
         "optimizer.lr": "0.02",
         "global_batch": "5",
@@ -411,6 +417,20 @@ def test_settings_of_any_kind_are_shown_and_those_of_the_monitor_checked() -> No
     for monitor, words in (({"folde": "x"}, "did you mean monitor.folder"), ({"sample_s": "often"}, "sample_s")):
         with pytest.raises(RankFailedError, match=words):
             paceline.run_virtual(lambda comm, monitor=monitor: paceline.Run(comm, "a", monitor=monitor), ranks=1)
+
+
+def test_two_runs_of_ones_own_are_compared_by_their_settings() -> None:
+    def loop(comm: Any, lr: float) -> Path:
+        engine = paceline.parallelize(make_model(), comm, compression="bf16")
+        optimizer = torch.optim.SGD(engine.parameters(), lr=lr)
+        with paceline.Run(comm, "compared", engine, optimizer, monitor={"sample_s": None}) as run:
+            run.log(loss=1.0)
+        return run.folder
+
+    before, after = (summarize(paceline.run_virtual(partial(loop, lr=lr), ranks=1)[0]) for lr in (0.1, 0.2))
+    (change,) = compare_runs(before, after).config
+    assert (change.key, change.before, change.after) == ("optimizer.lr", 0.1, 0.2)
+    assert config_of(before.folder)["comm.compression.policy"] == "bf16"
 
 
 # Mistakes that would train on without a word.

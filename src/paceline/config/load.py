@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,16 +82,19 @@ def dump_yaml(config: Config) -> str:
 
 def leaf_values(config: Config) -> dict[str, Any]:
     """Returns the value of each dotted key, in the order of a dump; ``args`` and lists count as one value."""
-    sections = section_paths()
+    return dotted_values(config.model_dump(mode="json"), sections=section_paths())
 
-    def leaves(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in content.items():
-            path = place + key
-            found.update(leaves(value, path + ".") if path in sections else {path: value})
-        return found
 
-    return leaves(config.model_dump(mode="json"), "")
+def dotted_values(
+    values: Mapping[str, Any], prefix: str = "", sections: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Returns the value of each dotted key of mappings inside one another: all of them, or ``sections`` alone."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        is_inner = isinstance(value, Mapping) and value if sections is None else path in sections
+        found |= dotted_values(value, f"{path}.", sections) if is_inner else {path: value}
+    return found
 
 
 @dataclass(slots=True, kw_only=True)

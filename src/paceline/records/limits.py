@@ -23,7 +23,9 @@ rank):
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -33,7 +35,7 @@ from typing import Any, Literal
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
-from paceline.config.load import leaf_values
+from paceline.config.load import dotted_values, leaf_values, read_values
 from paceline.errors import PacelineError
 from paceline.records.facts import RunFacts
 from paceline.records.records import RunRecord, strict_json
@@ -43,6 +45,13 @@ from paceline.units import format_bytes, format_flops, format_seconds
 _FEWEST = 1.005  # a speed-up below is none
 _LONGEST = 50.0  # a bound beyond says nothing
 _COMPILE = "compile the model (model.compile = auto)"
+_OWN_WORDS = {  # of a change, for a loop of one's own, which has no config
+    re.compile(r"raise train\.accumulate .*"): "update after twice as many batches (engine.accumulate)",
+    re.compile(r"raise data\.workers.*"): "raise the loader's num_workers",
+    re.compile(r"raise train\.microbatch.*"): "raise the loader's batch_size",
+    re.compile(r"checkpoint\.every_steps"): "run.save",
+    re.compile(r"\((?:\w+\.)+?(\w+)(?:\.policy)? = (\w+)\)"): r'(\1="\2" of parallelize)',
+}
 # Returns how many times as fast a run would be with these overrides of its config; None where that is not known.
 Predict = Callable[[Sequence[str]], float | None]
 Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
@@ -89,7 +98,12 @@ class Gains:
             changes: Iterator[Improvement] = getattr(self, f"_for_{cause}")(shares.get(cause, 0.0), facts)
             own = sorted(changes, key=lambda change: -change.gain)
             found += [each for each in own if each.gain >= _FEWEST and each.text not in {one.text for one in found}]
-        return tuple(found[:2])
+        return tuple(replace(each, text=self._in_words(each.text)) for each in found[:2])
+
+    def _in_words(self, text: str) -> str:
+        for pattern, words in _OWN_WORDS.items() if self.run.is_own_loop else ():
+            text = pattern.sub(words, text)
+        return text
 
     def _change(self, text: str, bound: float, why: str, overrides: Sequence[str] = ()) -> Improvement:
         """Makes a change with the gain that formulas predict for the overrides; else with the bound."""
@@ -188,12 +202,13 @@ class Gains:
 
 
 def settings_of(folder: Path) -> tuple[Config | None, dict[str, Any]]:
-    """Reads a run's config, and its values by dotted key; nothing where there is none, or one of another version."""
-    try:
+    """Reads a run's config, and its values by dotted key; a loop of one's own, or another version, has values alone."""
+    with contextlib.suppress(PacelineError, OSError, ValueError):
         config = load_config(folder / "config.yaml")
-    except (PacelineError, OSError, ValueError):
-        return None, {}
-    return config, leaf_values(config)
+        return config, leaf_values(config)
+    with contextlib.suppress(PacelineError, OSError, ValueError):
+        return None, dotted_values(read_values(folder / "config.yaml"))
+    return None, {}
 
 
 def gains_of(folder: Path, run: RunRecord, cluster: str) -> Gains:

@@ -72,6 +72,11 @@ class RunRecord:
     measured_peak_flops: float | None = None
     num_trained: int | None = None  # of the parameters; None: all of them, as far as is known
 
+    @property
+    def is_own_loop(self) -> bool:
+        """Whether a loop of the user's own made the batches: no config says how."""
+        return self.microbatch == 0
+
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StepRecord:

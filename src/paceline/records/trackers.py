@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.config.load import dotted_values
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.records.records import EndRecord, Record
@@ -147,7 +148,7 @@ class MlflowSink(_Tracker):
         place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self._id = self._client.create_run(place, run_name=run.name).info.run_id
         run.remember("mlflow", self._id)
-        for key, value in _flat(run.config):
+        for key, value in dotted_values(run.config).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
     def _log(self, values: dict[str, float], step: int, time: float) -> None:
@@ -204,11 +205,3 @@ def _has_login(settings: Any) -> bool:
         return netrc().authenticators(urlsplit(settings.base_url).netloc) is not None
     except (OSError, NetrcParseError):
         return False
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return found

@@ -334,6 +334,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _settings(self) -> dict[str, Any]:
         known: dict[str, Any] = {"name": self.name, "ranks": self._comm.size, "strategy": _strategy(self._engine)}
+        if (layout := getattr(self._engine, "layout", None)) is not None:
+            known |= {"train": {"precision": layout.precision}, "model": {"compile": layout.compile}}  # as a config has
+            known["memory"] = {"checkpoint_activations": layout.checkpoint_activations}
+            known["comm"] = {"compression": {"policy": layout.compression.policy}}
         if self._optimizer is not None:
             first = self._optimizer.param_groups[0]
             known["optimizer"] = {"kind": type(self._optimizer).__name__, "lr": float(first["lr"])}

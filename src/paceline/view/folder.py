@@ -19,6 +19,7 @@ from pydantic_core import to_json
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
+from paceline.config.load import dotted_values
 from paceline.errors import PacelineError
 from paceline.records.records import STEPS, parse_line
 from paceline.untrusted import file_inside, is_number, open_regular, parse_json_object, read_regular
@@ -81,7 +82,9 @@ def config_of(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _config(path: Path, _changed: int) -> dict[str, str]:
-    return dict(_flat(load_yaml(read_regular(path, _MOST_CONFIG_BYTES).decode("utf-8"))))
+    found = load_yaml(read_regular(path, _MOST_CONFIG_BYTES).decode("utf-8"))
+    values = dotted_values(found) if isinstance(found, dict) else {}
+    return {name: "" if value is None else str(value)[:300] for name, value in values.items()}
 
 
 def note_of(folder: Path) -> dict[str, str]:
@@ -164,11 +167,3 @@ def _end_of(path: Path, most_bytes: int) -> tuple[bytes, int]:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - most_bytes))
         return file.read(most_bytes) or b"", size
-
-
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        return [
-            pair for name, each in value.items() for pair in _flat(each, f"{prefix}.{name}" if prefix else str(name))
-        ]
-    return [(prefix, "" if value is None else str(value)[:300])]
