@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.errors import RankFailedError
+from paceline.errors import RankFailedError, UsageError
 
 INPUTS = (torch.arange(23 * 4, dtype=torch.float64) * 0.37).sin().reshape(23, 4)
 TARGETS = INPUTS[:, :3].argmax(1)
@@ -166,3 +166,10 @@ def test_one_optimizer_updates_two_engines_that_are_trained() -> None:
         return all(any((e.state_dict()[n] != v).any() for n, v in before.items()) for e in (first, second))
 
     assert paceline.run_virtual(loop, ranks=2) == [True, True]
+
+
+def test_an_engine_is_not_parallelized_again() -> None:
+    comm = paceline.connect()
+    engine: Any = paceline.parallelize(make_model(), comm)
+    with pytest.raises(UsageError, match=r"of a DataParallel\n.*\n  train it"):
+        paceline.parallelize(engine, comm)

@@ -433,6 +433,18 @@ def test_two_runs_of_ones_own_are_compared_by_their_settings() -> None:
     assert config_of(before.folder)["comm.compression.policy"] == "bf16"
 
 
+def test_arguments_that_a_run_does_not_have_are_refused_with_the_place_where_they_belong() -> None:
+    comm: Any = paceline.connect()
+    given: Any = {"trackers": ["wandb"], "engnie": None, "seed": 5}
+    with pytest.raises(UsageError) as refused:
+        paceline.Run(comm, "a/b", **given)
+    told = str(refused.value)
+    assert all(fix in told for fix in ("plain name", "give monitor={'trackers': ['wandb']}", "did you mean engine?"))
+    assert "leave it out, or give config={'seed': 5}" in told
+    with pytest.raises(UsageError, match=r"Run\(a str, a SoloCommunicator\)"):
+        paceline.Run("a", comm)  # type: ignore[arg-type]
+
+
 # Mistakes that would train on without a word.
 
 

@@ -95,7 +95,10 @@ def parallelize(
     """
     _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
     if not isinstance(model, nn.Module):
-        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+        raise UsageError(
+            f"parallelize() of a {type(model).__name__}\n  it takes an nn.Module, once on each rank\n"
+            f"  {'train it: an engine is called as its model is' if isinstance(model, Engine) else 'give the model'}"
+        )
     check_initialised(model)
     layout = layout or layout_from(options, None if strategy == "auto" else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)

@@ -5,13 +5,36 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import gather_objects
-from paceline.errors import UsageError
+from paceline.config.sections import MonitorConfig
+from paceline.errors import UsageError, did_you_mean
+
+_ARGUMENTS = ("engine", "optimizer", "loader", "steps", "config", "monitor")  # of a run
+
+
+def check_arguments(comm: object, name: object, unknown: Mapping[str, object]) -> None:
+    """Raises UsageError with all that is wrong about the arguments of a run."""
+    problems = []
+    if not isinstance(comm, Communicator) or not isinstance(name, str):
+        given = f"paceline.Run(a {type(comm).__name__}, a {type(name).__name__})"
+        problems = [
+            f'{given}\n  it takes the communicator, and then a name\n  give paceline.Run(comm, "cnn", engine, ...)'
+        ]
+    elif not name or Path(name).name != name:
+        rule = "it is the name of a folder below runs, or below monitor's folder"
+        problems = [f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn"]
+    for word, value in unknown.items():
+        fix = did_you_mean(word, _ARGUMENTS, f"leave it out, or give config={{{word!r}: {value!r}}} to have it shown")
+        fix = f"give monitor={{{word!r}: {value!r}}}" if word in MonitorConfig.model_fields else fix
+        problems.append(f"paceline.Run(..., {word}={value!r})\n  a run has no such argument\n  {fix}")
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 class OwnChecks:

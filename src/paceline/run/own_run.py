@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -57,7 +57,7 @@ from paceline.run.folder import adopt_config, claim_folder
 from paceline.run.location import next_folder, runs_named
 from paceline.run.logs import say
 from paceline.run.observe import observing_from_a_rank
-from paceline.run.own_checks import OwnChecks
+from paceline.run.own_checks import OwnChecks, check_arguments
 from paceline.run.own_prediction import FirstPass, LoopPrediction, SharedCores
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import StepOutcome
@@ -79,15 +79,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
         steps: int = 0,
         config: Mapping[str, Any] | None = None,
         monitor: Mapping[str, Any] | None = None,
+        **unknown: Never,
     ) -> None:
         """``loader`` says how far the data is. ``steps``: how many are planned, where that is known.
 
         ``config`` is shown and compared as settings of the run. ``monitor`` has keys of that section of a config:
         ``folder``, ``trackers``, ``tensorboard``, ``sample_s``, ``keep_steps``.
         """
-        if not name or Path(name).name != name:
-            rule = "it is the name of a folder below runs, or below monitor's folder"
-            raise UsageError(f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn")
+        check_arguments(comm, name, unknown)
         self._checks = OwnChecks(comm, loader)
         self.name, self.num_steps, self.folder = name, 0, Path()
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
