@@ -16,7 +16,10 @@ from command_runs import call as call
 from made_records import RUN, write_records
 from view_runs import steps_of, write_run
 
+from paceline.records.records import HostRecord, to_line
+from paceline.records.summary import open_run
 from paceline.search.expectation import Expectation
+from paceline.view.document import Window, describe
 from paceline.view.html import as_json, live_page, report_page, summary_of
 from paceline.view.picture import smoothed, write_figure
 from paceline.view.runs import read_runs
@@ -38,6 +41,22 @@ def test_a_report_is_one_file_of_modest_size(tmp_path: Path) -> None:
     assert found["runs"][0]["words"]["facts"]
     assert found["differences"] == [["name", ["one", "other"]]]
     assert found["runs"][0]["timeline"]["steps"] == list(range(393, 401))
+
+
+def test_records_that_are_known_are_not_read_again_and_give_the_same_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", steps=400)
+    host = HostRecord(host="a", values={"hw.power/0": 5.0, "late": 1.0}, time=RUN.time + 1)
+    (folder / "records" / "host-a.jsonl").write_text(to_line(host) + to_line(replace(host, values={"hw.power/0": 7.0})))
+    (before,) = read_runs([folder])
+    known = open_run(folder)
+    for path in (folder / "records").glob("rank-*.jsonl"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    (run,) = read_runs([folder], [known])
+    assert not run.problems()
+    assert (run.hosts, run.comm, run.events, run.ends) == (before.hosts, before.comm, before.events, before.ends)
+    told, expected = (describe(each, Window(points=50)) for each in (run, before))
+    assert as_json(told) == as_json(expected)
+    assert next(each["mean"] for each in told["hosts"]) == [5.0, 7.0]
 
 
 def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -39,10 +40,13 @@ def report(
     """Show what limited a run, and what it did."""
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize
+    from paceline.records.summary import open_run
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
-    summaries = [summarize(folder) for folder in folders]
+    gc.disable()  # records are many and have no cycles, and the process ends soon
+    records = [open_run(folder) for folder in folders]
+    summaries = [summarize(folder, own) for folder, own in zip(folders, records, strict=True)]
     points = scaling_of(summaries)
     changes = [compare_runs(before, after) for before, after in pairwise(summaries)] if compare else []
     if as_json and len(summaries) == 1:
@@ -65,7 +69,7 @@ def report(
     from paceline.view.picture import write_figure
     from paceline.view.runs import read_runs
 
-    runs = read_runs([summary.folder for summary in summaries])
+    runs = read_runs(folders, records)
     for kind, path in files.items():
         if kind == "html":
             write_report(runs, path, summaries)

@@ -20,10 +20,10 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ HEAT = ("step_s", "late_s", *PHASES, "host_s", "loss", "samples", "memory_bytes"
 _INDEX = {name: place for place, name in enumerate(FIELDS)}
 _MOST_STEP = 2**53  # floats hold every whole number up to here
 _CHUNK_BYTES = 2**20
-_VALUES = itemgetter("schema", *KEYS[:-1])
+_VALUES, _ROW = itemgetter("schema", *KEYS[:-1]), attrgetter(*KEYS)
 _NAME = re.compile(r"(?:rank-([0-9]{1,9})|host-.{1,200})\.jsonl")
 
 
@@ -229,10 +229,16 @@ class Batch:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     others: list[tuple[int, Record]] = field(default_factory=list)
 
+    def add(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.rows.append(_ROW(record))
+        else:
+            self.others.append((len(self.rows), record))
+
 
 @dataclass(slots=True, kw_only=True)
 class RecordFile:
-    """One file of records. ``rank`` is None for that of a host's sampler."""
+    """One file of records. ``rank`` is None for that of a host's sampler. ``known`` is what somebody has read of it."""
 
     path: Path
     rank: int | None
@@ -241,6 +247,7 @@ class RecordFile:
     mark: bytes = b""
     num_bad: int = 0
     first_bad: str = ""
+    known: Sequence[Record] = ()
 
     def read(self, most_bytes: int = _CHUNK_BYTES) -> Batch | None:
         """Returns what is new, up to ``most_bytes`` of it; None where nothing is. Raises OSError."""
@@ -252,6 +259,11 @@ class RecordFile:
                 raise RewrittenError(str(self.path))
             if self.size == self.offset:
                 return None
+            if self.known:
+                self.offset, batch = self.size, Batch()
+                for record in self.known:
+                    batch.add(record)
+                return batch
             file.seek(self.offset)
             data = file.read(min(most_bytes, self.size - self.offset)) or b""
         end = data.rfind(b"\n") + 1
@@ -289,10 +301,8 @@ class RecordFile:
         try:
             if line.startswith(STEPS):
                 batch.rows.append(_old_row(line))
-            elif isinstance(record := parse_line(line), StepRecord):
-                batch.rows.append(tuple(getattr(record, key) for key in KEYS))
             else:
-                batch.others.append((len(batch.rows), record))
+                batch.add(parse_line(line))
         except ValueError as error:
             self._refuse(str(error))
 

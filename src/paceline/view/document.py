@@ -23,7 +23,7 @@ from pydantic_core import from_json
 
 from paceline.records.console import scores_text
 from paceline.records.event_words import event_name, event_text
-from paceline.records.records import CommRecord, EvalRecord, EventRecord
+from paceline.records.records import CommRecord, EvalRecord, EventRecord, HostRecord
 from paceline.records.samples import MOST_SAMPLES
 from paceline.records.summary import PHASES, loads_by_layer
 from paceline.search.expectation import read_expectation
@@ -231,7 +231,7 @@ def _span(steps: Array, window: Window) -> slice:
 
 
 def _curve(values: Array, starts: Array) -> dict[str, list[float]]:
-    if len(starts) == len(values):
+    if len(starts) == values.shape[-1]:
         return {"mean": rounded(values)}
     low, high = extremes(values, starts)
     return {"mean": rounded(means(values, starts)), "min": rounded(low), "max": rounded(high)}
@@ -302,24 +302,21 @@ def _as_event(evaluation: EvalRecord) -> EventRecord:
 
 def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:
     """Returns what samplers read: a curve for each host and name, over the steps that were made meanwhile."""
-    by_name: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    by_host: dict[str, list[HostRecord]] = {}
     for record in run.hosts:
-        for name, value in record.values.items():
-            by_name.setdefault((record.host, name), []).append((record.time, value))
+        by_host.setdefault(record.host, []).append(record)
     steps, times = run.columns.steps, run.columns.curves()["time"]
     is_known = np.isfinite(times)
     found = []
-    places: dict[tuple[float, ...], dict[str, Any]] = {}  # by moments, which the names of a host have in common
-    for (host, name), pairs in sorted(by_name.items()):
-        moments, values = zip(*pairs, strict=True)
-        starts = bucket_starts(len(values), points)
-        if moments not in places:
-            when = np.array(moments, dtype=np.float64)
-            at = np.interp(when, times[is_known], steps[is_known]) if is_known.any() else np.zeros(len(when))
-            made = {"step": rounded(means(at, starts), 7), "time": rounded(means(when - run.first_time, starts))}
-            places[moments] = made
-        y = _curve(np.array(values, dtype=np.float64), starts)
-        found.append({"host": host, "name": name, "x": places[moments], **y})
+    for host, records in sorted(by_host.items()):
+        names = sorted({name for record in records for name in record.values})
+        read = np.array([[record.values.get(name, math.nan) for name in names] for record in records]).T
+        when, starts = np.array([record.time for record in records]), bucket_starts(len(records), points)
+        at = np.interp(when, times[is_known], steps[is_known]) if is_known.any() else np.zeros(len(when))
+        x = {"step": rounded(means(at, starts), 7), "time": rounded(means(when - run.first_time, starts))}
+        curves = _curve(read, starts)
+        for name, *values in zip(names, *curves.values(), strict=True):
+            found.append({"host": host, "name": name, "x": x, **dict(zip(curves, values, strict=True))})
     return found
 
 

@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +31,7 @@ from paceline.records.records import (
     Record,
     RunRecord,
 )
-from paceline.records.summary import worst_end
+from paceline.records.summary import RankAttempt, RunRecords, worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
 from paceline.view.columns import Batch, Columns, RecordFile, RewrittenError, record_files
@@ -64,8 +65,9 @@ class ShownState:
 class ShownRun:
     """One run, as far as it has been read. Not for several threads at once."""
 
-    def __init__(self, folder: Path, name: str = "") -> None:
+    def __init__(self, folder: Path, name: str = "", known: RunRecords | None = None) -> None:
         self.folder = folder
+        self._known: Mapping[Any, Sequence[RankAttempt]] = {} if known is None else known.ranks
         self.name = name or folder.resolve().name
         self.id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
         self.version = 0  # rises with everything new
@@ -95,6 +97,7 @@ class ShownRun:
         until = time.monotonic() + budget_s
         if not self._round:  # else the one that was broken off goes on: to open hundreds of files anew takes longer
             for file in record_files(self.folder):
+                file.known = [each for own in self._known.get(file.rank, ()) for each in (own.run, *own.records)]
                 self._files.setdefault(file.path, file)
             self._round.extend(self._files.values())
         while self._round:
@@ -255,9 +258,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return sorted(runs.values(), key=_started, reverse=True), problems
 
 
-def read_runs(folders: Sequence[Path]) -> list[ShownRun]:
-    """Reads the records of runs, as far as they are there."""
-    runs = [ShownRun(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+def read_runs(folders: Sequence[Path], known: Sequence[RunRecords] = ()) -> list[ShownRun]:
+    """Reads the records of runs, as far as they are there; what is ``known`` of their ranks is not read again."""
+    runs = [ShownRun(*about) for about in zip_longest(folders, names_of(folders), known)]
     for run in runs:
         while run.look():
             pass
