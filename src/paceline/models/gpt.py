@@ -33,8 +33,6 @@ from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
 
 INIT_STD = 0.02
-_NORM_EPS = 1e-5
-_ROTARY_BASE = 10_000.0
 
 
 def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
@@ -195,7 +193,11 @@ class Attention(nn.Module):
         self.key = Linear(config.width, config.kv_heads * config.head_width)
         self.value = Linear(config.width, config.kv_heads * config.head_width)
         self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
-        self.rotary = Rotary(config.context, config.head_width) if config.positions == "rotary" else None
+        self.query_norm, self.key_norm = _query_key_norms(config, "head", config.head_width, config.head_width)
+        widths = config.query_width, config.kv_width // 2
+        self.queries_norm, self.keys_norm = _query_key_norms(config, "whole", *widths)
+        rotary = config.context, config.head_width, config.rotary_base
+        self.rotary = Rotary(*rotary) if config.positions == "rotary" else None
 
     def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
@@ -204,8 +206,12 @@ class Attention(nn.Module):
         """
         first = 0 if cache is None else cache.length
         # From (batch, length, heads * head_dim) to (batch, heads, length, head_dim).
-        projected = (project(x) for project in (self.query, self.key, self.value))
-        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        query, key, value = (project(x) for project in (self.query, self.key, self.value))
+        if self.queries_norm is not None:
+            query, key = self.queries_norm(query), self.keys_norm(key)
+        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value))
+        if self.query_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, first), self.rotary(key, first)
         mask = None
@@ -221,6 +227,13 @@ class Attention(nn.Module):
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
 
 
+class QueryKeyNorm(nn.RMSNorm):
+    """A norm of queries or of keys, of each head or of all, computed in the dtype of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Rotary(nn.Module):
     """Rotates pairs of features by an angle that grows with the position, so that q . k depends on distance only.
 
@@ -231,8 +244,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, context: int, head_dim: int) -> None:
+    def __init__(self, context: int, head_dim: int, base: float = ModelShape.rotary_base) -> None:
         super().__init__()
+        self.base = base
         self.register_buffer("cos", torch.empty(context, head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(context, head_dim // 2), persistent=False)
         self.reset_parameters()
@@ -244,7 +258,7 @@ class Rotary(nn.Module):
         context, half = self.cos.shape
         pairs = torch.arange(half, dtype=torch.float64, device="cpu")
         positions = torch.arange(context, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, _ROTARY_BASE ** (-pairs / half))
+        angles = torch.outer(positions, self.base ** (-pairs / half))
         with torch.no_grad():
             self.cos.copy_(angles.cos())
             self.sin.copy_(angles.sin())
@@ -345,8 +359,12 @@ def document_starts(tokens: Tensor, end_token: int) -> Tensor:
 
 def _make_norm(config: ModelShape) -> nn.Module:
     if config.norm == "rms":
-        return nn.RMSNorm(config.width, eps=_NORM_EPS)
-    return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
+        return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=False)
+
+
+def _query_key_norms(config: ModelShape, kind: str, *widths: int) -> list[QueryKeyNorm | None]:
+    return [QueryKeyNorm(width, eps=config.norm_eps) if config.qk_norm == kind else None for width in widths]
 
 
 def _make_mlp(config: ModelShape) -> nn.Module:
@@ -385,6 +403,7 @@ def _value_problems(config: ModelShape) -> list[Problem]:
         if (value := getattr(config, name)) < 1
     ]
     choices = {"norm": ("rms", "layer"), "mlp": ("swiglu", "gelu"), "positions": ("rotary", "learned")}
+    choices["qk_norm"] = ("none", "head", "whole")
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))

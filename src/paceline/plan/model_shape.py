@@ -57,6 +57,9 @@ class ModelShape:
     norm: str = "rms"
     mlp: str = "swiglu"
     positions: str = "rotary"
+    qk_norm: str = "none"  # of queries and keys before they turn: of each head, or of the whole projection
+    norm_eps: float = 1e-5
+    rotary_base: float = 10_000.0
     tied: bool = False
     dropout: float = 0.0
     causal: bool = True

@@ -34,6 +34,7 @@ _KINDS: dict[Role, type[nn.Module]] = {
     "partial": layers.PartialLayer,
     "router": layers.SplitRouter,
     "shared": layers.SharedLayer,
+    "norm": layers.SplitNorm,
     "between": layers.SharedLayer,
     "positions": layers.SequencePositions,
 }
@@ -123,7 +124,7 @@ def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
             continue
         if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
             dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
-        elif rule.role in ("column", "embedding", "head"):
+        elif rule.role in ("column", "embedding", "head", "norm"):
             dim = parameter.ndim - 1 if transposed else 0
         elif rule.role in ("row", "partial") and parameter.ndim == 2:
             dim = 0 if transposed else 1
@@ -224,7 +225,7 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
     weight = module._parameters.get("weight")
-    if weight is None or change.splits["weight"].dim is None:
+    if weight is None or weight.ndim != 2 or change.splits["weight"].dim is None:
         return
     # The attributes in which layers of torch keep their sizes.
     outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
