@@ -214,17 +214,7 @@ class TensorRegion:
         self.late: dict[StreamReader, Product] = {}  # of layers that the stream has come to and not yet passed
         self._entered: tuple[Tensor, Tensor] | None = None  # the stream before and behind where it entered last
         # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
-        for name in (
-            "enter",
-            "leave",
-            "sum_back",
-            "sum_both",
-            "take",
-            "join",
-            "share",
-            "join_features",
-            "take_features",
-        ):
+        for name in ("enter", "leave", "sum_back", "take", "join", "share", "join_features", "take_features"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
@@ -260,13 +250,9 @@ class TensorRegion:
         self._entered = None
         return moved(x, self._scatter_sum, self._gather) if self.is_sequence else moved(x, self._sum, same)
 
-    def sum_back(self, x: Tensor) -> Tensor:
-        """Returns what is the same on all ranks, each of which computes a part from it; backward sums."""
-        return moved(x, same, self._sum)
-
-    def sum_both(self, x: Tensor) -> Tensor:
-        """Returns the sum of what the ranks have, for use on a part of the heads; backward sums, too."""
-        return moved(x, self._sum, self._sum)
+    def sum_back(self, x: Tensor, *, is_summed: bool = False) -> Tensor:
+        """Returns what is the same on all ranks, or is summed to be; each computes a part from it; backward sums."""
+        return moved(x, self._sum if is_summed else same, self._sum)
 
     def take(self, x: Tensor) -> Tensor:
         """Returns this rank's part of a stream that all ranks have whole."""

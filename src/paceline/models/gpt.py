@@ -193,9 +193,8 @@ class Attention(nn.Module):
         self.key = Linear(config.width, config.kv_heads * config.head_width)
         self.value = Linear(config.width, config.kv_heads * config.head_width)
         self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
-        self.query_norm, self.key_norm = _query_key_norms(config, "head", config.head_width, config.head_width)
-        widths = config.query_width, config.kv_width // 2
-        self.queries_norm, self.keys_norm = _query_key_norms(config, "whole", *widths)
+        norms = (QueryKeyNorm(config, heads) for heads in (config.heads, config.kv_heads))
+        self.query_norm, self.key_norm = (None, None) if config.qk_norm == "none" else norms
         rotary = config.context, config.head_width, config.rotary_base
         self.rotary = Rotary(*rotary) if config.positions == "rotary" else None
 
@@ -207,11 +206,9 @@ class Attention(nn.Module):
         first = 0 if cache is None else cache.length
         # From (batch, length, heads * head_dim) to (batch, heads, length, head_dim).
         query, key, value = (project(x) for project in (self.query, self.key, self.value))
-        if self.queries_norm is not None:
-            query, key = self.queries_norm(query), self.keys_norm(key)
-        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value))
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value))
         if self.rotary is not None:
             query, key = self.rotary(query, first), self.rotary(key, first)
         mask = None
@@ -228,10 +225,16 @@ class Attention(nn.Module):
 
 
 class QueryKeyNorm(nn.RMSNorm):
-    """A norm of queries or of keys, of each head or of all, computed in the dtype of its weight."""
+    """A norm of queries or of keys, of each head or of all together, computed in the dtype of its weight."""
+
+    def __init__(self, config: ModelShape, heads: int) -> None:
+        is_whole = config.qk_norm == "whole"
+        super().__init__((heads if is_whole else 1) * config.head_width, eps=config.norm_eps)
+        self.cuts = {"weight": (0, 1)} if is_whole else {}  # ranks that have some of the heads each have some of it
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+        groups = x.to(self.weight.dtype).unflatten(-1, (-1, len(self.weight)))
+        return super().forward(groups).flatten(-2).to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -363,10 +366,6 @@ def _make_norm(config: ModelShape) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=False)
 
 
-def _query_key_norms(config: ModelShape, kind: str, *widths: int) -> list[QueryKeyNorm | None]:
-    return [QueryKeyNorm(width, eps=config.norm_eps) if config.qk_norm == kind else None for width in widths]
-
-
 def _make_mlp(config: ModelShape) -> nn.Module:
     return SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
 
@@ -402,10 +401,9 @@ def _value_problems(config: ModelShape) -> list[Problem]:
         for name in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size")
         if (value := getattr(config, name)) < 1
     ]
-    choices = {"norm": ("rms", "layer"), "mlp": ("swiglu", "gelu"), "positions": ("rotary", "learned")}
-    choices["qk_norm"] = ("none", "head", "whole")
-    for name, allowed in choices.items():
-        if (value := getattr(config, name)) not in allowed:
+    choices = {"norm": "rms layer", "mlp": "swiglu gelu", "positions": "rotary learned", "qk_norm": "none head whole"}
+    for name, words in choices.items():
+        if (value := getattr(config, name)) not in (allowed := words.split()):
             problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))
     if not 0 <= config.dropout < 1:
         problems.append(Problem(what=f"model.dropout = {config.dropout}", rule="it is a probability below 1"))

@@ -108,6 +108,11 @@ class ModelShape:
         return 2 * self.kv_heads * self.head_width
 
     @property
+    def qk_norm_params(self) -> int:
+        """Of one layer; other counts leave norms out."""
+        return {"none": 0, "head": 2 * self.head_width}.get(self.qk_norm, self.query_width + self.kv_width // 2)
+
+    @property
     def gated(self) -> bool:
         return self.mlp == "swiglu"
 

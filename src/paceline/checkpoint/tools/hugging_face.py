@@ -199,7 +199,7 @@ def _family(shape: ModelShape) -> str:
     raise UsageError(
         f"--hf for a GPT with qk_norm = {shape.qk_norm}, experts = {shape.experts}, shared_experts = "
         f"{shape.shared_experts}, dense_layers = {shape.dense_layers}, head_dim = {shape.head_dim or 'width / heads'}\n"
-        "  head: Qwen 3, without shared experts; whole: OLMoE, with experts in all layers, and head_dim = width / heads\n"
+        "  head: Qwen 3, without shared experts; whole: OLMoE, with experts in all layers, head_dim = width / heads\n"
         "  leave --hf out: tensors keep their own names"
     )
 

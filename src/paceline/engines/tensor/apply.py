@@ -34,7 +34,6 @@ _KINDS: dict[Role, type[nn.Module]] = {
     "partial": layers.PartialLayer,
     "router": layers.SplitRouter,
     "shared": layers.SharedLayer,
-    "norm": layers.SplitNorm,
     "between": layers.SharedLayer,
     "positions": layers.SequencePositions,
 }
@@ -124,7 +123,7 @@ def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
             continue
         if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
             dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
-        elif rule.role in ("column", "embedding", "head", "norm"):
+        elif rule.role in ("column", "embedding", "head"):
             dim = parameter.ndim - 1 if transposed else 0
         elif rule.role in ("row", "partial") and parameter.ndim == 2:
             dim = 0 if transposed else 1
@@ -154,7 +153,8 @@ def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChang
     begun = {id(module) for _, each, _ in plan.fitting(model, "input") for module in each.modules()}
     for change in changes:
         width = getattr(model.get_submodule(change.name.rpartition(".")[0]), "head_dim", None)
-        if change.rule.role == "shared" and any(p.shape[-1] != width for p in change.module.parameters()) and width:
+        is_whole = change.rule.role == "shared" and all(split.dim is None for split in change.splits.values())
+        if is_whole and any(p.shape[-1] != width for p in change.module.parameters()) and width:
             yield f"  {change.name} works on all heads together, of which a rank has some: leave them whole"
         if change.rule.role == "column" and id(change.module) not in begun:
             yield (
@@ -215,7 +215,9 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
     module, is_transposed = change.module, _is_transposed(change.module)
-    module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
+    is_cut_norm = change.rule.role == "shared" and any(split.dim is not None for split in change.splits.values())
+    kind = layers.SplitNorm if is_cut_norm else _KINDS[change.rule.role]
+    module.__class__ = mixed(cast("Any", kind), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
     if isinstance(module, layers.SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}

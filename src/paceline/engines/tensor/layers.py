@@ -218,7 +218,7 @@ class SplitNorm(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight = cast("Tensor", self.weight)
         wide = x.to(torch.promote_types(weight.dtype, torch.float32))
-        squares = self.region.sum_both(wide.square().sum(-1, keepdim=True))
+        squares = self.region.sum_back(wide.square().sum(-1, keepdim=True), is_summed=True)
         scale = (squares / self.splits["weight"].shape[0] + cast("float", self.eps)).rsqrt()
         return (wide * scale * weight).to(x.dtype)
 
