@@ -78,7 +78,7 @@ class RouterConfig(Section):
     groups: Count = 1
     active_groups: Count = 1
     balance: Literal["aux", "bias", "none"] = "aux"
-    balance_weight: NotNegative = 0.01
+    balance_weight: NotNegative | None = None
     z_weight: NotNegative = 0.0
     capacity: NotNegative = 0.0
 

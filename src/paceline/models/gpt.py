@@ -194,6 +194,8 @@ class Attention(nn.Module):
         self.value = Linear(config.width, config.kv_heads * config.head_width)
         self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
         norms = (QueryKeyNorm(config, heads) for heads in (config.heads, config.kv_heads))
+        self.query_norm: QueryKeyNorm | None
+        self.key_norm: QueryKeyNorm | None
         self.query_norm, self.key_norm = (None, None) if config.qk_norm == "none" else norms
         rotary = config.context, config.head_width, config.rotary_base
         self.rotary = Rotary(*rotary) if config.positions == "rotary" else None
@@ -233,7 +235,7 @@ class QueryKeyNorm(nn.RMSNorm):
         self.cuts = {"weight": (0, 1)} if is_whole else {}  # ranks that have some of the heads each have some of it
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.to(self.weight.dtype).unflatten(-1, (-1, len(self.weight)))
+        groups = x.to(self.weight.dtype).reshape(*x.shape[:-1], -1, len(self.weight))
         return super().forward(groups).flatten(-2).to(x.dtype)
 
 

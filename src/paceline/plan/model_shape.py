@@ -26,9 +26,14 @@ class RouterRule:
     groups: int = 1  # of experts, of which a token looks into some
     active_groups: int = 1
     balance: Literal["aux", "bias", "none"] = "aux"
-    balance_weight: float = 0.01  # of the auxiliary loss; by bias: how far one update moves it
+    # Of the auxiliary loss, 0.01 unless given; by bias how far one update moves it, 0.001 unless given.
+    balance_weight: float = None  # type: ignore[assignment]
     z_weight: float = 0.0
     capacity: float = 0.0  # of an expert, as a multiple of its fair share; 0: it takes all tokens that come
+
+    def __post_init__(self) -> None:
+        if self.balance_weight is None:
+            object.__setattr__(self, "balance_weight", 0.001 if self.balance == "bias" else 0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
