@@ -84,7 +84,7 @@ def _is_over(paths: Sequence[Path]) -> bool:
 
 
 def _newest(path: Path) -> dict[object, kinds.Record]:
-    """Returns the last record of each type among the first and the last lines of a file; of communication by group, of experts by layer."""
+    """Returns the last record of each type, group and layer among the first and the last lines of a file."""
     with open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
