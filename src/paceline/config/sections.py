@@ -136,7 +136,7 @@ def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     """Decides every dimension of a GPT but those of its data; None where it has neither a size nor the dimensions."""
     given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}
     if isinstance(model.router, RouterConfig):
-        given["router"] = RouterRule(**model.router.model_dump())
+        given["router"] = RouterRule(**model.router.model_dump(exclude_none=True))
     if model.experts is not None:
         given.setdefault("active", min(2, model.experts))
     if model.size is not None:

@@ -197,8 +197,8 @@ class Attention(nn.Module):
         self.query_norm: QueryKeyNorm | None
         self.key_norm: QueryKeyNorm | None
         self.query_norm, self.key_norm = (None, None) if config.qk_norm == "none" else norms
-        rotary = config.context, config.head_width, config.rotary_base
-        self.rotary = Rotary(*rotary) if config.positions == "rotary" else None
+        sizes = config.context, config.head_width, config.rotary_base
+        self.rotary = Rotary(*sizes) if config.positions == "rotary" else None
 
     def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).

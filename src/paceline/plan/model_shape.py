@@ -11,6 +11,7 @@ passes through some of the experts only, and through all that are shared. Its fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,12 +28,12 @@ class RouterRule:
     active_groups: int = 1
     balance: Literal["aux", "bias", "none"] = "aux"
     # Of the auxiliary loss, 0.01 unless given; by bias how far one update moves it, 0.001 unless given.
-    balance_weight: float = None  # type: ignore[assignment]
+    balance_weight: float = math.nan
     z_weight: float = 0.0
     capacity: float = 0.0  # of an expert, as a multiple of its fair share; 0: it takes all tokens that come
 
     def __post_init__(self) -> None:
-        if self.balance_weight is None:
+        if math.isnan(self.balance_weight):
             object.__setattr__(self, "balance_weight", 0.001 if self.balance == "bias" else 0.01)
 
 
@@ -111,11 +112,6 @@ class ModelShape:
     def kv_width(self) -> int:
         """Features of keys and values together."""
         return 2 * self.kv_heads * self.head_width
-
-    @property
-    def qk_norm_params(self) -> int:
-        """Of one layer; other counts leave norms out."""
-        return {"none": 0, "head": 2 * self.head_width}.get(self.qk_norm, self.query_width + self.kv_width // 2)
 
     @property
     def gated(self) -> bool:

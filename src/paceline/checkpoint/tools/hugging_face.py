@@ -108,7 +108,7 @@ def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dic
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind, flat = config["model_type"], {**config, **_rotation(config)}
+    kind, flat = config["model_type"], {**config, **(config.get("rope_parameters") or {})}
     usual = {"head_dim": config["hidden_size"] // config["num_attention_heads"], "rotary_base": ModelShape.rotary_base}
     usual["norm_eps"] = ModelShape.norm_eps
     keys = {ours: flat[theirs] for theirs, ours in _NAMES["keys"].items() if flat.get(theirs) is not None}
@@ -123,13 +123,9 @@ def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "gpt", **keys}
 
 
-def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
 def _odd_settings(config: Mapping[str, Any]) -> list[str]:
     """Returns what a config says that the package's GPT has in another way only."""
-    rope, dense = _rotation(config), config.get("mlp_only_layers") or []
+    rope, dense = config.get("rope_parameters") or config.get("rope_scaling") or {}, config.get("mlp_only_layers") or []
     shared, inner = config.get("shared_expert_intermediate_size", 0), config.get("moe_intermediate_size", 1)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     sees_all = not window or window >= config["max_position_embeddings"]
@@ -154,13 +150,11 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
     config |= {"head_dim": shape.head_width, "max_position_embeddings": context, "hidden_act": "silu"}
     config |= {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rotary_base}
     config |= {"attention_bias": False, "mlp_bias": False}
+    if shape.experts:
+        config |= {"num_local_experts" if kind == "mixtral" else "num_experts": shape.experts}
+        config |= {"num_experts_per_tok": shape.active, "norm_topk_prob": shape.router.renormalise}
     if kind in ("mixtral", "olmoe"):
         config["intermediate_size"] = inner
-    if kind == "mixtral":
-        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active}
-    elif shape.experts:
-        config |= {"num_experts": shape.experts, "num_experts_per_tok": shape.active}
-        config["norm_topk_prob"] = shape.router.renormalise
     if kind in (_QWEN, "qwen3_moe"):
         config |= {"moe_intermediate_size": inner, "mlp_only_layers": list(range(shape.dense_layers))}
     if kind == _QWEN:

@@ -128,13 +128,15 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
 
 
 def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, matrices = shape.width, shape.attention_params + shape.matrices * shape.width * shape.mlp_width
+    width, queries = shape.width, shape.query_width
+    matrices = shape.attention_params + shape.matrices * width * shape.mlp_width
     inside = _gpt_inner_bytes(shape, tokens, widths)
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
+    normed_heads = {"none": 0, "head": 2 * shape.head_width, "whole": queries + shape.kv_width // 2}
     # Products, attention over all tokens, and what is written: every product twice, scores about four times.
-    queries, length, wide = shape.query_width, shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
+    length, wide = shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
     turned = 5 * queries if shape.positions == "rotary" else 0
     normed = (6 if shape.norm == "rms" else 2) * width
     written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
@@ -144,7 +146,7 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     added_up = 4 * queries if widths.device == "cuda" and widths.compute == 2 else 0
     moving = width * widths.stream + (2 * queries + shape.kv_width) * widths.compute + added_up
     return BlockFacts(
-        parameters=matrices + 2 * width + shape.qk_norm_params,
+        parameters=matrices + 2 * width + normed_heads[shape.qk_norm],
         saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
         input_bytes=tokens * width * widths.stream,
         product_bytes=tokens * widths.compute * products,
