@@ -38,7 +38,7 @@ LINES = {
     "config": 3_730,  # a router of experts, and which of its keys go together; norms of queries and keys
     "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_700,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_700,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
     "models": 3_510,  # attention over ranks and inside documents; experts, their balance, their adapters
