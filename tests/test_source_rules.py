@@ -30,27 +30,27 @@ LINES = {
     "beside the rooms": 1_550,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_815,  # folders of mixtures, experts one by one and stacked; upcycling
+    "checkpoint": 4_820,  # folders of mixtures, experts one by one and stacked; upcycling
     "classic": 1_560,
     "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
-    "config": 3_720,  # a router of experts, and which of its keys go together
-    "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
+    "config": 3_730,  # a router of experts, and which of its keys go together; norms of queries and keys
+    "data": 4_970,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_520,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
+    "engines": 11_700,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_640,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_690,  # attention of one block came from engines; operators of experts' rows, their balance
-    "plan": 1_700,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
+    "models": 3_510,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_200,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
-    "records": 3_930,  # samples.py; loads of experts
+    "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
     "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
-    "train": 5_090,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
+    "train": 5_100,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
     "verify": 1_150,
     "view": 2_020,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
