@@ -32,13 +32,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.bench.timing import BenchRecord, Turns, interleave
 from paceline.config import load_config
 from paceline.config.sections import RouterConfig, gpt_shape
 from paceline.models.experts import Mixture
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.model_shape import ModelShape
 from paceline.records.records import StepRecord, read_records
+from paceline_bench.timing import BenchRecord, Turns, interleave
 
 ROOT = Path(__file__).parents[1]
 LARGE, DENSE = ROOT / "configs" / "gpt_moe_7b.yaml", ROOT / "configs" / "gpt_124m.yaml"
