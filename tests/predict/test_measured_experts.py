@@ -28,6 +28,6 @@ def test_a_step_and_its_memory_are_predicted(row: dict[str, Any]) -> None:
         ROOT / "configs" / f"{CONFIGS[row['arm']]}.yaml", ["parallel.device=cuda", "parallel.ranks=1", *settings]
     )
     found = expect_run(config, H200)
-    assert found.step_s == pytest.approx(row["ms"] / 1e3, rel=0.12)
+    assert found.step_s == pytest.approx(row["step_ms"] / 1e3, rel=0.12)
     assert found.memory_bytes is not None
     assert found.memory_bytes / GIB == pytest.approx(row["peak_gib"], rel=0.07)
