@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import BenchRecord
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, load_config
 from paceline.models.balance import take_loads
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
+from paceline_bench.timing import BenchRecord
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_moe.yaml"
 _PLAIN = ("parallel.ranks=1", "parallel.expert=1", "train.eval_every=null", "optim.schedule.kind=constant")

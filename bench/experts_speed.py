@@ -32,13 +32,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.bench.timing import BenchRecord, Turns, interleave
 from paceline.config import load_config
 from paceline.config.sections import RouterConfig, gpt_shape
 from paceline.models.experts import Mixture
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.model_shape import ModelShape
 from paceline.records.records import StepRecord, read_records
+from paceline_bench.timing import BenchRecord, Turns, interleave
 
 ROOT = Path(__file__).parents[1]
 LARGE, DENSE = ROOT / "configs" / "gpt_moe_7b.yaml", ROOT / "configs" / "gpt_124m.yaml"
@@ -151,7 +151,7 @@ def train(config: Path, *settings: str, steps: int = 24) -> dict[str, Any]:
         found = Path(folder) / "bench"
         steps_of = [each for each in read_records(found / "records" / "rank-0.jsonl") if isinstance(each, StepRecord)]
         timed = steps_of[10:]
-        row: dict[str, Any] = {"ms": round(1e3 * statistics.median(each.step_s for each in timed), 3)}
+        row: dict[str, Any] = {"step_ms": round(1e3 * statistics.median(each.step_s for each in timed), 3)}
         row["mfu"] = round(statistics.median(each.mfu or 0.0 for each in timed), 4)
         row["peak_gib"] = round(max(each.peak_bytes or 0 for each in timed) / 2**30, 2)
         row["loss"] = timed[-1].loss
@@ -205,7 +205,7 @@ def loop(arm: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"ms": round(1e3 * statistics.median(times), 3), "peak_gib": round(peak, 2), "loss": float(loss)}
+    return {"step_ms": round(1e3 * statistics.median(times), 3), "peak_gib": round(peak, 2), "loss": float(loss)}
 
 
 def in_a_process(arm: str) -> dict[str, Any]:

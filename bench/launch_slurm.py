@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from paceline.bench.timing import BenchRecord
 from paceline.run.notes import read_progress
+from paceline_bench.timing import BenchRecord
 
 CLUSTER = Path(__file__).parents[1] / "scripts" / "slurm_test_cluster.py"
 PATIENCE_S = 300.0

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.bench.timing import BenchRecord
+from paceline_bench.timing import BenchRecord
 from slow_links.network import TCP, NoNetworkError, check_able
 from slow_links.plot import draw
 from slow_links.speed_ups import speed_ups

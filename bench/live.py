@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pool"))
 
 from browser import Browser, Page
 
-from paceline.bench.timing import BenchRecord
 from paceline.records.records import StepRecord, read_records
+from paceline_bench.timing import BenchRecord
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_pydoc.yaml"
 ARMS = ("nobody", "page", "browser")

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import BenchRecord
 from paceline.calibrate.kernels import Shapes, attention_rates
 from paceline.calibrate.timing import Stopwatch
 from paceline.config import Config, layout_of, load_config
@@ -43,6 +42,7 @@ from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.records.records import StepRecord, read_records
 from paceline.search.expectation import read_expectation
 from paceline.units import GIB
+from paceline_bench.timing import BenchRecord
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "gpt_1b.yaml"

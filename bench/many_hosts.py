@@ -29,7 +29,6 @@ from typing import Any
 
 import psutil
 
-from paceline.bench.timing import BenchRecord
 from paceline.comm.control import server
 from paceline.comm.control import store as client
 from paceline.comm.control.store import ControlStore
@@ -37,6 +36,7 @@ from paceline.run import links
 from paceline.run.agreement import HostFacts
 from paceline.run.rendezvous import Rendezvous, rendezvous
 from paceline.run.whereami import Surroundings
+from paceline_bench.timing import BenchRecord
 
 AGENTS = 25  # of one process
 PATIENCE = timedelta(seconds=600)

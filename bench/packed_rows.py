@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.timing import BenchRecord, Turns, interleave
 from paceline.models import document_attention as ways
+from paceline_bench.timing import BenchRecord, Turns, interleave
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MOST_OFF = 0.1  # three steps of bf16 at 4, the largest outputs; what crosses a document is off by about 1

@@ -25,9 +25,9 @@ from browser import Browser
 from made_records import RUN
 from view_runs import write_run
 
-from paceline.bench.timing import BenchRecord
 from paceline.records.records import RunRecord, parse_line, to_line
 from paceline.view.server import Follower, listen, make_app, make_server
+from paceline_bench.timing import BenchRecord
 
 _DRAWN = "document.body.dataset.drawn && page.heat.found && page.timeline.found"
 _WHOLE = f"{_DRAWN} && page.run().read === 1 && page.heat.found.ranks.length === page.run().facts.world_size"

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from own_loops.mistakes import ARMS, MISTAKES, SCRIPTS, script_of
-from paceline.bench.timing import BenchRecord
+from paceline_bench.timing import BenchRecord
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORD = ROOT / "docs" / "convert.md", ROOT / "bench" / "results" / "own-loops-cpu.json"

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pool"))
 
 from made_records import END, RUN, STEP
 
-from paceline.bench.timing import BenchRecord
 from paceline.records.records import CommRecord, HostRecord, Record, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
 from paceline.records.thin import lines_kept, thin_lines
+from paceline_bench.timing import BenchRecord
 
 _HOST_RANKS = 8
 _KEEPS_BYTECODE = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # as an installed package has it

@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.timing import BenchRecord
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.sequence_costs import sequence_waits
 from paceline.config import Config, config_from_dict, layout_of
@@ -29,6 +28,7 @@ from paceline.predict.formulas.block import _MERGED, BlockModel
 from paceline.predict.formulas.engine_costs import price
 from paceline.schedule.ring import SequenceSplit, deal, order_of
 from paceline.search.request import task_of, with_context_method
+from paceline_bench.timing import BenchRecord
 
 LAYERS, FORWARDS, BACKWARD = 20, 2, 2.5  # of a block that is computed twice; backward in forwards
 PLACES = [("1x dgx-h200", 8, 131_072), ("8x dgx-h200", 64, 524_288), ("8x dgx-h200", 64, 1_048_576)]

@@ -17,9 +17,8 @@ BOX_HEIGHT, GUTTER = 56, 42  # of a row of boxes, and of the space below it wher
 ROWS = """
 56 1068 cli one file for each command: parse, call, print
 
-56 250 view the live page, the report
-350 250 classic class names of earlier versions
-640 220 bench timings beside those of peers
+56 400 view the live page, the report
+500 400 classic class names of earlier versions
 
 56 184 verify many ranks = one process
 264 184 profile traces of real ranks

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "pool"))
 from fuzz_guard import verdict_of
 from fuzz_targets import TARGETS, Target, remove_template
 
-from paceline.bench.timing import BenchRecord
+from paceline_bench.timing import BenchRecord
 
 
 def fuzz(target: Target, seed: int, numbers: range, home: Path, *, keeps: bool = False) -> list[str]:

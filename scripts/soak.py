@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.timing import BenchRecord
+from paceline_bench.timing import BenchRecord
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"

@@ -26,38 +26,37 @@ MORE_ARGUMENTS = {"classic/trainer.py: fit": 9, "train/step.py: train_step": 9}
 
 # Lines of each room, and of the files beside them. Who needs more raises it in the same commit, and says why.
 LINES = {
-    "bench": 500,
     "beside the rooms": 1_550,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_815,  # folders of mixtures, experts one by one and stacked; upcycling
+    "checkpoint": 4_820,  # folders of mixtures, experts one by one and stacked; upcycling
     "classic": 1_560,
     "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
     "comm": 7_180,  # single_tensors.py came from classic
-    "config": 3_720,  # a router of experts, and which of its keys go together
-    "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
+    "config": 3_730,  # a router of experts, and which of its keys go together; norms of queries and keys
+    "data": 4_990,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_520,  # ranks that share sequences; inputs of blocks on the host; MLPs in tiles; experts over ranks
-    "health": 1_640,  # verdicts on experts
+    "engines": 11_540,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "health": 1_625,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_690,  # attention of one block came from engines; operators of experts' rows, their balance
-    "plan": 1_700,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_200,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
+    "models": 3_780,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
+    "predict": 4_210,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
-    "records": 3_930,  # samples.py; loads of experts
+    "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
-    "run": 7_390,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "run": 7_400,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
-    "train": 5_090,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
+    "train": 5_100,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
     "verify": 1_150,
     "view": 2_020,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 2_090, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 2_585, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

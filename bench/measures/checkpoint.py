@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.bench.timing import ratios_to, rotate, time_step
 from paceline.checkpoint.find import Depth, verify_checkpoint
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
@@ -43,6 +42,7 @@ from paceline.engines.apply import parallelize
 from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import GPT, gpt_config
 from paceline.run.processes import run_processes
+from paceline_bench.timing import ratios_to, rotate, time_step
 
 FAIRNESS = {
     "fsync": "both end every file with fsync",

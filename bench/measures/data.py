@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import ratios_to, rotate
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import config_from_dict
@@ -46,6 +45,7 @@ from paceline.run.processes import run_processes
 from paceline.train.assemble import build_trainer
 from paceline.units import MIB
 from paceline.untrusted import parse_json_object
+from paceline_bench.timing import ratios_to, rotate
 
 OWN, COMMAND = "tokenizer", "paceline"
 GOALS = {"ratio": 0.8, "data_share": 0.01}

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 
 from measures.memory import LiveTensors
-from paceline.bench.timing import quartiles, time_step
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.data.loader import StepBatch
@@ -29,6 +28,7 @@ from paceline.run.processes import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import Passes, StepPolicy, accumulate, train_step
 from paceline_bench.arms import SHARED, BenchWorkload
+from paceline_bench.timing import quartiles, time_step
 
 _TIMEOUT_S = 3600.0
 _TOLERANCE = 1e-4  # of losses after some steps: orders of summation in fp32

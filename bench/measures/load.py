@@ -35,7 +35,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from paceline.bench.timing import ratios_to, rotate
 from paceline.checkpoint.tools.pretrained import open_pretrained
 from paceline.comm.base import Communicator
 from paceline.config.sections import HFModelConfig
@@ -46,6 +45,7 @@ from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import build_hugging_face, load_transformers
 from paceline.run.processes import run_processes
 from paceline.units import MIB
+from paceline_bench.timing import ratios_to, rotate
 
 FAIRNESS = {
     "files": "in the page cache for all arms",

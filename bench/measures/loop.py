@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import Timing, Turns, interleave, rotate, time_step, timing_of
 from paceline.calibrate.timing import looped_step, recording_trainer
 from paceline.comm.base import DONE, Call, Communicator, Work
 from paceline.comm.ledger.ledger import Ledger
@@ -24,6 +23,7 @@ from paceline.models.mlp import MLPClassifier
 from paceline.run.own_loop import watch_ranks
 from paceline.run.processes import run_processes
 from paceline.train.step import train_step
+from paceline_bench.timing import Timing, Turns, interleave, rotate, time_step, timing_of
 
 # What the ledger costs: an operation alone, and steps of a small model with and without it, in turns.
 #

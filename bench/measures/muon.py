@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from paceline.bench.timing import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import OptimConfig
@@ -28,6 +27,7 @@ from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 from paceline.train.step import StepPolicy, train_step
 from paceline_bench.arms import BenchWorkload
+from paceline_bench.timing import Turns, interleave
 
 if TYPE_CHECKING:
     from paceline.plan.layout import StrategyName

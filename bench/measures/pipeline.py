@@ -18,7 +18,6 @@ from typing import Any
 from measures.features import FeatureProtocol, bench_features
 from measures.modelled import model_features
 from measures.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
-from paceline.bench.timing import Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
@@ -27,6 +26,7 @@ from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline_bench.arms import BenchWorkload, select
 from paceline_bench.engines import MeasuredArm, check_losses
+from paceline_bench.timing import Turns, interleave
 
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5

@@ -21,7 +21,6 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from paceline.bench.timing import quartiles, time_step
 from paceline.calibrate.entry import entry_of
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
@@ -48,6 +47,7 @@ from paceline.train.optim import build_optimizer
 from paceline.train.step import train_step
 from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
 from paceline_bench.engines import clean_up
+from paceline_bench.timing import quartiles, time_step
 
 _SAMPLES = 64
 _WARM_UP = 5

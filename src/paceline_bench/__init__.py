@@ -1,5 +1,4 @@
-"""What shows how good Paceline is: benches beside other libraries, and predictions scored on published runs.
+"""What is timed and scored: collectives, how runs scale, engines beside other libraries, predictions of published runs.
 
-``paceline bench engines``, ``paceline bench gpu`` and ``paceline validate`` are here. No run needs any of it, and the
-package imports it for these verbs alone.
+``paceline bench`` and ``paceline validate`` are here. No run needs any of it; the package imports it for these verbs.
 """

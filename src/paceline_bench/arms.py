@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
@@ -34,6 +33,7 @@ from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import StrategyName
 from paceline.train.step import update_if_finite
+from paceline_bench.timing import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.timing import Timing, Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
@@ -33,6 +32,7 @@ from paceline_bench.arms import (
     set_up,
     sets_of,
 )
+from paceline_bench.timing import Timing, Turns, interleave
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
 FP32_TOLERANCE = 1e-4

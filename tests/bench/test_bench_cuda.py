@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from measures.memory import OPTIONS, Budget, Family, Option, bench_memory
-from paceline.bench.timing import Turns
 from paceline.units import GIB, MIB
 from paceline_bench.arms import BenchWorkload, arms_in_bf16
 from paceline_bench.engines import bench_bf16
+from paceline_bench.timing import Turns
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from measures.muon import CPU, KINDS, bench_muon
-from paceline.bench.timing import Turns
 from paceline_bench.arms import BenchWorkload
+from paceline_bench.timing import Turns
 
 pytestmark = pytest.mark.exhaustive
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.comm import GLOO, bench_comm
 from paceline.comm.shared.segment import FOLDER
 from paceline.errors import UsageError
+from paceline_bench.comm import GLOO, bench_comm
 
 ALGORITHMS = {"ring", "tree", "halving_doubling"}
 

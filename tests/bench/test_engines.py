@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError
@@ -28,6 +27,7 @@ from paceline_bench.arms import (
     sets_of,
 )
 from paceline_bench.engines import MeasuredArm, _measure, bench_bf16, check_losses
+from paceline_bench.timing import Turns
 
 if TYPE_CHECKING:
     from gloo_pool import GlooPool

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.bench import timing as module
-from paceline.bench.timing import Turns, interleave
+from paceline_bench import timing as module
+from paceline_bench.timing import Turns, interleave
 
 CPU = torch.device("cpu")
 

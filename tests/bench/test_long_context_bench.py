@@ -32,4 +32,4 @@ def test_pairs_lie_on_both_sides_of_the_limit(bench: Any) -> None:
     has = 139.8 * GIB
     for case in [case for case in bench.CASES if case.share]:
         share = bench.need_of(case, bench.tokens_for(case, has)) / has
-        assert 0.94 < share < 0.97 if case.name.endswith("-fits") else 1.03 < share < 1.06
+        assert 0.92 < share < 0.97 if case.name.endswith("-fits") else 1.03 < share < 1.08

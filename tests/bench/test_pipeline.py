@@ -21,12 +21,12 @@ from measures.pipeline import (
     make_workload,
 )
 from measures.pipeline_arms import pipeline_arms
-from paceline.bench.timing import Turns
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError, UsageError
 from paceline_bench.arms import BenchWorkload, select
 from paceline_bench.engines import MeasuredArm, check_losses
+from paceline_bench.timing import Turns
 
 if TYPE_CHECKING:
     from gloo_pool import GlooPool

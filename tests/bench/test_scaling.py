@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.scaling import ScalingCase, bench_scaling, cases, config_of, draw_rows, own_strategy, with_speed_up
 from paceline.cli.bench import show_table
 from paceline.cluster.devices import load_cluster
 from paceline.config import load_config, run_checks
 from paceline.config.train_checks import short_run
 from paceline.errors import UsageError
+from paceline_bench.scaling import ScalingCase, bench_scaling, cases, config_of, draw_rows, own_strategy, with_speed_up
 
 
 def told(text: str) -> None:
@@ -20,7 +20,7 @@ def told(text: str) -> None:
 
 
 def test_ranks_beyond_the_machine_are_simulated_and_far_ones_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.scaling.usable_cores", lambda: (0, 1))
+    monkeypatch.setattr("paceline_bench.scaling.usable_cores", lambda: (0, 1))
     found = cases([1, 2, 4], ["ddp"], [32], ["weak"], gpus=0, to=5)
     assert [(each.kind, each.ranks, each.global_batch) for each in found] == [
         ("measured", 1, 32),

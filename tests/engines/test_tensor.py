@@ -40,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped": {**CURRENT, "heads": 8, "width": 32, "tied": True},
     "mixed": {**CURRENT, "positions": "learned"},
     "mixed too": {**CLASSIC, "positions": "rotary", "tied": False},
+    "norms of heads": {**CURRENT, "qk_norm": "head", "head_dim": 6},
+    "norms over heads": {**CURRENT, "qk_norm": "whole"},
 }
 Values = dict[str, torch.Tensor]
 Change = Callable[[GPT], Any]
@@ -131,6 +133,8 @@ def assert_same(found: list[tuple[list[float], Values, Values]], name: str, chan
         "mixed on 2": ("mixed", 2),
         "mixed too on 4": ("mixed too", 4),
         "current on 1": ("current", 1),
+        "norms of heads on 2": ("norms of heads", 2),
+        "norms over heads on 4": ("norms over heads", 4),
     },
     is_sequence=[False, True],
 )
@@ -143,6 +147,11 @@ def test_every_gpt_trains_as_on_one_process(case: tuple[str, int], is_sequence: 
 @pytest.mark.exhaustive
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool, name: str, is_sequence: bool, ranks: int) -> None:
     assert_same(gloo_pool.run(work, name, is_sequence, ranks=ranks, timeout_s=90.0), name)
+
+
+@pytest.mark.parametrize(("name", "is_sequence"), [("norms of heads", True), ("norms over heads", False)])
+def test_norms_of_queries_and_keys_are_those_of_all_heads(name: str, is_sequence: bool) -> None:
+    assert_same(run_virtual(lambda comm: work(comm, name, is_sequence), 2), name)
 
 
 def test_logits_may_be_gathered() -> None:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.config.sections import RouterConfig
+from paceline.config.sections import GPTModelConfig, RouterConfig, gpt_shape
 from paceline.models import balance, expert_rows
 from paceline.models.balance import loss_factor, take_loads
 from paceline.models.experts import Mixture, Router
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.model_shape import RouterRule
 
 EXPERTS, ACTIVE = 8, 2
 
@@ -370,3 +371,19 @@ def test_planted_bugs_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(function, "__code__", found[function.__name__].__code__)
     with pytest.raises(AssertionError):
         notice()
+
+
+@pytest.mark.parametrize(
+    ("balance", "given", "expected"),
+    [("aux", None, 0.01), ("bias", None, 0.001), ("none", None, 0.01), ("bias", 0.01, 0.01), ("aux", 0.0, 0.0)],
+)
+def test_the_weight_of_balance_follows_its_kind_unless_given(
+    balance: Any, given: float | None, expected: float
+) -> None:
+    router = RouterConfig(balance=balance, balance_weight=given)
+    shape = gpt_shape(GPTModelConfig(kind="gpt", size="gpt-nano", experts=4, router=router))
+    assert shape is not None
+    assert shape.router.balance_weight == expected
+    assert shape.router == RouterRule(balance=balance, balance_weight=expected)
+    if given is None:
+        assert shape.router == RouterRule(balance=balance)

@@ -89,6 +89,8 @@ def agrees(figure: Figure, key: str, value: float) -> bool:
 def _in_unit(unit: str, key: str, value: float) -> Iterator[float]:
     if unit in _UNIT_SECONDS:
         yield from (value * size / _UNIT_SECONDS[unit] for end, size in _SECONDS.items() if key.endswith(end))
+    elif unit == "GiB" and key.endswith("_gib"):
+        yield value
     elif unit in _UNIT_BYTES and key.endswith("bytes"):
         yield value / _UNIT_BYTES[unit]
     elif unit in ("tokens/s", "images/s") and key.endswith("_per_s"):

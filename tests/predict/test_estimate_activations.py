@@ -31,6 +31,9 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "gpt", "size": "gpt-1.1b", "layers": 2}, {**TOKENS, "context": 2048}),
     ({"kind": "gpt", "size": "gpt-micro", "kv_heads": 2, "dropout": 0.1}, {**TOKENS, "context": 64}),
     ({"kind": "gpt", "size": "gpt-micro", "experts": 8, "active": 2}, {**TOKENS, "context": 64}),
+    ({"kind": "gpt", "size": "gpt-micro", "head_dim": 48}, {**TOKENS, "context": 64}),
+    ({"kind": "gpt", "size": "gpt-micro", "head_dim": 24, "qk_norm": "head"}, {**TOKENS, "context": 64}),
+    ({"kind": "gpt", "size": "gpt-micro", "kv_heads": 2, "qk_norm": "whole"}, {**TOKENS, "context": 64}),
     (
         {"kind": "gpt", "size": "gpt-micro", "experts": 8, "active": 3, "shared_experts": 2, "expert_width": 96}
         | {"dense_layers": 1, "mlp": "gelu", "router": {"scores": "sigmoid"}},

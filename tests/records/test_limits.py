@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from made_records import END, RUN, STEP
 
+from paceline.health.experts import judge_experts
 from paceline.health.straggler import find_straggler
 from paceline.records.facts import Goodput, MemoryUse, RunFacts, find_goodput
 from paceline.records.limits import Gains, Limits, judge_run
-from paceline.records.records import Record, RunRecord, StepRecord
+from paceline.records.records import ExpertsRecord, Record, RunRecord, StepRecord
 from paceline.records.summary import StepTable, split_attempts
 
 QUICK = replace(STEP, step_s=1.0, data_s=0.0, forward_s=0.3, backward_s=0.6, comm_s=0.0, optimizer_s=0.1)
@@ -72,6 +73,42 @@ def test_the_largest_comes_first() -> None:
     limits = judged(replace(QUICK, data_s=0.2, comm_s=0.4))
     assert [each.what for each in limits.found] == ["communication", "data"]
     assert any(line.startswith("  also limited by data: 20 %") for line in limits.lines())
+
+
+def windows_of(rank: int, ranks: int) -> list[ExpertsRecord]:
+    """Of a layer with four experts on each of some ranks, one of which takes 1.8 times the fair share."""
+    others = 100 * (ranks - 1.8) / (ranks - 1)
+    choices = tuple(180 if place == rank else round(others) for place in range(ranks) for _ in range(4))
+    one = ExpertsRecord(
+        step=0, layer="layers.0.mlp", steps=2, tokens=sum(choices) // 2, choices=choices, dropped=0, entropy=0.9,
+        auxiliary=1.0, ranks=ranks, time=1.0,
+    )  # fmt: skip
+    return [replace(one, step=2 * window) for window in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("busy", "ranks", "strategy", "is_by_load"),
+    [
+        (1, 2, "expert 2 x ddp", True),
+        (0, 2, "expert 2 x ddp", False),
+        (3, 4, "expert 4 x fsdp", True),
+        (1, 2, "tensor 2 x expert 2 x ddp", True),
+        (0, 2, "tensor 2 x expert 2 x ddp", False),
+    ],
+)
+def test_a_rank_that_is_late_by_its_load_is_not_a_slow_machine(
+    busy: int, ranks: int, strategy: str, is_by_load: bool
+) -> None:
+    waiting = replace(QUICK, forward_s=0.1, backward_s=0.3, comm_s=0.5)
+    run = replace(ON_CPU, world_size=4, strategy=strategy)
+    wrong = tuple(judge_experts([windows_of(busy, ranks)]))
+    assert [(each.kind, each.rank, each.ranks) for each in wrong] == [("straggler", busy, ranks)]
+    limits = judged(*[waiting] * 3, replace(QUICK, comm_s=0.01), run=run, experts_wrong=wrong)
+    kind = "uneven experts" if is_by_load else "a slow rank"
+    assert limits.sentence == f"limited by {kind}: rank 3 holds the others up"
+    assert ("times the fair share of a rank" in limits.evidence[-1]) is is_by_load
+    assert limits.changes[0].text.startswith("the others wait for it: balance" if is_by_load else "make rank 3 as fast")
+    assert any("leave rank 3 out" in each.text for each in limits.changes) is not is_by_load
 
 
 def test_waiting_for_a_slow_rank_is_not_communication() -> None:

@@ -15,7 +15,7 @@ from made_records import END, RUN, STEP, write_records
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.records.prometheus import metrics, metrics_text
-from paceline.records.records import CommRecord, HostRecord, to_line
+from paceline.records.records import CommRecord, ExpertsRecord, HostRecord, to_line
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "monitoring"
 COMM = CommRecord(step=2, kind="all_reduce", group="world", ranks=2, calls=1, bytes=100, seconds=0.5, time=1.0)
@@ -52,6 +52,20 @@ def test_the_newest_numbers_have_run_and_rank(tmp_path: Path) -> None:
     assert found["paceline_ended", labels(run=run.name, rank="1", status="done")] == 1
     assert found["paceline_hw_gpu_utilization", labels(run=run.name, host="n1", device="3")] == 0.75
     assert found["paceline_system_cpu_utilization", labels(run=run.name, host="n1")] == 0.5
+
+
+def test_the_newest_loads_of_each_layer_are_told(tmp_path: Path) -> None:
+    old = ExpertsRecord(
+        step=2, layer="layers.0.mlp", steps=2, tokens=8, choices=(4, 4, 4, 4), dropped=0, entropy=0.9, auxiliary=1.0,
+        ranks=1, time=1.0,
+    )  # fmt: skip
+    new = replace(old, step=4, choices=(8, 4, 4, 0), dropped=4, entropy=0.5)
+    write_records(tmp_path / "run", 0, RUN, STEP, old, replace(old, layer="layers.1.mlp"), new, replace(STEP, step=4))
+    found = samples(metrics_text([tmp_path / "run"]))
+    first, second = (labels(run="run", rank="0", layer=f"layers.{layer}.mlp") for layer in (0, 1))
+    names = [f"paceline_experts_{name}" for name in ("most", "least", "entropy", "auxiliary", "dropped")]
+    assert [found[name, first] for name in names] == [2.0, 0.0, 0.5, 1.0, 0.25]
+    assert [found[name, second] for name in names] == [1.0, 1.0, 0.9, 1.0, 0.0]
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:

@@ -24,7 +24,15 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.records.comparison import compare_runs
 from paceline.records.event_words import event_text
-from paceline.records.records import EndRecord, EvalRecord, EventRecord, RunRecord, StepRecord, read_records
+from paceline.records.records import (
+    EndRecord,
+    EvalRecord,
+    EventRecord,
+    ExpertsRecord,
+    RunRecord,
+    StepRecord,
+    read_records,
+)
 from paceline.records.report import summarize
 from paceline.run import own_prediction
 from paceline.view.folder import config_of
@@ -73,6 +81,43 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records_of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
     return [each for each in read_records(folder / "records" / f"rank-{rank}.jsonl") if isinstance(each, kind)]
+
+
+def mixture_loop(comm: Any) -> tuple[Path, list[int]]:
+    """Five steps of a mixture on two ranks that hold different experts; the choices are counted by hand, too."""
+    torch.manual_seed(0)
+    model = GPT(gpt_config("gpt-nano", layers=1, context=8, vocab_size=16, experts=4, active=2))
+    engine = paceline.parallelize(model, comm, expert=2)
+    loader = paceline.loader(TensorDataset(torch.arange(96).reshape(12, 8) % 16), engine.batch_comm, batch_size=4)
+    chosen = torch.zeros(4, dtype=torch.int64)
+
+    def count(_: Any, __: Any, routing: Any) -> None:
+        chosen.scatter_add_(0, routing.experts.flatten(), torch.ones_like(routing.experts.flatten()))
+
+    engine.routers[0].register_forward_hook(count)
+    monitor = {"sample_s": None, "log_every": 2}
+    with paceline.Run(comm, "mixture", engine, None, loader, steps=3, monitor=monitor) as run:
+        for (tokens,) in loader:
+            with run.step(len(tokens)):
+                logits = engine(tokens)
+                total = F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten(), reduction="sum")
+                (total * engine.loss_scale(tokens.numel())).backward()
+                run.log(loss_sum=total)
+                engine.zero_grad()
+    return run.folder, chosen.tolist()
+
+
+def test_a_loop_of_ones_own_has_the_loads_of_experts() -> None:
+    ranks = paceline.run_virtual(mixture_loop, 2)
+    loads = records_of(ranks[0][0], 0, ExpertsRecord)
+    assert [(each.step, each.steps, each.layer, each.ranks) for each in loads] == [
+        (2, 2, "layers.0.mlp", 2),
+        (3, 1, "layers.0.mlp", 2),
+    ]
+    assert [sum(each) for each in zip(*(each.choices for each in loads), strict=True)] == [
+        sum(each) for each in zip(*(chosen for _, chosen in ranks), strict=True)
+    ]
+    assert not records_of(ranks[0][0], 1, ExpertsRecord)
 
 
 def long_loop(comm: Any) -> Path:

@@ -267,7 +267,8 @@ def test_llama_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_shapes_like_llama_are_read(kind: str, tmp_path: Path) -> None:
-    assert read(tmp_path, {**LLAMA, "model_type": kind})[0] == read(tmp_path, LLAMA)[0]
+    expected = replace(read(tmp_path, LLAMA)[0], qk_norm="head" if kind == "qwen3" else "none")
+    assert read(tmp_path, {**LLAMA, "model_type": kind})[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_published_models_have_their_parameters(values: dict[str, Any], billions
     [
         (MIXTRAL, 46.7, 12.8, ""),
         (QWEN2_MOE, 14.3, 2.4, "its 60 experts have dense layers between them, or a shared one with a gate"),
-        (QWEN3_MOE, 30.5, 3.0, "its heads have 128 features, and width / heads is 64"),
+        (QWEN3_MOE, 30.5, 3.0, ""),
         (OLMOE, 6.9, 1.2, ""),
     ],
     ids=["Mixtral-8x7B", "Qwen1.5-MoE", "Qwen3-30B-A3B", "OLMoE-1B-7B"],
@@ -411,7 +412,7 @@ def test_what_a_config_cannot_say_is_known(tmp_path: Path) -> None:
     assert "both directions" in why_no_config(bert)
     wide, _ = read(tmp_path, {**LLAMA, "head_dim": 256})
     assert wide.query_width == 32 * 256
-    assert "its heads have 256 features" in why_no_config(wide)
+    assert why_no_config(wide) == ""
 
 
 @pytest.mark.parametrize(

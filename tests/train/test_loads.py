@@ -139,6 +139,20 @@ def test_a_router_that_goes_wrong_is_told_of(
         assert summary.to_json()["experts_wrong"][0]["sentence"] == found[0].sentence
 
 
+def test_a_rank_with_most_of_the_rows_is_told_of_by_its_load(tmp_path: Path) -> None:
+    """A run whose two ranks hold different experts: those of rank 0 take nearly all tokens."""
+    config = mixture_config(2, parallel={"expert": 2}, optim=STILL)
+    recorded = train_mixture(tmp_path, config, ranks=2, force=prefer(0, 1, 2, 3))
+    assert {each.ranks for each in loads_of(recorded)} == {2}
+    (found,) = (each for each in told(recorded) if each["kind"] == "straggler")
+    assert found["sentence"] == "rank 0 of the 2 that share the experts of layers.0.mlp has most of the work"
+    assert found["evidence"].startswith(
+        "its experts took at least 2.00 times the fair share of a rank in steps 3 to 12"
+    )
+    assert "balance the experts" in found["advice"]
+    assert "straggler" in {each.kind for each in summarize(tmp_path).experts_wrong}
+
+
 def test_scores_without_a_choice_are_told_of(tmp_path: Path) -> None:
     """Each token is sure of its experts, and tokens differ: loads are even, and the router learns nothing more."""
 

@@ -123,7 +123,7 @@ def show_record(
     show: Callable[[str, Rows], None] = show_table,
 ) -> None:
     """Shows rows as a table, or the record as JSON; the file is written after each batch of rows."""
-    from paceline.bench.timing import BenchRecord
+    from paceline_bench.timing import BenchRecord
 
     rows: Rows = []
     words = sys.argv[1:]
@@ -175,8 +175,8 @@ def scaling(
     """See how a config scales with ranks, each row labelled."""
     import torch
 
-    from paceline.bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
     from paceline.cluster.devices import load_cluster
+    from paceline_bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
 
     loaded = load_and_tell(config, overrides).config
     counts, batches = numbers_of("--ranks", ranks), numbers_of("--batch-sizes", batch_sizes)
@@ -241,7 +241,7 @@ def comm(
     as_json: AsJson = False,
 ) -> None:
     """Time all-reduce by backend, algorithm and size beside Gloo."""
-    from paceline.bench.comm import SIZES, bench_comm
+    from paceline_bench.comm import SIZES, bench_comm
 
     wanted = numbers_of("--sizes", sizes) or list(SIZES)
     tell(f"{len(wanted)} sizes on {ranks} ranks ...")

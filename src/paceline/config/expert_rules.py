@@ -68,7 +68,7 @@ def _router_problems(shape: ModelShape) -> Iterator[Problem]:
             rule="an expert that takes less than its fair share drops tokens however evenly they are spread",
             fix="try model.router.capacity = 1.25, or 0 for no limit",
         )
-    if rule.balance == "none" and rule.balance_weight != RouterRule.balance_weight:
+    if rule.balance == "none" and rule.balance_weight != RouterRule().balance_weight:
         what = f"model.router.balance_weight = {rule.balance_weight:g} with model.router.balance = none"
         fix = "set model.router.balance = aux, or leave the weight out"
         yield Problem(what=what, rule="it belongs to the auxiliary loss, or to the bias", fix=fix)

@@ -78,7 +78,7 @@ class RouterConfig(Section):
     groups: Count = 1
     active_groups: Count = 1
     balance: Literal["aux", "bias", "none"] = "aux"
-    balance_weight: NotNegative = 0.01
+    balance_weight: NotNegative | None = None
     z_weight: NotNegative = 0.0
     capacity: NotNegative = 0.0
 
@@ -91,6 +91,7 @@ class GPTModelConfig(_Model):
     layers: Count | None = None
     heads: Count | None = None
     kv_heads: Count | None = None
+    head_dim: Count | None = None
     width: Count | None = None
     mlp_width: Count | None = None
     context: Count | None = None
@@ -98,6 +99,9 @@ class GPTModelConfig(_Model):
     norm: Literal["rms", "layer"] | None = None
     mlp: Literal["swiglu", "gelu"] | None = None
     positions: Literal["rotary", "learned"] | None = None
+    qk_norm: Literal["none", "head", "whole"] | None = None
+    norm_eps: Positive | None = None
+    rotary_base: Positive | None = None
     tied: bool | None = None
     dropout: Probability | None = None
     experts: Count | None = None
@@ -112,6 +116,7 @@ class GPTModelConfig(_Model):
 GPT_DIMENSIONS = tuple(
     field.name for field in fields(ModelShape) if field.name in GPTModelConfig.model_fields and field.name != "kind"
 )
+_PAIRS = "model.positions = rotary turns pairs of a head's features"
 _OLD_FAMILY: dict[str, Any] = {"context": 1024, "norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True}
 
 GPT_SIZES: dict[str, ModelShape] = {
@@ -131,7 +136,7 @@ def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     """Decides every dimension of a GPT but those of its data; None where it has neither a size nor the dimensions."""
     given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}
     if isinstance(model.router, RouterConfig):
-        given["router"] = RouterRule(**model.router.model_dump())
+        given["router"] = RouterRule(**model.router.model_dump(exclude_none=True))
     if model.experts is not None:
         given.setdefault("active", min(2, model.experts))
     if model.size is not None:
@@ -154,13 +159,20 @@ def head_problems(shape: ModelShape) -> Iterator[Problem]:
     unit = heads * (2 if shape.positions == "rotary" else 1)
     lower = width // unit * unit
     widths = f"model.width = {lower} or {lower + unit}" if lower else f"model.width = {unit}"
-    if width % heads:
+    if shape.head_dim:
+        if shape.head_dim % (unit // heads):
+            what, fix = f"model.head_dim = {shape.head_dim} is odd", f"try model.head_dim = {shape.head_dim + 1}"
+            yield Problem(what=what, rule=_PAIRS, fix=f"{fix}, or model.positions = learned")
+    elif width % heads:
         what = f"model.width = {width} is not a multiple of model.heads = {heads}"
         yield Problem(what=what, rule="every head has the same whole number of features", fix=f"try {widths}")
     elif width % unit:
         what = f"model.width / model.heads = {width} / {heads} = {width // heads} is odd"
-        rule = "model.positions = rotary turns pairs of a head's features"
-        yield Problem(what=what, rule=rule, fix=f"try {widths}, or model.positions = learned")
+        yield Problem(what=what, rule=_PAIRS, fix=f"try {widths}, or model.positions = learned")
+    if shape.positions == "learned" and shape.rotary_base != ModelShape.rotary_base:
+        what = f"model.rotary_base = {shape.rotary_base:g} with model.positions = learned"
+        fix = "set model.positions = rotary, or leave the base out"
+        yield Problem(what=what, rule="learned positions do not turn", fix=fix)
     if heads % kv_heads:
         what = f"model.heads = {heads} is not a multiple of model.kv_heads = {kv_heads}"
         rule = "each head of keys and values serves the same number of heads"

@@ -250,9 +250,9 @@ class TensorRegion:
         self._entered = None
         return moved(x, self._scatter_sum, self._gather) if self.is_sequence else moved(x, self._sum, same)
 
-    def sum_back(self, x: Tensor) -> Tensor:
-        """Returns what is the same on all ranks, each of which computes a part from it; backward sums."""
-        return moved(x, same, self._sum)
+    def sum_back(self, x: Tensor, *, is_summed: bool = False) -> Tensor:
+        """Returns what is the same on all ranks, or is summed to be; each computes a part from it; backward sums."""
+        return moved(x, self._sum if is_summed else same, self._sum)
 
     def take(self, x: Tensor) -> Tensor:
         """Returns this rank's part of a stream that all ranks have whole."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 WINDOWS = 6  # of logged steps, of which the first of a run does not count
 _FEWEST_TOKENS = 50
@@ -52,13 +52,18 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsVerdict:
-    """What is wrong with the router of one layer, what shows it, and what helps. ``kind`` is one of the three."""
+    """What is wrong with the router of one layer, what shows it, and what helps. ``kind`` is one of the three.
+
+    Of a straggler, ``rank`` is its place among the ``ranks`` that share the experts.
+    """
 
     kind: str
     layer: str
+    advice: str
     sentence: str
     evidence: str
-    advice: str
+    rank: int = 0
+    ranks: int = 1
 
     def __str__(self) -> str:
         return f"{self.sentence}: {self.evidence}"
@@ -72,10 +77,11 @@ def judge_experts(layers: Sequence[Sequence[Window]]) -> list[ExpertsVerdict]:
         if len(windows) >= WINDOWS and all(sum(each.choices) for each in last):
             layer, first = last[-1].layer, last[0].step - last[0].steps + 1
             when = f"in steps {first:,} to {last[-1].step:,}"
+            wrong: dict[str, tuple[Any, ...] | None]
             wrong = {"collapsed": _collapsed(last, layer, when), "straggler": _straggler(last, layer, when)}
             if wrong["collapsed"] is None:  # else others are dead: that is no second verdict
                 wrong["dead"] = _dead(last, layer, when)
-            found += [ExpertsVerdict(kind, layer, *told, _ADVICE[kind]) for kind, told in wrong.items() if told]
+            found += [ExpertsVerdict(kind, layer, _ADVICE[kind], *told) for kind, told in wrong.items() if told]
     return found
 
 
@@ -104,7 +110,7 @@ def _collapsed(windows: Sequence[Window], layer: str, when: str) -> tuple[str, s
     return f"the scores of the router of {layer} leave nothing to choose", evidence
 
 
-def _straggler(windows: Sequence[Window], layer: str, when: str) -> tuple[str, str] | None:
+def _straggler(windows: Sequence[Window], layer: str, when: str) -> tuple[str, str, int, int] | None:
     ranks = windows[-1].ranks
     if ranks == 1 or any(each.ranks != ranks for each in windows):
         return None
@@ -116,7 +122,7 @@ def _straggler(windows: Sequence[Window], layer: str, when: str) -> tuple[str, s
     if least < _MUCH:
         return None
     evidence = f"its experts took at least {least:.2f} times the fair share of a rank {when}"
-    return f"rank {rank} of the {ranks} that share the experts of {layer} has most of the work", evidence
+    return f"rank {rank} of the {ranks} that share the experts of {layer} has most of the work", evidence, rank, ranks
 
 
 def _added(windows: Sequence[Window]) -> list[int]:

@@ -33,8 +33,6 @@ from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
 
 INIT_STD = 0.02
-_NORM_EPS = 1e-5
-_ROTARY_BASE = 10_000.0
 
 
 def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
@@ -195,7 +193,12 @@ class Attention(nn.Module):
         self.key = Linear(config.width, config.kv_heads * config.head_width)
         self.value = Linear(config.width, config.kv_heads * config.head_width)
         self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
-        self.rotary = Rotary(config.context, config.head_width) if config.positions == "rotary" else None
+        norms = (QueryKeyNorm(config, heads) for heads in (config.heads, config.kv_heads))
+        self.query_norm: QueryKeyNorm | None
+        self.key_norm: QueryKeyNorm | None
+        self.query_norm, self.key_norm = (None, None) if config.qk_norm == "none" else norms
+        sizes = config.context, config.head_width, config.rotary_base
+        self.rotary = Rotary(*sizes) if config.positions == "rotary" else None
 
     def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
@@ -204,8 +207,10 @@ class Attention(nn.Module):
         """
         first = 0 if cache is None else cache.length
         # From (batch, length, heads * head_dim) to (batch, heads, length, head_dim).
-        projected = (project(x) for project in (self.query, self.key, self.value))
-        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        query, key, value = (project(x) for project in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (each.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for each in (query, key, value))
         if self.rotary is not None:
             query, key = self.rotary(query, first), self.rotary(key, first)
         mask = None
@@ -221,6 +226,19 @@ class Attention(nn.Module):
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
 
 
+class QueryKeyNorm(nn.RMSNorm):
+    """A norm of queries or of keys, of each head or of all together, computed in the dtype of its weight."""
+
+    def __init__(self, config: ModelShape, heads: int) -> None:
+        is_whole = config.qk_norm == "whole"
+        super().__init__((heads if is_whole else 1) * config.head_width, eps=config.norm_eps)
+        self.cuts = {"weight": (0, 1)} if is_whole else {}  # ranks that have some of the heads each have some of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.to(self.weight.dtype).reshape(*x.shape[:-1], -1, len(self.weight))
+        return super().forward(groups).flatten(-2).to(x.dtype)
+
+
 class Rotary(nn.Module):
     """Rotates pairs of features by an angle that grows with the position, so that q . k depends on distance only.
 
@@ -231,8 +249,9 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, context: int, head_dim: int) -> None:
+    def __init__(self, context: int, head_dim: int, base: float = ModelShape.rotary_base) -> None:
         super().__init__()
+        self.base = base
         self.register_buffer("cos", torch.empty(context, head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(context, head_dim // 2), persistent=False)
         self.reset_parameters()
@@ -244,7 +263,7 @@ class Rotary(nn.Module):
         context, half = self.cos.shape
         pairs = torch.arange(half, dtype=torch.float64, device="cpu")
         positions = torch.arange(context, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, _ROTARY_BASE ** (-pairs / half))
+        angles = torch.outer(positions, self.base ** (-pairs / half))
         with torch.no_grad():
             self.cos.copy_(angles.cos())
             self.sin.copy_(angles.sin())
@@ -345,8 +364,8 @@ def document_starts(tokens: Tensor, end_token: int) -> Tensor:
 
 def _make_norm(config: ModelShape) -> nn.Module:
     if config.norm == "rms":
-        return nn.RMSNorm(config.width, eps=_NORM_EPS)
-    return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
+        return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=False)
 
 
 def _make_mlp(config: ModelShape) -> nn.Module:
@@ -384,9 +403,9 @@ def _value_problems(config: ModelShape) -> list[Problem]:
         for name in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size")
         if (value := getattr(config, name)) < 1
     ]
-    choices = {"norm": ("rms", "layer"), "mlp": ("swiglu", "gelu"), "positions": ("rotary", "learned")}
-    for name, allowed in choices.items():
-        if (value := getattr(config, name)) not in allowed:
+    choices = {"norm": "rms layer", "mlp": "swiglu gelu", "positions": "rotary learned", "qk_norm": "none head whole"}
+    for name, words in choices.items():
+        if (value := getattr(config, name)) not in (allowed := words.split()):
             problems.append(Problem(what=f"model.{name} = {value!r}", rule=f"it is one of {', '.join(allowed)}"))
     if not 0 <= config.dropout < 1:
         problems.append(Problem(what=f"model.dropout = {config.dropout}", rule="it is a probability below 1"))

@@ -11,6 +11,7 @@ passes through some of the experts only, and through all that are shared. Its fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -26,9 +27,14 @@ class RouterRule:
     groups: int = 1  # of experts, of which a token looks into some
     active_groups: int = 1
     balance: Literal["aux", "bias", "none"] = "aux"
-    balance_weight: float = 0.01  # of the auxiliary loss; by bias: how far one update moves it
+    # Of the auxiliary loss, 0.01 unless given; by bias how far one update moves it, 0.001 unless given.
+    balance_weight: float = math.nan
     z_weight: float = 0.0
     capacity: float = 0.0  # of an expert, as a multiple of its fair share; 0: it takes all tokens that come
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.balance_weight):
+            object.__setattr__(self, "balance_weight", 0.001 if self.balance == "bias" else 0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,9 @@ class ModelShape:
     norm: str = "rms"
     mlp: str = "swiglu"
     positions: str = "rotary"
+    qk_norm: str = "none"  # of queries and keys before they turn: of each head, or of the whole projection
+    norm_eps: float = 1e-5
+    rotary_base: float = 10_000.0
     tied: bool = False
     dropout: float = 0.0
     causal: bool = True

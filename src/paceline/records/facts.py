@@ -15,6 +15,7 @@ A run that ended or was stopped, and was continued later, lost nothing in betwee
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +26,7 @@ from typing import Any
 from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.wires import WireCost, wire_cost
 from paceline.errors import UsageError
+from paceline.health.experts import ExpertsVerdict, judge_experts
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.plan.layout import SHARING
 from paceline.records.records import CommRecord, RunRecord
@@ -119,12 +121,24 @@ class RunFacts:
     priced_comm_s: float | None = None
     num_hosts: int = 1
     traffic: tuple[CommRecord, ...] = ()  # of a rank over the whole run, most bytes first
+    experts_wrong: tuple[ExpertsVerdict, ...] = ()
 
     @classmethod
     def of(cls, records: RunRecords) -> RunFacts:
         """Returns what the records alone say."""
         late, goodput = find_straggler(records.steps.rows), find_goodput(records.lead)
-        return cls(run=records.run, steps=records.steps, goodput=goodput, straggler=late)
+        wrong = tuple(judge_experts(list(records.loads().values())))
+        return cls(run=records.run, steps=records.steps, goodput=goodput, straggler=late, experts_wrong=wrong)
+
+    @property
+    def by_load(self) -> ExpertsVerdict | None:
+        """Returns why the straggler has more to do than others, where most rows are those of its experts."""
+        late, tensor = self.straggler, re.search(r"\btensor (\d+)", self.run.strategy)
+        if late is None:
+            return None
+        place = late.rank // int(tensor[1] if tensor else 1)  # neighbours share experts; tensor ranks have the same
+        found = (each for each in self.experts_wrong if each.kind == "straggler" and place % each.ranks == each.rank)
+        return next(found, None)
 
     @property
     def is_inside_a_host(self) -> bool:

@@ -150,8 +150,10 @@ class Gains:
             return
         rank, ranks, bound = facts.straggler.rank, self.run.world_size, 1.0 / max(1.0 - share, 1e-9)
         text = f"make rank {rank} as fast as the others: look at its {facts.straggler.phase}"
+        if (load := facts.by_load) is not None:
+            text = load.advice
         yield self._change(text, bound, "no waiting for it")
-        if ranks > 2:
+        if ranks > 2 and load is None:
             yield self._change(f"leave rank {rank} out", bound * (ranks - 1) / ranks, f"{ranks - 1} equal ranks")
 
     def _for_host(self, _: float, facts: RunFacts) -> Iterator[Improvement]:
@@ -311,8 +313,9 @@ def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]
         found.append(_limit("data", data, (told,)))
     waited = steps.mean_s("comm_s") / total
     if (late := facts.straggler) is not None:
-        words = f"rank {late.rank} holds the others up"
-        found.append(Limit(what="rank", share=late.loss, words=words, evidence=(str(late),)))
+        words, load = f"rank {late.rank} holds the others up", facts.by_load
+        name, why = ("uneven experts", (str(load),)) if load else ("", ())
+        found.append(Limit(what="rank", share=late.loss, words=words, evidence=(str(late), *why), name=name))
         # The rank that comes last waits for the network alone.
         ranks = [add_up(steps.of_rank(rank)) for rank in {rank for row in steps.rows for rank in row}]
         waited = min(own.comm_s / max(own.total_s, 1e-12) for own in ranks)

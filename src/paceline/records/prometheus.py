@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from paceline.bounded_yaml import load_yaml
 from paceline.records import records as kinds
+from paceline.records.sinks import scalars
 from paceline.records.summary import PHASES
 from paceline.untrusted import open_regular
 
@@ -83,7 +84,7 @@ def _is_over(paths: Sequence[Path]) -> bool:
 
 
 def _newest(path: Path) -> dict[object, kinds.Record]:
-    """Returns the last record of each type among the first and the last lines of a file; of communication by group."""
+    """Returns the last record of each type, group and layer among the first and the last lines of a file."""
     with open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -100,7 +101,8 @@ def _newest(path: Path) -> dict[object, kinds.Record]:
         with contextlib.suppress(ValueError):
             record = kinds.parse_line(line)
             kind = kinds.StepRecord if isinstance(record, kinds.StepRecord) else type(record)
-            found.setdefault((record.kind, record.group) if isinstance(record, kinds.CommRecord) else kind, record)
+            group = (record.kind, record.group) if isinstance(record, kinds.CommRecord) else kind
+            found.setdefault((kind, record.layer) if isinstance(record, kinds.ExpertsRecord) else group, record)
             if isinstance(record, kinds.RunRecord):
                 break  # an attempt begins
     return found
@@ -122,6 +124,9 @@ def _of_rank(labels: dict[str, str], newest: dict[object, kinds.Record]) -> Iter
                 collective = {**labels, "kind": record.kind, "group": record.group}
                 yield "paceline_comm_bytes_per_second", collective, record.bandwidth
                 yield "paceline_comm_bus_bytes_per_second", collective, record.bus_bandwidth
+            case kinds.ExpertsRecord():
+                for tag, value in scalars(record):
+                    yield f"paceline_experts_{tag.rpartition('/')[2]}", {**labels, "layer": record.layer}, value
             case kinds.EndRecord():
                 yield "paceline_ended", {**labels, "status": record.status}, 1
     if newest:

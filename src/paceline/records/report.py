@@ -28,7 +28,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.health.experts import WINDOWS, ExpertsVerdict, judge_experts
+from paceline.health.experts import WINDOWS, ExpertsVerdict
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, parameters_text
@@ -167,7 +167,7 @@ def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary
         start=_start(records.lead),
         steps_per_line=steps_per_line,
         experts=tuple(add_loads(own[1 - WINDOWS :]) for own in loads.values()),
-        experts_wrong=tuple(judge_experts(list(loads.values()))),
+        experts_wrong=facts.experts_wrong,
         exchange_share=_exchange_share(facts.traffic, step_s) if loads else None,
         step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100) if lengths},
         **_about(run, samples_per_s),

@@ -59,6 +59,7 @@ from paceline.run.logs import say
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.own_checks import OwnChecks, check_arguments
 from paceline.run.own_prediction import FirstPass, LoopPrediction, SharedCores
+from paceline.train.loads import LoadsHook
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import StepOutcome
 
@@ -102,6 +103,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._around = contextlib.ExitStack()
         self._meter = StepMeter(comm.device, self._trace(), groups={comm.ranks: "world"})
         self._phases = _Phases(self._meter)
+        self._loads: LoadsHook | None = None
+        if engine is not None and engine.routers:
+            write = lambda record: self._open().write(record)  # noqa: E731
+            self._loads = LoadsHook(engine, self._monitor.log_every, self._meter.take, write)
         self._listen()
 
     def step(self, samples: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -274,6 +279,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             values=told.to("cpu", non_blocking=True),  # there once the step's mark is past
         )
         self._waiting.append(facts)
+        if self._loads is not None:
+            self._loads.after(self.num_steps, is_last=self.num_steps == self._planned)
         if self._meter.finish(facts):
             self._flush()
 

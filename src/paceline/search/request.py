@@ -5,9 +5,10 @@
 A model is read from a config, measured, or read from the ``config.json`` of a Hugging Face repository: Llama, Mistral
 and Qwen shapes, GPT-2 and BERT, and mixtures of experts as Mixtral, OLMoE, Qwen 2 and Qwen 3 have them. What a config
 of this package cannot say (a gated shared expert, dense layers between those with experts, BERT's attention in both
-directions, heads whose size is not width / heads) is planned all the same, but has no YAML. A mixture's parameters, for
-E experts of width f in each of L' layers, a shared one of width s with a gate, and L - L' layers with a dense MLP of
-width d:  attention and ends  +  L' (3 h (E f + s) + h E + h)  +  (L - L') 3 h d
+directions) is planned all the same, but has no YAML. A mixture's parameters, for E experts of width f in each of L'
+layers, a shared one of width s with a gate, and L - L' layers with a dense MLP of width d:
+
+    attention and ends  +  L' (3 h (E f + s) + h E + h)  +  (L - L') 3 h d
 """
 
 from __future__ import annotations
@@ -257,7 +258,8 @@ _MIXTURE_NAMES["olmoe"] = {"experts": "num_experts", "active": "num_experts_per_
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
 _IN_A_CONFIG = ["layers", "heads", "kv_heads", "width", "mlp_width", "vocab_size", "norm", "mlp", "positions", "tied"]
-_OF_EXPERTS = ["experts", "active", "shared_experts", "expert_width", "dense_layers"]
+_UNUSUAL = ["head_dim", "qk_norm", "experts", "active", "shared_experts", "expert_width", "dense_layers"]
+_QK_NORMS = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "whole"}
 _TOKENS_OF_A_BATCH = 2**22
 _SAMPLES = 2**16
 _LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
@@ -329,6 +331,7 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape
         tied=bool(values.get("tie_word_embeddings", is_classic)),
         causal=kind != "bert",
         head_dim=head_dim if head_dim != width // heads else 0,
+        qk_norm=_QK_NORMS.get(kind, "none"),
         window=window if isinstance(window, int) else 0,
     )
     if kind in _MIXTURES:
@@ -340,7 +343,7 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> tuple[ModelShape
     data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
     return shape, {
         "name": kind,
-        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG} | _values_of_experts(shape),
+        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG} | _unusual_values(shape),
         "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }
@@ -350,8 +353,6 @@ def why_no_config(shape: ModelShape) -> str:
     """Returns why a config of this package cannot say a shape; empty where it can."""
     if shape.experts and shape.total_params:
         return f"its {shape.experts} experts have dense layers between them, or a shared one with a gate"
-    if shape.head_dim:
-        return f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
     return "" if shape.causal else "its attention looks in both directions"
 
 
@@ -380,10 +381,10 @@ def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields, *, renor
     return replace(shape, total_params=shape.params + shape.num_sparse * gated)
 
 
-def _values_of_experts(shape: ModelShape) -> dict[str, Any]:
-    """Returns what a config says of a shape's experts; nothing where it has none."""
+def _unusual_values(shape: ModelShape) -> dict[str, Any]:
+    """Returns what a config says of a shape's experts, heads and their norms, where that is not the default."""
     router = {"router": {"renormalise": False}} if shape.experts and not shape.router.renormalise else {}
-    return {name: value for name in _OF_EXPERTS if (value := getattr(shape, name))} | router
+    return {name: value for name in _UNUSUAL if (value := getattr(shape, name)) != getattr(ModelShape, name)} | router
 
 
 class _Fields:

@@ -17,11 +17,11 @@ from typing import NamedTuple, cast
 import torch
 
 from paceline.clock import Mark, seconds_between
+from paceline.engines.engine import Engine
 from paceline.health.experts import WINDOWS, judge_experts
 from paceline.models.balance import take_loads
 from paceline.models.experts import Router
 from paceline.records.records import EventRecord, ExpertsRecord, Record
-from paceline.train.run_state import TrainerParts
 from paceline.train.step import StepResult
 
 
@@ -34,23 +34,33 @@ class _Taken(NamedTuple):
 
 
 class LoadsHook:
-    """Writes records of the routers of a trainer's model, and tells of what is wrong with them once."""
+    """Writes records of the routers of an engine's model, and tells of what is wrong with them once."""
 
-    def __init__(self, parts: TrainerParts, write: Callable[[Record], None]) -> None:
-        self._parts, self._write_record, self._steps = parts, write, 0  # steps since counts were taken
+    def __init__(
+        self, engine: Engine, every: int, mark: Callable[[], Mark | float], write: Callable[[Record], None]
+    ) -> None:
+        self._engine, self._every, self._mark, self._write_record = engine, every, mark, write
+        self._steps = 0  # since counts were taken
         self._taken: deque[_Taken] = deque()
         self._seen: defaultdict[str, deque[ExpertsRecord]] = defaultdict(lambda: deque(maxlen=WINDOWS))
         self._told: set[tuple[str, str]] = set()
 
     def __call__(self, _: object, result: StepResult) -> None:
+        self.after(result.step, is_last=result.is_last)
+
+    def after(self, step: int, *, is_last: bool) -> None:
+        """Ends a step. All ranks call it."""
         self._steps += 1
-        if result.step % self._parts.policy.loads_every == 0 or result.is_last:
-            self._take(result.step)
-        while self._taken and (result.is_last or _is_past(self._taken[0].end)):
+        if step % self._every == 0 or is_last:
+            self._take(step)
+        self.write_taken(wait=is_last)
+
+    def write_taken(self, *, wait: bool) -> None:
+        while self._taken and (wait or _is_past(self._taken[0].end)):
             self._write(self._taken.popleft())
 
     def _take(self, step: int) -> None:
-        engine, meter = self._parts.engine, self._parts.meter
+        engine = self._engine
         loads = take_loads(engine.module)
         numbers = [(each.dropped.sum(), each.entropy, each.auxiliary) for each in loads.values()]
         rows = zip((each.choices.double() for each in loads.values()), numbers, strict=True)
@@ -58,12 +68,12 @@ class LoadsHook:
         engine.gradient_comm.all_reduce(sums).wait()
         if engine.gradient_comm.rank == 0 and engine.groups.tensor.rank == 0:  # others have the same
             layers = tuple(name.replace("_orig_mod.", "") for name in loads)
-            self._taken.append(_Taken(step, self._steps, layers, sums.to("cpu", non_blocking=True), meter.take()))
+            self._taken.append(_Taken(step, self._steps, layers, sums.to("cpu", non_blocking=True), self._mark()))
         self._steps = 0
 
     def _write(self, taken: _Taken) -> None:
         seconds_between(taken.end, taken.end)  # of the last step: waits for the device
-        active, ranks = cast("Router", self._parts.engine.routers[0]).active, self._parts.plan.layout.expert
+        active, ranks = cast("Router", self._engine.routers[0]).active, self._engine.groups.expert.size
         for layer, (*counts, dropped, entropy, auxiliary) in zip(taken.layers, taken.sums.tolist(), strict=True):
             tokens = round(sum(counts) / active)
             record = ExpertsRecord(

@@ -67,8 +67,8 @@ class Trainer(RunState):
     def __init__(self, parts: TrainerParts, hooks: Sequence[Hook] = (), sink: Sink | None = None) -> None:
         parts.engine.check_optimizer(parts.optimizer)
         super().__init__(parts)
-        self.hooks: list[Hook] = [LoadsHook(parts, self._tell)] if parts.engine.routers else []
-        self.hooks += hooks
+        loads = LoadsHook(parts.engine, parts.policy.loads_every, parts.meter.take, self._tell)
+        self.hooks: list[Hook] = [*([loads] if parts.engine.routers else []), *hooks]
         self.sink = sink
         self.losses = RecoveryConfig()
         self.end_reason = ""  # why the run ends before its time

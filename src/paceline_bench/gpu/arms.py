@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import rotate
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
@@ -28,6 +27,7 @@ from paceline.records.summary import read_run
 from paceline.train.resolve import sample_flops
 from paceline.untrusted import parse_json_object, read_regular
 from paceline_bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm, GpuWorkload
+from paceline_bench.timing import rotate
 
 _PROCESS = "paceline_bench.gpu.loops"
 _TIMEOUT_S = 1200.0

@@ -39,11 +39,17 @@ PLAIN: dict[str, Any] = {
     "experts": EXPERTS,
     "active": 2,
 }
+SIX = {"expert_width": 6}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("mixtral", {}),
     "tied": ("mixtral", {"tied": True, "kv_heads": 4}),
     "as the router weighs": ("qwen2_moe", {"expert_width": 12, "router": {"renormalise": False}}),
     "shared": ("qwen2_moe", {"shared_experts": 2, "expert_width": 6}),
+    "norms of heads": ("qwen3_moe", {"qk_norm": "head", "expert_width": 6, "dense_layers": 1}),
+    "wide heads": ("qwen3_moe", {"qk_norm": "head", "head_dim": 6, "rotary_base": 1e6, "norm_eps": 1e-3, **SIX}),
+    "norms over heads": ("olmoe", {"qk_norm": "whole", "router": {"renormalise": False}}),
+    "norms over heads, tied": ("olmoe", {"qk_norm": "whole", "tied": True, "kv_heads": 4}),
+    "dense, norms of heads": ("qwen3", {"qk_norm": "head", "experts": None, "active": None}),
     "dense first": ("qwen2_moe", {"dense_layers": 1, "expert_width": 6, "router": {"renormalise": False}}),
 }
 CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True, "kv_heads": 4}
@@ -128,6 +134,68 @@ def test_a_mixture_computes_the_same_there_and_comes_back(kind: str, tmp_path: P
         assert again == keys
 
 
+@pytest.mark.parametrize("kind", ["norms of heads", "wide heads", "norms over heads", "dense, norms of heads"])
+def test_gradients_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    """The library's gradients come in as a folder of weights would, and so have our names."""
+    _, model = KINDS[kind]
+    out = exported(saved(tmp_path, **model), tmp_path / "hf")
+    ours, library = make_model(**model).eval(), theirs(out).eval()
+    targets = TOKENS.roll(-1, 1).flatten()
+    for each in (ours, library):
+        found = each(TOKENS)
+        found = found if isinstance(found, torch.Tensor) else found.logits
+        torch.nn.functional.cross_entropy(found.flatten(0, 1), targets, reduction="sum").backward()
+    save_file({name: each.grad for name, each in library.named_parameters()}, out / "model.safetensors")
+    _, gradients = taken_in(out, tmp_path / "gradients")
+    expected = {name: each.grad for name, each in ours.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for name, value in gradients.items():  # the library's norms and routers compute in float32
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"qk_norm": "head", "shared_experts": 1},
+        {"qk_norm": "whole", "dense_layers": 1},
+        {"qk_norm": "whole", "head_dim": 6},
+        {"qk_norm": "whole", "experts": None, "active": None},
+    ],
+    ids=lambda model: ", ".join(model),
+)
+def test_norms_without_a_counterpart_are_refused(model: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="head: Qwen 3, without shared experts; whole: OLMoE") as told:
+        exported(saved(tmp_path, **model), tmp_path / "hf")
+    assert f"qk_norm = {model['qk_norm']}" in str(told.value)
+
+
+def test_a_classic_gpt_with_norms_of_heads_is_no_gpt2(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="qk_norm head, 4 features of a head"):
+        exported(saved(tmp_path, **NO_EXPERTS, **CLASSIC, qk_norm="head"), tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("norms of heads", "model.layers.1.mlp.gate.weight", "mlp.gate.weight is [8, 16], and config.json says 12"),
+        ("norms over heads", "model.layers.1.mlp.gate.weight", "mlp.gate.weight is [8, 16], and config.json says 12"),
+    ],
+)
+def test_a_router_of_another_shape_is_refused(kind: str, name: str, words: str, tmp_path: Path) -> None:
+    out = exported(saved(tmp_path, **KINDS[kind][1]), tmp_path / "hf")
+    with pytest.raises(CheckpointError) as told:
+        open_incoming(changed(out, lambda t: t.update({name: torch.zeros(8, 16)})), "safetensors")
+    assert words in str(told.value)
+
+
+def test_a_folder_that_clips_queries_is_refused(tmp_path: Path) -> None:
+    out = exported(saved(tmp_path, **KINDS["norms over heads"][1]), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"clip_qkv = 8\.0, not none"):
+        open_incoming(changed(out, clip_qkv=8.0), "safetensors")
+
+
 def changed(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], object] = lambda _: None, **settings: object
 ) -> Path:
@@ -163,16 +231,15 @@ SPARSE = "model.layers.1.block_sparse_moe"
             {},
             "model.layers.0.self_attn.q_proj.bias has no counterpart in the package's GPT",
         ),
-        (
-            lambda _: None,
-            {"rope_theta": 1e6, "rms_norm_eps": 1e-6},
-            "rms_norm_eps = 1e-06, not 1e-05; rope_theta = 100",
-        ),
+        (lambda _: None, {"rms_norm_eps": -1.0}, "config.json is not that of a mixtral"),
         (lambda _: None, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = linear, not default"),
         (lambda _: None, {"sliding_window": 8}, "sliding_window = 8, not none"),
-        (lambda _: None, {"head_dim": 8}, "head_dim = 8, not 4"),
         (lambda _: None, {"hidden_act": "gelu"}, "hidden_act = gelu, not silu"),
-        (lambda _: None, {"model_type": "qwen3_moe"}, "qwen3_moe and olmoe norm their queries and keys"),
+        (
+            lambda _: None,
+            {"model_type": "gemma"},
+            "llama, mixtral, qwen2_moe, qwen3, qwen3_moe, olmoe and gpt2 are known",
+        ),
         (lambda _: None, {"num_hidden_layers": "two"}, "config.json is not that of a mixtral"),
     ],
 )
@@ -213,7 +280,7 @@ def test_a_gate_of_the_shared_expert_is_refused(tmp_path: Path) -> None:
     ids=lambda each: next(iter(each)),
 )
 def test_routers_without_a_counterpart_are_refused(router: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Mixtral and Qwen2-MoE have softmax, 1\.0 and 1"):
+    with pytest.raises(UsageError, match=r"mixtures of Hugging Face have softmax, 1\.0 and 1"):
         exported(saved(tmp_path, router=router), tmp_path / "hf")
 
 

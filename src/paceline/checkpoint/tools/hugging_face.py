@@ -3,6 +3,8 @@
     RMSNorm, SwiGLU, rotary            LlamaForCausalLM      the same tensors under other names
     the same with experts              MixtralForCausalLM    a tensor for each matrix of an expert
     with shared ones, dense layers     Qwen2MoeForCausalLM   the shared one has a gate of 1/2, and counts twice
+    the first two, with norms of       Qwen3ForCausalLM, Qwen3MoeForCausalLM    of each head
+    queries and keys                   OlmoeForCausalLM      of all heads together
     LayerNorm, GELU, learned, tied     GPT2LMHeadModel       matrices transposed, q, k and v in one, biases of zero
 
 Other combinations have no counterpart there, and keep their own names.
@@ -30,12 +32,12 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.plan.model_shape import ModelShape
 from paceline.untrusted import is_count
 
-_EPS = 1e-5
-_ROTARY_BASE = 10_000.0
 _NAMES = load_shipped((Path(__file__).parent / "hugging_face_names.yaml").read_text(encoding="utf-8"))
 _LLAMA, _GPT2 = _NAMES["llama"], _NAMES["gpt2"]
 _QWEN, _SHARED_GATE, _SHARED_DOWN = "qwen2_moe", ".mlp.shared_expert_gate.weight", ".mlp.shared_expert.down_proj.weight"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", _QWEN: "Qwen2MoeForCausalLM"}
+_ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM"}
+_QK_NORMS = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "whole"}
 
 Streams = Mapping[str, Stream]
 
@@ -61,6 +63,7 @@ def to_hugging_face(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any]
     """Returns a GPT's config.json and tensors, as Hugging Face has them. Raises UsageError without a counterpart."""
     kind = (shape.norm, shape.mlp, shape.positions)
     is_classic = kind == ("layer", "gelu", "learned") and shape.tied and shape.kv_heads == shape.heads
+    is_classic = is_classic and shape.qk_norm == "none" and not shape.head_dim
     try:
         if shape.layers > len(streams):
             raise KeyError(f"{shape.layers} layers")
@@ -72,7 +75,8 @@ def to_hugging_face(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any]
         raise damaged(f"the tensors of a checkpoint are not those of its config: {error}") from error
     raise UsageError(
         f"--hf for a GPT with norm {shape.norm}, mlp {shape.mlp}, positions {shape.positions}, tied {shape.tied}, "
-        f"{shape.kv_heads} of {shape.heads} heads for keys and values, {shape.experts} experts\n"
+        f"{shape.kv_heads} of {shape.heads} heads for keys and values, {shape.experts} experts, "
+        f"qk_norm {shape.qk_norm}, {shape.head_width} features of a head\n"
         "  Llama has rms, swiglu, rotary, and so have mixtures; GPT-2 has layer, gelu, learned, tied, all heads\n"
         "  leave --hf out: tensors keep their own names"
     )
@@ -87,11 +91,12 @@ def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dic
     if kind == "gpt2":
         return _from_gpt2({name: stream_saved(files, name) for name in files.shapes()}), {}
     if kind not in tuple(_ARCHITECTURES):
-        rule = "llama, gpt2, mixtral and qwen2_moe are known here; qwen3_moe and olmoe norm their queries and keys"
+        rule = f"{', '.join(_ARCHITECTURES)} and gpt2 are known here"
         fix = "train it with model.kind = hf, or name the safetensors file itself: it keeps its own names"
         raise CheckpointError(f"config.json says model_type = {kind!r}\n  {rule}\n  {fix}")
     try:
         model, odd = _model_keys(config), _odd_settings(config)
+        gpt_shape(GPTModelConfig.model_validate(model))
         found, problems = ({}, [f"config.json says {'; '.join(odd)}"]) if odd else _from_llama(kind, files, model)
     except (*MALFORMED, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json is not that of a {kind}: {error}\n  copy the folder again") from error
@@ -103,11 +108,18 @@ def from_hugging_face(config: Mapping[str, Any], files: Checkpoint) -> tuple[dic
 
 
 def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {ours: config[theirs] for theirs, ours in _NAMES["keys"].items() if config.get(theirs) is not None}
-    if config["model_type"] == _QWEN:
-        shared, inner = config["shared_expert_intermediate_size"], config["moe_intermediate_size"]
-        keys |= {"shared_experts": shared // inner, "dense_layers": len(config.get("mlp_only_layers") or [])}
+    kind, flat = config["model_type"], {**config, **(config.get("rope_parameters") or {})}
+    usual = {"head_dim": config["hidden_size"] // config["num_attention_heads"], "rotary_base": ModelShape.rotary_base}
+    usual["norm_eps"] = ModelShape.norm_eps
+    keys = {ours: flat[theirs] for theirs, ours in _NAMES["keys"].items() if flat.get(theirs) is not None}
+    keys = {name: value for name, value in keys.items() if value != usual.get(name)}
+    if kind in _QK_NORMS:
+        keys["qk_norm"] = _QK_NORMS[kind]
+    if kind in (_QWEN, "qwen3_moe", "olmoe"):
         keys["router"] = {"renormalise": bool(config.get("norm_topk_prob"))}
+        keys["dense_layers"] = len(config.get("mlp_only_layers") or [])
+    if kind == _QWEN:
+        keys["shared_experts"] = config["shared_expert_intermediate_size"] // config["moe_intermediate_size"]
     return {"kind": "gpt", **keys}
 
 
@@ -118,11 +130,9 @@ def _odd_settings(config: Mapping[str, Any]) -> list[str]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     sees_all = not window or window >= config["max_position_embeddings"]
     rules = {
-        "rms_norm_eps": (config.get("rms_norm_eps"), _EPS),
         "hidden_act": (config.get("hidden_act"), "silu"),
-        "head_dim": (config.get("head_dim"), config["hidden_size"] // config["num_attention_heads"]),
-        "rope_theta": (rope.get("rope_theta", config.get("rope_theta")), _ROTARY_BASE),
         "rope_type": (rope.get("rope_type", rope.get("type")), "default"),
+        "clip_qkv": (config.get("clip_qkv"), "none"),
         "sliding_window": (None if sees_all else window, "none"),
         "decoder_sparse_step": (config.get("decoder_sparse_step"), 1),
         "mlp_only_layers": (dense, list(range(len(dense)))),
@@ -137,14 +147,18 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
     config = _common_config(kind, _ARCHITECTURES[kind], shape, streams)
     config |= {"hidden_size": width, "intermediate_size": shape.mlp_width, "num_hidden_layers": shape.layers}
     config |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    config |= {"head_dim": width // shape.heads, "max_position_embeddings": context, "hidden_act": "silu"}
-    config |= {"rms_norm_eps": _EPS, "rope_theta": _ROTARY_BASE, "attention_bias": False, "mlp_bias": False}
-    if kind == "mixtral":
-        config |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active, "intermediate_size": inner}
-    elif kind == _QWEN:
-        config |= {"num_experts": shape.experts, "num_experts_per_tok": shape.active, "moe_intermediate_size": inner}
+    config |= {"head_dim": shape.head_width, "max_position_embeddings": context, "hidden_act": "silu"}
+    config |= {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rotary_base}
+    config |= {"attention_bias": False, "mlp_bias": False}
+    if shape.experts:
+        config |= {"num_local_experts" if kind == "mixtral" else "num_experts": shape.experts}
+        config |= {"num_experts_per_tok": shape.active, "norm_topk_prob": shape.router.renormalise}
+    if kind in ("mixtral", "olmoe"):
+        config["intermediate_size"] = inner
+    if kind in (_QWEN, "qwen3_moe"):
+        config |= {"moe_intermediate_size": inner, "mlp_only_layers": list(range(shape.dense_layers))}
+    if kind == _QWEN:
         config |= {"shared_expert_intermediate_size": shape.shared_experts * inner, "qkv_bias": False}
-        config |= {"norm_topk_prob": shape.router.renormalise, "mlp_only_layers": list(range(shape.dense_layers))}
     names, found = _llama_names(kind, range(shape.layers)), list[Stream]()
     if lacking := [name for name in streams if name not in names]:
         raise UsageError(f"--hf: {lacking[0]} has no counterpart in {_ARCHITECTURES[kind]}\n  leave --hf out")
@@ -164,13 +178,24 @@ def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list
 
 
 def _family(shape: ModelShape) -> str:
-    """Returns the model_type that computes what a GPT does. Raises UsageError for a router that none of them has."""
+    """Returns the model_type that computes what a GPT does. Raises UsageError for what none of them has."""
     rule = shape.router
     if shape.experts and (rule.scores, rule.scale, rule.groups) != ("softmax", 1.0, 1):
         what = f"--hf for a GPT with router.scores = {rule.scores}, scale = {rule.scale}, groups = {rule.groups}"
-        raise UsageError(f"{what}\n  Mixtral and Qwen2-MoE have softmax, 1.0 and 1\n  leave --hf out")
-    is_plain = rule.renormalise and not shape.shared_experts and not shape.dense_layers
-    return "llama" if not shape.experts else "mixtral" if is_plain else _QWEN
+        raise UsageError(f"{what}\n  mixtures of Hugging Face have softmax, 1.0 and 1\n  leave --hf out")
+    is_even = not shape.shared_experts and not shape.dense_layers
+    if shape.qk_norm == "none":
+        return "llama" if not shape.experts else "mixtral" if rule.renormalise and is_even else _QWEN
+    if shape.qk_norm == "head" and not shape.shared_experts:
+        return "qwen3_moe" if shape.experts else "qwen3"
+    if shape.qk_norm == "whole" and shape.experts and is_even and not shape.head_dim:
+        return "olmoe"
+    raise UsageError(
+        f"--hf for a GPT with qk_norm = {shape.qk_norm}, experts = {shape.experts}, shared_experts = "
+        f"{shape.shared_experts}, dense_layers = {shape.dense_layers}, head_dim = {shape.head_dim or 'width / heads'}\n"
+        "  head: Qwen 3, without shared experts; whole: OLMoE, with experts in all layers, head_dim = width / heads\n"
+        "  leave --hf out: tensors keep their own names"
+    )
 
 
 def _llama_names(kind: str, layers: Iterable[int]) -> dict[str, str | tuple[str, ...]]:
@@ -231,7 +256,7 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
     inner, positions = (streams[f"{name}.weight"].shape[0] for name in ("layers.0.mlp.up", "position_embedding"))
     config = _common_config("gpt2", "GPT2LMHeadModel", shape, streams)
     config |= {"n_embd": width, "n_inner": inner, "n_layer": shape.layers, "n_head": shape.heads}
-    config |= {"n_positions": positions, "activation_function": "gelu_new", "layer_norm_epsilon": _EPS}
+    config |= {"n_positions": positions, "activation_function": "gelu_new", "layer_norm_epsilon": shape.norm_eps}
     config |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), shape.dropout)
     ends = {f"transformer.{theirs}.weight": f"{ours}.weight" for theirs, ours in _GPT2["embeddings"].items()}
     found = [replace(streams[ours], name=theirs) for theirs, ours in ends.items()]
@@ -293,4 +318,4 @@ def _common_config(kind: str, architecture: str, shape: ModelShape, streams: Str
     embedding = streams["token_embedding.weight"]
     found = {"architectures": [architecture], "model_type": kind, "vocab_size": embedding.shape[0]}
     found |= {"tie_word_embeddings": shape.tied, "torch_dtype": str(embedding.dtype).removeprefix("torch.")}
-    return {**found, "bos_token_id": None, "eos_token_id": None}
+    return {**found, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}

@@ -153,7 +153,8 @@ def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChang
     begun = {id(module) for _, each, _ in plan.fitting(model, "input") for module in each.modules()}
     for change in changes:
         width = getattr(model.get_submodule(change.name.rpartition(".")[0]), "head_dim", None)
-        if change.rule.role == "shared" and any(p.shape[-1] != width for p in change.module.parameters()) and width:
+        is_whole = change.rule.role == "shared" and all(split.dim is None for split in change.splits.values())
+        if is_whole and any(p.shape[-1] != width for p in change.module.parameters()) and width:
             yield f"  {change.name} works on all heads together, of which a rank has some: leave them whole"
         if change.rule.role == "column" and id(change.module) not in begun:
             yield (
@@ -214,7 +215,9 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
     module, is_transposed = change.module, _is_transposed(change.module)
-    module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
+    is_cut_norm = change.rule.role == "shared" and any(split.dim is not None for split in change.splits.values())
+    kind = layers.SplitNorm if is_cut_norm else _KINDS[change.rule.role]
+    module.__class__ = mixed(cast("Any", kind), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
     if isinstance(module, layers.SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
@@ -224,7 +227,7 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
     weight = module._parameters.get("weight")
-    if weight is None or change.splits["weight"].dim is None:
+    if weight is None or weight.ndim != 2 or change.splits["weight"].dim is None:
         return
     # The attributes in which layers of torch keep their sizes.
     outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape

@@ -212,6 +212,17 @@ class SharedLayer(nn.Module):
                 del vars(self)[name]
 
 
+class SplitNorm(SplitLayer):
+    """An RMS norm with some of the features, over those of all ranks: one sum for each token, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = cast("Tensor", self.weight)
+        wide = x.to(torch.promote_types(weight.dtype, torch.float32))
+        squares = self.region.sum_back(wide.square().sum(-1, keepdim=True), is_summed=True)
+        scale = (squares / self.splits["weight"].shape[0] + cast("float", self.eps)).rsqrt()
+        return (wide * scale * weight).to(x.dtype)
+
+
 class SequencePositions(SharedLayer):
     """An embedding of positions, of which a rank looks up those of its part of the sequence."""
 

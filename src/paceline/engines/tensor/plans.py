@@ -6,7 +6,7 @@ it fits one of these roles:
 
     input      a split part begins here: the module's first argument is the whole stream
     column     a linear layer with some of the outputs       row        one with some of the inputs: a split part ends
-    shared     whole parameters inside a split part, that work on some of the heads
+    shared     whole parameters inside a split part, that work on some of the heads; a norm of all heads is cut
     experts    some of the inner features of every expert, in matrices that are stacked: a split part of its own
     partial    as row, or such experts, where the module above adds up before the sum     router     of that module
     embedding  has some rows of the vocabulary               head       the output layer, with the same rows

@@ -128,28 +128,30 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
 
 
 def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, matrices = shape.width, shape.attention_params + shape.matrices * shape.width * shape.mlp_width
+    width, queries = shape.width, shape.query_width
+    matrices = shape.attention_params + shape.matrices * width * shape.mlp_width
     inside = _gpt_inner_bytes(shape, tokens, widths)
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
+    normed_heads = {"none": 0, "head": 2 * shape.head_width, "whole": queries + shape.kv_width // 2}
     # Products, attention over all tokens, and what is written: every product twice, scores about four times.
     length, wide = shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
-    turned = 5 * width if shape.positions == "rotary" else 0
+    turned = 5 * queries if shape.positions == "rotary" else 0
     normed = (6 if shape.norm == "rms" else 2) * width
     written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
-    operations = length * (2 * matrices + 4 * length * width + _OPERATIONS_PER_NUMBER * written)
+    operations = length * (2 * matrices + 4 * length * queries + _OPERATIONS_PER_NUMBER * written)
     rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
     # Gradients of the stream, of attention's output, query, key and value; flash attention adds up the query's in fp32.
-    added_up = 4 * width if widths.device == "cuda" and widths.compute == 2 else 0
-    moving = width * widths.stream + (2 * width + shape.kv_width) * widths.compute + added_up
+    added_up = 4 * queries if widths.device == "cuda" and widths.compute == 2 else 0
+    moving = width * widths.stream + (2 * queries + shape.kv_width) * widths.compute + added_up
     return BlockFacts(
-        parameters=matrices + 2 * width,
+        parameters=matrices + 2 * width + normed_heads[shape.qk_norm],
         saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
         input_bytes=tokens * width * widths.stream,
         product_bytes=tokens * widths.compute * products,
         cast_bytes=2 * matrices if widths.is_autocast else 0,
-        largest_parameter=width * max(width, shape.mlp_width),
+        largest_parameter=width * max(queries, shape.mlp_width),
         columns=(6 if shape.gated else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
         # Gradients of the MLP's hidden features, of the stream, and of what the norm has made of it.
@@ -223,16 +225,22 @@ def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
 
 def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
     """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
-    width = shape.width
+    width = shape.query_width
     if shape.dropout and widths.device == "cpu":
         # Step by step, and in float32 at least: probabilities, the mask, and what it leaves.
-        attention = (3 * width + 3 * shape.heads * tokens) * max(widths.compute, 4) + width * widths.compute
+        attention: float = (3 * width + 3 * shape.heads * tokens) * max(widths.compute, 4) + width * widths.compute
     else:
         copies = 2 if shape.positions == "rotary" else 1
         # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.
         is_shared = widths.device == "cuda" and widths.compute == 2
         keys = shape.kv_width if is_shared else 2 * width
         attention = ((1 + copies) * width + keys) * widths.compute + 4 * shape.heads
+    if shape.qk_norm != "none":  # inputs in the dtype of the norms' weights, and a statistic for each
+        digits = 4 if widths.is_autocast else widths.compute
+        inputs = 2 * max(digits, 4) if widths.device == "cpu" else digits
+        attention += (width + shape.kv_width / 2) * inputs + 4 * (
+            shape.heads + shape.kv_heads if shape.qk_norm == "head" else 2
+        )
     return attention + _kept_hidden(shape, widths) * shape.mlp_width * widths.compute
 
 
@@ -247,7 +255,7 @@ def _kept_hidden(shape: ModelShape, widths: Widths) -> int:
 
 def _gpt_product_features(shape: ModelShape) -> int:
     mlp = (2 if shape.gated else 1) * shape.mlp_width + shape.width
-    return 3 * shape.width + shape.kv_width + mlp
+    return 2 * shape.query_width + shape.width + shape.kv_width + mlp
 
 
 def _norm_bytes(shape: ModelShape, widths: Widths, *, readers: int) -> tuple[float, float]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from paceline.bench.timing import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.processes import run_processes
+from paceline_bench.timing import Timing, Turns, interleave
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 GLOO = "gloo"
