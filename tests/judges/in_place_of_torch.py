@@ -99,6 +99,9 @@ class OurGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
+    def _get_backend(self, _: torch.device) -> OurGroup:  # torch 2.15 asks it how messages are batched
+        return self
+
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> OurWork:
         op = _op(options)
         return OurWork([self.comm.all_reduce(each, op) for each in tensors], result=tensors)

@@ -61,6 +61,9 @@ def test_what_is_dropped_may_hold_anything() -> None:
     torch.testing.assert_close(found, expected.double(), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # opcheck, torch 2.15
 def test_a_compiler_may_hold_both() -> None:
     order, place = sorted_choices()
     tokens, weights = draw(TOKENS, WIDTH), draw(TOKENS, ACTIVE)

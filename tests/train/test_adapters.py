@@ -27,6 +27,8 @@ from paceline.train.survive.recovery import StopRequest
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+# PEFT reads a name that transformers deprecates from 5.23 on.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "num_key_value_heads": 1, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": None}
 GPT2 = {"vocab_size": 24, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "eos_token_id": None}
