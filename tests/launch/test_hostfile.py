@@ -78,6 +78,8 @@ def test_slots_are_the_ranks_of_a_host_and_the_port_is_one_everywhere(asked: Lau
         prepare(Path("tiny.yaml"), ["parallel.node_ranks=2"], replace(asked, slots=3), is_dry=True)
     with pytest.raises(ConfigError, match="the hosts have 3 slots each, and --gpus-per-node is 8"):
         prepare(Path("tiny.yaml"), free, replace(asked, slots=3, gpus=8), is_dry=True)
+    with pytest.raises(ConfigError, match=r"parallel\.ranks = 2 on 2 nodes with 3 slots each\n.*\n.*auto, or 6"):
+        prepare(Path("tiny.yaml"), [*free, "parallel.ranks=2"], replace(asked, slots=3), is_dry=True)
 
 
 def test_a_host_that_answers_and_lacks_the_package_is_told_so(asked: LaunchJob, tmp_path: Path) -> None:

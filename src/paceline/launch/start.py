@@ -124,7 +124,8 @@ def ranks_of_node(config: Config, nodes: int, gpus: int, slots: int | None = Non
     if isinstance(asked, int):
         each = each or asked // nodes
         if each * nodes != asked:
-            given = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" with {gpus} GPUs each" if gpus else "")
+            of_each = f" with {gpus} GPUs each" if gpus else f" with {slots} slots each" if slots else ""
+            given = f"{nodes} node{'s' if nodes > 1 else ''}{of_each}"
             rule = "every node has as many ranks as the others, and a rank a GPU of its own"
             fix = f"set parallel.ranks = auto, or {max(1, each) * nodes}"
             problem = Problem(what=f"parallel.ranks = {asked} on {given}", rule=rule, fix=fix)
