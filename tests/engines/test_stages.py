@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.stages.stages import Stage, initialise_stages, split_model, tied_names
+from paceline.engines.stages.stages import Stage, split_model, tied_names
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT
 from paceline.models.layers import PipelineLayer, model_layers
@@ -140,30 +140,6 @@ def test_a_frozen_parameter_stays_frozen() -> None:
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
     assert frozen
     assert all(name.startswith("layers.0.") for name in frozen)
-
-
-def test_a_model_without_values_gets_those_of_one_process() -> None:
-    for make in (lambda: gpt(tied=True), lambda: ResNet(18, num_classes=3, width=4), tied_sequential):
-        torch.manual_seed(5)
-        with torch.device("meta"):
-            model = make()
-        num = len(model_layers(model))
-        stages = split_model(model, (0, 1, 2, num), [1, 2])
-        assert all(parameter.is_meta for stage in stages.values() for parameter in stage.parameters())
-        torch.manual_seed(9)
-        initialise_stages(model, stages.values())
-        plain = make()
-        torch.manual_seed(9)
-        for module in plain.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        state = plain.state_dict()
-        if make is not tied_sequential:  # whose second place draws over the first when it is reset by hand
-            for stage in stages.values():
-                for name, value in stage.state_dict().items():
-                    torch.testing.assert_close(value, state[name], rtol=0, atol=0)
-        kept = {id(parameter) for stage in stages.values() for parameter in stage.parameters()}
-        assert all(parameter.is_meta for parameter in model.parameters() if id(parameter) not in kept)
 
 
 def test_modes_reach_dropout_and_the_modules_around() -> None:

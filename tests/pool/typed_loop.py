@@ -33,6 +33,7 @@ def train(comm: paceline.Communicator, anything: nn.Module) -> None:
     assert_type(paceline.parallelize(nn.Linear(3, 4), comm, "auto")(torch.ones(3)), Tensor)
     paceline.parallelize(anything, comm)(1, two=2)
     paceline.Run(comm, "mine", engine)
+    paceline.Run(comm, "mine", trackers=["wandb"])  # wrong
     paceline.save("checkpoints", engine, step=1)
     takes_any(engine)
 

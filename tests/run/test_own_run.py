@@ -486,7 +486,7 @@ def test_arguments_that_a_run_does_not_have_are_refused_with_the_place_where_the
     told = str(refused.value)
     assert all(fix in told for fix in ("plain name", "give monitor={'trackers': ['wandb']}", "did you mean engine?"))
     assert "leave it out, or give config={'seed': 5}" in told
-    with pytest.raises(UsageError, match=r"Run\(a str, a SoloCommunicator\)"):
+    with pytest.raises(UsageError, match=r"Run\('a', .*\n  it takes the communicator, and then"):
         paceline.Run("a", comm)  # type: ignore[arg-type]
 
 

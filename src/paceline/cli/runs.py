@@ -44,7 +44,7 @@ def report(
 
     if compare and len(folders) < 2:
         raise typer.BadParameter("--compare needs two runs or more")
-    gc.disable()  # records are many and have no cycles, and the process ends soon
+    gc.disable()  # records are many and have no cycles: the collector would look at all of them again and again
     records = [open_run(folder) for folder in folders]
     summaries = [summarize(folder, own) for folder, own in zip(folders, records, strict=True)]
     points = scaling_of(summaries)

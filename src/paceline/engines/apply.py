@@ -93,12 +93,7 @@ def parallelize(
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
     """
-    _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"parallelize() of a {type(model).__name__}\n  it takes an nn.Module, once on each rank\n"
-            f"  {'train it: an engine is called as its model is' if isinstance(model, Engine) else 'give the model'}"
-        )
+    _check_arguments(model, comm, layout, {"strategy": strategy, "precision": precision, **options})
     check_initialised(model)
     layout = layout or layout_from(options, None if strategy == "auto" else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
@@ -197,7 +192,12 @@ def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layo
     return Layout(**given)
 
 
-def _check_arguments(comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(model: Any, comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"parallelize() of a {type(model).__name__}\n  it takes an nn.Module, once on each rank\n"
+            f"  {'train it: an engine is called as its model is' if isinstance(model, Engine) else 'give the model'}"
+        )
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"the second argument is a {type(comm).__name__}\n  it is the communicator of the ranks\n"

@@ -414,19 +414,13 @@ class _Form:
         self.values: Callable[[Record], tuple[Any, ...]] = operator.attrgetter(*(each.name for each in declared))
         # Annotations are strings here (see the __future__ import), which is all that is needed to pick a reader.
         kinds = {each.name: str(each.type) for each in declared}
-        self._names = kinds.keys()
         self._readers = tuple(
             (name, _PLAIN.get(kind.removesuffix(" | None")), _READERS.get(kind, lambda value: value))
             for name, kind in kinds.items()
         )
         self._needed = [each.name for each in declared if each.default is each.default_factory is MISSING]
-        self._given = operator.itemgetter(*kinds)
-        self._fitting: set[tuple[type, ...]] = set()  # types of values that no reader changes: most lines have the same
 
     def read(self, payload: dict[str, Any]) -> Record:
-        given: tuple[Any, ...] = self._given(payload) if payload.keys() >= self._names else ()
-        if (types := tuple(map(type, given))) in self._fitting:
-            return self.record_class(**dict(zip(self._names, given, strict=True)))
         if missing := [name for name in self._needed if name not in payload]:
             raise ValueError(f"record of type {self.name} lacks {', '.join(missing)}")
         values: dict[str, Any] = {}
@@ -439,8 +433,6 @@ class _Form:
                 except (TypeError, ValueError, OverflowError, AttributeError):
                     shown = repr(value)[:80]
                     raise ValueError(f"record of type {self.name} has {name} = {shown}") from None
-        if given and all(each in (plain, type(None)) for each, (_, plain, _) in zip(types, self._readers, strict=True)):
-            self._fitting.add(types)
         return self.record_class(**values)
 
 

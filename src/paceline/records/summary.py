@@ -19,7 +19,6 @@ mean.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,16 +93,10 @@ def split_attempts(records: Sequence[kinds.Record]) -> list[RankAttempt]:
 def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     """Reads the attempts of each rank that has any, by rank in order. Raises RunFolderError for a damaged record."""
     found = {}
-    was_on = gc.isenabled()
-    gc.disable()  # records are many and have no cycles: the collector would look at all of them again and again
-    try:
-        for path in (run_folder / "records").glob("rank-*.jsonl"):
-            number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
-            if number and (records := read_file(path, kinds.RunRecord)):
-                found[int(number[1])] = split_attempts(records)
-    finally:
-        if was_on:
-            gc.enable()
+    for path in (run_folder / "records").glob("rank-*.jsonl"):
+        number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
+        if number and (records := read_file(path, kinds.RunRecord)):
+            found[int(number[1])] = split_attempts(records)
     return dict(sorted(found.items()))
 
 

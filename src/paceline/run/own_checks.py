@@ -22,10 +22,8 @@ def check_arguments(comm: object, name: object, unknown: Mapping[str, object]) -
     """Raises UsageError with all that is wrong about the arguments of a run."""
     problems = []
     if not isinstance(comm, Communicator) or not isinstance(name, str):
-        given = f"paceline.Run(a {type(comm).__name__}, a {type(name).__name__})"
-        problems = [
-            f'{given}\n  it takes the communicator, and then a name\n  give paceline.Run(comm, "cnn", engine, ...)'
-        ]
+        rule = "it takes the communicator, and then a name"
+        problems = [f"paceline.Run({comm!r}, {name!r})\n  {rule}\n  give paceline.Run(comm, 'cnn', engine, ...)"]
     elif not name or Path(name).name != name:
         rule = "it is the name of a folder below runs, or below monitor's folder"
         problems = [f"a run with the name {name!r}\n  {rule}\n  give a plain name, such as cnn"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gc
 import hashlib
 import io
 import json
@@ -216,4 +217,5 @@ def _predicted(found: Compared) -> list[list[str]]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # records are many and have no cycles: the collector would look at all of them again and again
     sys.stdout.write(json.dumps(strict_json(summary_of(Path(sys.argv[1])))))

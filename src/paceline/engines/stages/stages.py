@@ -20,7 +20,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from paceline.engines.flat.materialize import reset_modules
 from paceline.errors import UsageError
 from paceline.models.layers import Chain, PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
@@ -159,25 +158,6 @@ def tied_names(model: nn.Module, bounds: Sequence[int], *, layers: Layers | None
         for name, parameter in model.named_parameters()
         if len(users.get(id(parameter), ())) > 1
     }
-
-
-@torch.no_grad()
-def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
-    """Gives stages of a meta model the values that one process draws: each rank draws all, and keeps its own."""
-    kept = {tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
-    real: dict[nn.Parameter | None, nn.Parameter] = {}  # by what stood in its place
-    for module, parameters, buffers in reset_modules(model):
-        for attribute, old in parameters.items():
-            if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
-                new = module.get_parameter(attribute)
-                module._parameters[attribute] = real.setdefault(old, new) if old in kept else old
-        for attribute, buffer in buffers.items():
-            if buffer not in kept:
-                module._buffers[attribute] = buffer
-    for stage in stages:
-        for module in stage.modules():
-            for attribute, held in module._parameters.items():
-                module._parameters[attribute] = real.get(held, held)
 
 
 def _modules_of(layers: Layers) -> Iterable[nn.Module]:
