@@ -44,9 +44,9 @@ LINES = {
     "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_210,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
-    "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
+    "records": 3_975,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
-    "run": 7_400,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
+    "run": 7_425,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
     "train": 5_100,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
