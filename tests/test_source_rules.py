@@ -37,16 +37,16 @@ LINES = {
     "config": 3_730,  # a router of experts, and which of its keys go together; norms of queries and keys
     "data": 4_990,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_540,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_520,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_625,  # verdicts on experts
     "launch": 2_970,
     "models": 3_780,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_210,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
-    "records": 3_960,  # samples.py; loads of experts, and ranks that are late by them; words for own loops
+    "records": 3_960,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
-    "run": 7_420,  # who sends a signal decides what it means; hosts that leave a round; arguments of a run
+    "run": 7_420,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
     "train": 5_100,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts

@@ -1,10 +1,10 @@
 """What a step takes in the engines here: ``predict`` follows the frameworks of published runs, and this what differs.
 
-For m microbatches a step, R replicas of a group of S ranks that share the states, p parameters of a rank's part and a
+For k microbatches a step, R replicas of a group of S ranks that share the states, p parameters of a rank's part and a
 backward of b seconds:
 
-    zero2              a reduce-scatter in every microbatch:       m - 1 more of them
-    fsdp in a pipeline gathers and reduces in every microbatch:    m times those of one
+    zero2              a reduce-scatter in every microbatch:       k - 1 more of them
+    fsdp in a pipeline gathers and reduces in every microbatch:    k times those of one
     hybrid             an all-reduce of 4 p / S bytes over R, once a step, behind the last backward
 
 and by tuning:
