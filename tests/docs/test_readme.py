@@ -28,7 +28,7 @@ NOT_COPIED = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build"
 def commands() -> list[str]:
     """Returns the commands of the README in order, without their remarks."""
     lines = [line.strip() for line in _FENCE.sub("", TEXT).splitlines() if line.startswith("    ")]
-    return [re.split(r"\s+#", line)[0] for line in lines]
+    return [re.split(r"\s+#", line)[0] for line in lines if not line.startswith("#")]
 
 
 def script() -> str:
