@@ -62,6 +62,22 @@ def test_a_step_that_is_left_out_changes_nothing(
     assert not torch.equal(values(optimizer, model)[0], after[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_memory_is_given_back_before_the_first_update_alone(
+    make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of an optimizer that keeps no state: it would look as if it had made no update yet."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    model = nn.Linear(3, 2).to("cuda")
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        update_if_finite(optimizer, set_gradients(model, 1.0))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_run_with_a_bad_first_step_goes_on_as_one_without_it(

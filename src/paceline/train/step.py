@@ -34,6 +34,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import tree_map
@@ -288,6 +289,7 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+_BEGUN: WeakSet[torch.optim.Optimizer] = WeakSet()  # that made an update on a GPU
 
 
 def update_if_finite(
@@ -301,7 +303,8 @@ def update_if_finite(
     Says whether there was an update; None where only the device knows. ``weight`` is a factor that the gradients of a
     MasterAdamW still lack, and the norm has.
     """
-    if norm.is_cuda and not optimizer.state:  # what is made now, and stays, does not cut up the memory of passes
+    if norm.is_cuda and optimizer not in _BEGUN:  # state that is made now, and stays, does not cut up passes' memory
+        _BEGUN.add(optimizer)
         torch.cuda.empty_cache()
     if isinstance(optimizer, MasterAdamW):
         optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
