@@ -49,7 +49,7 @@ LINES = {
     "run": 7_420,  # who sends a signal decides what it means; hosts that leave a round before its ranks start
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
-    "train": 5_100,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
+    "train": 5_105,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
     "verify": 1_150,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
