@@ -332,12 +332,12 @@ def test_targets_that_are_alike_by_chance_are_taken() -> None:
     same, few = torch.zeros(4, TOKENS, dtype=torch.int64), torch.full((4, TOKENS), IGNORED)
     few[:, 3] = make_batch()[0][:, 3]
 
-    def work(comm: Communicator) -> None:
+    def work(comm: Communicator) -> list[int]:
         engine = parallelize(nn.Sequential(make_model(), nn.Conv1d(2, 2, 1)), comm, context_ranks=2)
-        engine.cut(same, same)
-        engine.cut(make_batch()[0], few)
+        return [engine.cut(*batch)[1].shape[1] for batch in ((same, same), (make_batch()[0], few))]
 
-    run_virtual(work, 2)
+    shares = torch.tensor(run_virtual(work, 2))
+    assert shares.sum(0).tolist() == [TOKENS, TOKENS]
 
 
 def test_ranks_of_other_sequences_read_other_samples() -> None:
