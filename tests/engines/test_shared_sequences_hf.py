@@ -114,11 +114,11 @@ SPREADS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def check_gradients(family: str, ranks: int, spread: dict[str, Any]) -> None:
-    expected = one_process(build(family))
+def check_gradients(family: str, ranks: int, spread: dict[str, Any], **changes: Any) -> None:
+    expected = one_process(build(family, **changes))
 
     def work(comm: Communicator) -> Values:
-        return on_ranks(parallelize(build(family), comm, context_ranks=2, **spread))
+        return on_ranks(parallelize(build(family, **changes), comm, context_ranks=2, **spread))
 
     for found in run_virtual(work, ranks):
         assert found.keys() == expected.keys()
@@ -209,4 +209,4 @@ def test_what_cannot_be_is_told(family: str, changes: dict[str, Any], use: Any, 
 
 
 def test_in_rows_that_fit_into_a_window_it_leaves_nothing_out() -> None:
-    run_virtual(lambda comm: on_ranks(parallelize(build("mistral", sliding_window=TOKENS), comm, context_ranks=2)), 2)
+    check_gradients("mistral", 2, {}, sliding_window=TOKENS)
