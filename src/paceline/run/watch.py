@@ -44,6 +44,7 @@ from paceline.run.records import append_event
 from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
 from paceline.run.whereami import host_name
+from paceline.search.expectation import read_expectation
 
 _LOOK_AT_ALL_S = 2.0
 _DEAD_S = 10.0  # a launcher tells of its dead ranks itself, and sooner, even on a host that is overrun
@@ -248,10 +249,7 @@ class Watch(SeenRanks):
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
-        asked = self._policy.limits
-        stopped_s = asked.step_s if asked.stopped_s is None else asked.stopped_s
-        # Longer where steps have shown to be long.
-        limits = replace(asked, step_s=max(asked.step_s, _PATIENT * self._longest_s), stopped_s=stopped_s)
+        limits = self._limits()
         found = judge(views, now, limits)
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
@@ -259,6 +257,13 @@ class Watch(SeenRanks):
         # With the limits of before: a rank that gives up while it is asked would make them longer.
         self._last_views = self.with_lines(self.views(now))
         return judge(self._last_views, now, limits) or found
+
+    def _limits(self) -> HangLimits:
+        """Returns the limits of the config; longer where steps have shown to be long, or were predicted to be."""
+        asked, expected = self._policy.limits, read_expectation(self.folder)
+        longest_s = max(self._longest_s, (expected and expected.step_s) or 0.0)
+        stopped_s = asked.step_s if asked.stopped_s is None else asked.stopped_s
+        return replace(asked, step_s=max(asked.step_s, _PATIENT * longest_s), stopped_s=stopped_s)
 
     def states(self) -> list[RankState]:
         now = time.monotonic()
