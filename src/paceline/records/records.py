@@ -31,10 +31,8 @@ from paceline.untrusted import is_count, open_regular, parse_json, parse_json_ob
 SCHEMA_VERSION = 1
 _MOST_BYTES = 2**20  # of a line
 STEPS = (b'{"type":"step"', b'{"type":"span"')
-_MANY, _LONG = (
-    (*STEPS, b'{"type":"comm"', b'{"type":"host"'),
-    b"0" * 60,
-)  # digits, each taken as a zero: a search by a pattern is slow
+_MANY = (*STEPS, b'{"type":"comm"', b'{"type":"host"')
+_LONG = b"0" * 60  # digits, each taken as a zero: a search by a pattern is slow
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 THINNED = b'"name":"thinned"'
 
