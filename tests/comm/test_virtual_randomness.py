@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import RankFailedError
@@ -172,3 +173,27 @@ def test_the_second_number_of_a_pair_stays_with_its_rank() -> None:
         return [number for _ in range(count) for number in (python.gauss(0.0, 1.0), float(numpy.standard_normal()))]
 
     assert run_virtual(work, 2, seed=5) == [alone(1), alone(2)]
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_one_rank_is_none_of_another_and_of_none_afterwards() -> None:
+    """torch 2.10 compiles nothing while it believes that a mode is on; ranks enter and leave theirs in turns."""
+
+    def work(comm: VirtualCommunicator) -> tuple[bool, bool]:
+        if comm.rank == 2:
+            comm.barrier()
+            during = is_in_torch_dispatch_mode()
+            comm.barrier()
+        else:
+            with Nothing():
+                comm.barrier()
+                during = is_in_torch_dispatch_mode()
+                comm.barrier()
+        return during, is_in_torch_dispatch_mode()
+
+    assert run_virtual(work, 3) == [(True, False), (True, False), (False, False)]
+    assert not is_in_torch_dispatch_mode()

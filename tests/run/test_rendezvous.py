@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from free_ports import free_port
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
+from paceline.comm.control.server import Hosts
 from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
 from paceline.run.agreement import HostFacts
@@ -92,6 +94,33 @@ def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Surro
         unsure = pool.submit(first.agree_on_end, "rank 0 lost another", is_sure=False)
         second.__exit__()  # the host is gone, which is no failure of a rank
         assert unsure.result() == ["rank 1 was killed", f"{CHANGED}{host_name()} (its launcher has ended) is gone"]
+
+
+def test_a_launcher_that_leaves_while_it_says_that_it_lives_has_left(
+    nodes: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Surroundings(launcher="test", kind="host", least=2, count=2, address=nodes.address, port=nodes.port)
+    hear, is_asked, has_left = Hosts.hear, threading.Event(), threading.Event()
+    with (
+        ThreadPoolExecutor(2) as pool,
+        rendezvous(tmp_path, "run", both) as first,
+        rendezvous(tmp_path, "run", both) as second,
+    ):
+        list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+
+        def hear_late(hosts: Hosts, host: str, now: float) -> None:
+            hear(hosts, host, now)
+            if host == second._name:
+                is_asked.set()
+                has_left.wait(30)
+
+        monkeypatch.setattr(Hosts, "hear", hear_late)
+        assert is_asked.wait(30)
+        second.__exit__()
+        has_left.set()
+        while not first._news().gone:
+            pass
+        assert first._news().gone == [f"{host_name()} (its launcher has ended)"]
 
 
 @pytest.mark.parametrize("is_told", [False, True])

@@ -115,7 +115,7 @@ def test_a_rank_that_goes_on_clears_the_suspicion(alone: Host, clock: Clock) -> 
     assert clock.now == 1000.0 + 5.5 + 16.5 + 0.5
 
 
-def test_steps_that_were_predicted_to_be_long_may_stand_as_long(alone: Host, clock: Clock) -> None:
+def test_steps_that_were_predicted_to_be_long_may_stand_as_long(alone: Host) -> None:
     (alone.folder / "prediction.json").write_text('{"step_s": 4.0}')
     assert alone.look(12.0) is None
     assert alone.look(12.5) is not None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.bounded_yaml import load_yaml
+from paceline.doctor import machine
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -53,6 +54,8 @@ def test_all_that_names_versions_names_the_same() -> None:
     workflow = load_yaml((ROOT / ".github" / "workflows" / "checks.yaml").read_text())
     assert workflow["jobs"]["checks"]["strategy"]["matrix"]["python"] == pythons
     assert f"{pythons[0]} to {pythons[-1]}" in (ROOT / "README.md").read_text()
+    assert pythons[0] == ".".join(map(str, machine._OLDEST_PYTHON))
+    assert f"torch>={'.'.join(map(str, machine._OLDEST_TORCH))}" in PROJECT["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert [line for line in lines if not line.startswith("#")] == PROJECT["dependencies"]
     pinned = dict(re.findall(r"(?m)^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text()))

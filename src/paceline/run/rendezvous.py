@@ -142,7 +142,6 @@ class Rendezvous(elastic.RendezvousHandler):
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_BEAT_S)  # it may wait for a server that does not answer any more
-        self._beats.close()  # by which the server knows that this launcher has left
         self._client.close()
 
     def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
@@ -373,20 +372,21 @@ class Rendezvous(elastic.RendezvousHandler):
 
     def _attend(self) -> None:
         """Tells the server that this launcher lives, and learns which hosts have left or wait to be taken in."""
-        while not self._is_over.wait(_beat_s(self.hosts.most)):
-            try:
-                asked = self._round
-                news = Attendance(*self._beats.ask("attend", self._name, f"ended/{asked}"))
-                self._seen = news if news.round == asked else news._replace(is_told=False)  # of the round before
-            except (CommunicationError, TimeoutError) as error:
-                self._problem = error
-                if not (self._is_over.is_set() or self._seen.is_closed):
-                    say(
-                        f"host {host_name()} does not reach the launcher where the hosts meet: {error}\n"
-                        "  either the network between them is down, or that launcher has ended; its ranks here end, "
-                        f"and it tries to come back for {_RETURN_S:g} s"
-                    )
-                return
+        with contextlib.closing(self._beats):  # by which the server knows that this launcher has left
+            while not self._is_over.wait(_beat_s(self.hosts.most)):
+                try:
+                    asked = self._round
+                    news = Attendance(*self._beats.ask("attend", self._name, f"ended/{asked}"))
+                    self._seen = news if news.round == asked else news._replace(is_told=False)  # of the round before
+                except (CommunicationError, TimeoutError) as error:
+                    self._problem = error
+                    if not (self._is_over.is_set() or self._seen.is_closed):
+                        say(
+                            f"host {host_name()} does not reach the launcher where the hosts meet: {error}\n"
+                            "  either the network between them is down, or that launcher has ended; its ranks here "
+                            f"end, and it tries to come back for {_RETURN_S:g} s"
+                        )
+                    return
 
 
 def _beat_s(most: int) -> float:

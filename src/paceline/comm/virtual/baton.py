@@ -1,9 +1,9 @@
 """One baton among N threads: one rank runs at a time, with random states of its own.
 
 A rank holds the baton while it computes and passes it on, in rank order, when it must wait. With the baton go the
-random states of torch, numpy and Python, which belong to the process: each rank behaves as if it had one to itself, and
-two runs give the same bits. When no rank can go on, that is known at once and reported as a verdict; a rank that keeps
-the baton beyond the time limit is reported with the line it stands at.
+random states of torch, numpy and Python, and torch's note that a mode is on, which belong to the process: each rank
+behaves as if it had one to itself, and two runs give the same bits. When no rank can go on, that is known at once and
+reported as a verdict; a rank that keeps the baton beyond the time limit is reported with the line it stands at.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.utils import _python_dispatch
 
 from paceline.comm.ledger.call_sites import name_site
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError
@@ -90,19 +91,23 @@ _NUMPY = _LazyState(
     lambda state: not state["has_gauss"],  # a normal number that numpy keeps for the next call does not show
 )
 _PYTHON = _LazyState(_python_memory, lambda: random.getstate(), lambda state: random.setstate(state))
+# A mode belongs to a thread. That one is on torch notes for the process too, and 2.10 then compiles nothing in it.
+_MODE_NOTES = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
 
 @dataclass(frozen=True, slots=True)
-class RandomStates:
+class ProcessStates:
     torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
     numpy: Any
     python: tuple[Any, ...]
+    modes: dict[str, bool]
 
     @classmethod
-    def capture(cls, device: torch.device) -> RandomStates:
+    def capture(cls, device: torch.device) -> ProcessStates:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), _PYTHON.capture())
+        modes = {name: getattr(_python_dispatch, name) for name in _MODE_NOTES}
+        return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), _PYTHON.capture(), modes)
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.torch_cpu)
@@ -110,6 +115,7 @@ class RandomStates:
             torch.cuda.set_rng_state(self.torch_cuda, device)
         _NUMPY.restore(self.numpy)
         _PYTHON.restore(self.python)
+        vars(_python_dispatch).update(self.modes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class Baton:
         self._last_sign = time.monotonic()
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._states: list[RandomStates] = []
+        self._states: list[ProcessStates] = []
         self._threads: list[threading.Thread] = []
         self.explain: Callable[[Mapping[int, LedgerEntry], set[int]], str]  # why no rank can go on; set by the world
 
@@ -158,13 +164,13 @@ class Baton:
         raise Abandoned
 
     def run(self, work: list[Callable[[], Any]]) -> list[Any]:
-        before = RandomStates.capture(self.device)
+        before = ProcessStates.capture(self.device)
         torch.default_generator.manual_seed(self._seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(self._seed)
         np.random.seed(self._seed % 2**32)
         random.seed(self._seed)
-        self._states = [RandomStates.capture(self.device)] * self.num_ranks
+        self._states = [ProcessStates.capture(self.device)] * self.num_ranks
         results: list[Any] = [None] * self.num_ranks
         self._threads = [
             threading.Thread(target=self._live, args=(rank, work[rank], results), name=f"rank-{rank}", daemon=True)
@@ -213,7 +219,7 @@ class Baton:
             self._end(failure)
 
     def _pass_on(self, rank: int) -> None:
-        self._states[rank] = RandomStates.capture(self.device)
+        self._states[rank] = ProcessStates.capture(self.device)
         for step in range(1, self.num_ranks + 1):
             candidate = (rank + step) % self.num_ranks
             if candidate in self._finished:
