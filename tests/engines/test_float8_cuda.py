@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.float8 import float8_linear, scales_of
+from paceline.engines.float8 import float8_grouped_product, float8_linear, scales_of
 from paceline.models.gpt import GPT, gpt_config
 
 pytestmark = [
@@ -47,6 +47,26 @@ def test_tensor_cores_give_the_numbers_of_the_emulation(by_row: bool, is_compile
         assert float((found - value).norm() / value.norm()) < 0.01
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="torch has the kernel for Hopper"
+)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("counts", [[128, 128, 128], [300, 0, 84], [1, 7, 376], [0, 0, 3]])
+def test_the_kernel_of_experts_gives_the_numbers_of_the_emulation(counts: list[int], is_compiled: bool) -> None:
+    def of(device: str, *, is_compiled: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes: tuple[tuple[int, ...], ...] = ((sum(counts) + 6, 256), (3, 512, 256), (sum(counts), 512))
+        rows, weights, g = (torch.randn(*shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+        held = torch.tensor(counts, device=device)
+        run = torch.compile(float8_grouped_product) if is_compiled else float8_grouped_product
+        y = run(rows.requires_grad_(), weights.requires_grad_(), held)[: sum(counts)]
+        of_rows, of_weights = torch.autograd.grad(y, (rows, weights), g)
+        return [each.float().cpu() for each in (y, of_rows[: sum(counts)], of_weights)]
+
+    for found, value in zip(of("cuda", is_compiled=is_compiled), of("cpu", is_compiled=False), strict=True):
+        assert float((found - value).norm() / value.norm()) < 0.01
+
+
 def test_compiled_scales_are_the_same_bits() -> None:
     largest = torch.tensor([0.0, 1e-45, 1e-30, 1.0, 1.75, 1.7500001, 448.0, 3e38, torch.inf, torch.nan], device="cuda")
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -66,9 +86,10 @@ def test_zeros_give_zeros(by_row: bool) -> None:
     assert not zeros.grad.any()
 
 
-def losses(comm: Communicator, strategy: str, steps: int = 6, **options: Any) -> list[float]:
+def losses(comm: Communicator, strategy: Any, steps: int = 6, experts: int = 0, **options: Any) -> list[float]:
     torch.manual_seed(0)
-    model = GPT(gpt_config(layers=2, heads=4, width=64, context=32, vocab_size=64, tied=False))
+    sizes: Any = {"experts": experts, "active": 2, "expert_width": 64} if experts else {}
+    model = GPT(gpt_config(layers=2, heads=4, width=64, context=32, vocab_size=64, tied=False, **sizes))
     engine = parallelize(model, comm, strategy, **options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
     first = [torch.randint(0, 64, (8, 1), generator=torch.Generator().manual_seed(step)) for step in range(steps)]
@@ -88,3 +109,14 @@ def test_virtual_ranks_train_as_one_process_and_compiled_and_checkpointed_runs_t
         work: Any = lambda comm, options=options: losses(comm, strategy, precision=precision, **options)  # noqa: E731
         for found in run_virtual(work, ranks, device="cuda"):
             assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"checkpoint_activations": "matmuls"}], ids=str)
+def test_experts_over_virtual_ranks_train_as_in_one_process(options: dict[str, Any]) -> None:
+    def work(ranks: int, **options: Any) -> list[list[float]]:
+        return run_virtual(lambda comm: losses(comm, "zero2", experts=4, **options), ranks, device="cuda")
+
+    (expected,), (plain,) = work(1, precision="fp8"), work(1, precision="bf16_master")
+    assert expected == pytest.approx(plain, rel=0.02)
+    for found in work(2, precision="fp8", expert=2, **options):
+        assert found == pytest.approx(expected, rel=0.01)

@@ -133,9 +133,10 @@ def test_with_a_kernel_for_all_experts_a_block_is_one_graph(name: str, monkeypat
     assert torch.equal(other.dropped, plain.dropped)
 
 
-def test_experts_stay_in_bf16_beside_layers_of_8_bits_and_a_note_says_so() -> None:
+def test_experts_compute_with_8_bits_and_those_whose_sizes_do_not_fit_are_named() -> None:
     _, model = mixture(RouterConfig(), shared_experts=1)
+    assert "layers.3.mlp.experts" in choose_float8(model, model.blocks()).chosen
+    _, model = mixture(RouterConfig(), shared_experts=1, expert_width=24)
     found = choose_float8(model, model.blocks())
-    assert "layers.0.mlp.shared.up" in found.chosen
-    assert found.left["layers.3.mlp.experts"] == "experts"
-    assert "layers.0.mlp.experts, layers.1.mlp.experts, layers.2.mlp.experts and 1 more (experts)" in str(found)
+    assert "layers.0.mlp.shared.up" not in found.chosen
+    assert found.left["layers.3.mlp.experts"] == "sizes that are no multiples of 16"

@@ -17,6 +17,10 @@ gradient, 8 N K for the weight, which is cast again in backward. Of x a layer ke
 cast rounds a number as if it were alone, whatever the maximum beside it, down to numbers 2^-14 of it (e4m3). So ranks
 that have other parts of a batch or of a weight round the same numbers alike, and compiled code rounds as eager code.
 
+[Note: experts] One kernel multiplies the rows of all experts, with a scale for each row in both recipes, so that ranks
+round alike whatever rows they get. Gradients of an expert's weights are sums over its rows, whose number is no multiple
+of 16: they are computed in the dtype of what came in.
+
 [Note: layouts] The tensor cores of Hopper read both operands along the contraction. So backward needs transposed copies
 of g8, w8 and x8. A compiler writes the cast and its transposed copy in one pass.
 """
@@ -35,11 +39,12 @@ from torch.autograd.function import Function
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
-from paceline.models.experts import Experts
+from paceline.models.experts import Experts, grouped_product, grouped_sums
 from paceline.models.lora import mixed
 
 MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_HOPPER = (9, 0)
 _TWO_TO_127, _NAN = 0x7F000000, 0x7FC00000  # the bits of fp32
 _TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
 # Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs and the gradients of inputs,
@@ -112,6 +117,53 @@ class _Float8Product(Function):
         return for_x, for_weight, None, None
 
 
+def float8_grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Returns what ``grouped_product`` would, from operands of 8 bits. See [Note: experts]."""
+    if len(rows) == 0:
+        return grouped_product(rows, weights, counts)
+    run: Callable[..., Tensor] = _Float8GroupedProduct.apply
+    return run(rows, weights, counts)
+
+
+class _Float8GroupedProduct(Function):
+    """Rows (rows, inputs) times the transposes of weights (experts, outputs, inputs), expert by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, counts)
+        return _scaled_groups(rows, weights, counts, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, counts = ctx.saved_tensors
+        for_rows = for_weights = None
+        if ctx.needs_input_grad[0]:
+            for_rows = _scaled_groups(gradient, weights.transpose(1, 2), counts, rows.dtype)
+        if ctx.needs_input_grad[1]:
+            for_weights = grouped_sums(gradient.to(rows.dtype), rows, counts).to(weights.dtype)
+        return for_rows, for_weights, None
+
+
+def _scaled_groups(rows: Tensor, weights: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts both operands with a scale for each row, and multiplies; on a CPU in fp32, of 8-bit numbers."""
+    rows8, rows_inverse = _cast(rows, E4M3, -1)
+    weights8, weights_inverse = _cast(weights, E4M3, -1)
+    if rows.is_meta:
+        return grouped_product(rows8, weights8, counts).to(dtype)
+    if rows.device.type == "cpu":  # inverse scales are powers of two: to multiply by one first is as exact
+        return grouped_product(rows8.float() * rows_inverse, weights8.float() * weights_inverse, counts).to(dtype)
+    found: Tensor = torch._scaled_grouped_mm(
+        rows8,
+        weights8.transpose(1, 2),
+        rows_inverse.flatten(),
+        weights_inverse.flatten(1),
+        offs=counts.cumsum(0).to(torch.int32),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=_FAST_OVER_WIDTH,
+    )
+    return found if found.dtype == dtype else found.to(dtype)
+
+
 def _by_columns(x: Tensor) -> Tensor:
     """Returns the same matrix, column after column in memory."""
     return x.t().contiguous().t()
@@ -174,7 +226,7 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Layers:
-    """The linear layers of a model by name: those that compute with 8 bits, and why others, and experts, do not."""
+    """The linear layers and experts of a model by name: those that compute with 8 bits, and why others do not."""
 
     chosen: tuple[str, ...]
     left: dict[str, str]
@@ -192,22 +244,27 @@ class Float8Layers:
 
 
 def choose_float8(model: nn.Module, blocks: Sequence[nn.Module]) -> Float8Layers:
-    """Says which linear layers compute with 8 bits: those inside the blocks, whose sizes are multiples of 16."""
+    """Says which linear layers compute with 8 bits: those inside the blocks, whose sizes are multiples of 16.
+
+    Experts too, on a CPU and on Hopper, the one generation for which every torch has the kernel.
+    """
     inside = {id(module) for block in blocks for module in block.modules()}
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, (nn.Linear, Experts))}
     left: dict[str, str] = {}
     for name, module in linears.items():
         if id(module) not in inside:
             left[name] = "outside the blocks"
-        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        elif any(size % MULTIPLE for size in _sizes(module)):
             left[name] = f"sizes that are no multiples of {MULTIPLE}"
+        elif isinstance(module, Experts):
+            if torch.cuda.is_available() and torch.cuda.get_device_capability() != _HOPPER:
+                left[name] = "experts, for which torch has a kernel on Hopper alone"
         elif not hasattr(module, "float8_by_row") and not _is_plain(module):
             left[name] = "a forward of its own"
-    left |= {name: "experts" for name, module in model.named_modules() if isinstance(module, Experts)}
     # A tied weight is read by another module too: an embedding, or a layer that stays as it is.
     swapped = {id(module) for name, module in linears.items() if name not in left}
     read = {id(p) for each in model.modules() if id(each) not in swapped for p in each.parameters(recurse=False)}
-    left |= {n: "tied to another layer" for n, layer in linears.items() if n not in left and id(layer.weight) in read}
+    left |= {n: "tied to another layer" for n in linears if n not in left and id(_first_weight(linears[n])) in read}
     return Float8Layers(chosen=tuple(name for name in linears if name not in left), left=left)
 
 
@@ -228,6 +285,9 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
     found = choose_float8(model, blocks)
     for name in found.chosen:
         module: Any = model.get_submodule(name)
+        if isinstance(module, Experts):
+            module.float8 = float8_grouped_product
+            continue
         if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
             own: Any = type(module)
             module.__class__ = Float8Linear if own is nn.Linear else mixed(Float8Linear, own)
@@ -241,6 +301,16 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
 def travels_as_float8(parameter: nn.Parameter) -> bool:
     """Says whether nothing but products of 8 bits with one scale reads a parameter."""
     return getattr(parameter, "_paceline_float8", False)
+
+
+def _sizes(module: nn.Linear | Experts) -> tuple[int, ...]:
+    if isinstance(module, Experts):
+        return (*module.first.shape[1:], *module.last.shape[1:])
+    return module.in_features, module.out_features
+
+
+def _first_weight(module: nn.Linear | Experts) -> Tensor:
+    return module.first if isinstance(module, Experts) else module.weight
 
 
 def _is_plain(module: nn.Linear) -> bool:

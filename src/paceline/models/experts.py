@@ -27,6 +27,7 @@ from paceline.models.expert_rows import collect, gate, spread
 from paceline.plan.model_shape import ModelShape
 
 Beside = Callable[[], Tensor] | None
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # as ``grouped_product``
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor], Beside], tuple[Tensor, Tensor | None]]
 """Takes rows sorted by their experts, how many each expert of all ranks has, the experts, and what to compute while
 rows are under way; returns what the experts make of the rows, and that."""
@@ -76,6 +77,8 @@ class Router(Balanced):
 class Experts(nn.Module):
     """MLPs side by side, each for the rows of the tokens that chose it."""
 
+    float8: Product | None = None  # what multiplies instead, with operands of 8 bits
+
     def __init__(self, config: ModelShape, std: float, last_std: float) -> None:
         super().__init__()
         width, inner = config.width, config.expert_width or config.mlp_width
@@ -95,9 +98,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of rows (rows, width), of which the first counts[0] are those of expert 0, and so on."""
-        inner = grouped_product(rows, self.first, counts)
+        product = self.float8 or grouped_product
+        inner = product(rows, self.first, counts)
         inner = gate(inner) if self.gated else F.gelu(inner, approximate="tanh")
-        return grouped_product(inner, self.last, counts)
+        return product(inner, self.last, counts)
 
 
 class Mixture(nn.Module):
@@ -179,6 +183,20 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
     made = [F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
     return torch.cat([*made, rest.new_zeros(len(rest), weights.shape[1])])
+
+
+def grouped_sums(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """Returns for each expert the sum over its rows of left (rows, outputs) times right (rows, inputs)."""
+    if left.is_meta:
+        each = -(-len(left) // len(counts))
+        pad = (0, 0, 0, each * len(counts) - len(left))
+        left, right = (F.pad(x, pad).view(len(counts), each, -1) for x in (left, right))
+        return torch.bmm(left.transpose(1, 2), right)
+    if left.device.type == "cuda":
+        return F.grouped_mm(left.t(), right, offs=counts.cumsum(0).to(torch.int32))
+    sizes = counts.tolist()
+    lefts, rights = (torch.split(x[: sum(sizes)], sizes) for x in (left, right))
+    return torch.stack([one.t() @ other for one, other in zip(lefts, rights, strict=True)])
 
 
 def _is_aligned(weights: Tensor) -> bool:
