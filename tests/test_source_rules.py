@@ -37,10 +37,10 @@ LINES = {
     "config": 3_730,  # a router of experts, and which of its keys go together; norms of queries and keys
     "data": 4_990,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_520,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_590,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_625,  # verdicts on experts
     "launch": 2_970,
-    "models": 3_780,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "models": 3_800,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_210,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
     "profile": 570,
