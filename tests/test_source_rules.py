@@ -46,7 +46,7 @@ LINES = {
     "profile": 570,
     "records": 3_960,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
-    "run": 7_430,  # who sends a signal decides what it means; the watch waits by the step that was predicted
+    "run": 7_720,  # stay.py: ranks that stay for the next attempt; the watch waits by the step that was predicted
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
     "train": 5_105,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts

@@ -23,6 +23,7 @@ from paceline.errors import CommunicationError
 _C10D: Any = dist  # its stores are not annotated
 _WORLD = "default_pg"  # before all keys of the ranks, as torch names it
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_kept: list[ControlStore] = []  # of this process's groups, which hold no reference to them
 
 
 class Meeting:
@@ -47,9 +48,10 @@ class Meeting:
             # take part, while ours are made by their members alone.
             group_store = _store_for_nccl(store, rank, world) if backend == "nccl" else self._store
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=self._timeout)
-        if isinstance(store, ControlStore):  # it is kept until then: see there
-            atexit.register(store.close)
-        atexit.register(disconnect)  # before the store is closed
+        if isinstance(store, ControlStore):
+            _kept.append(store)
+        atexit.unregister(disconnect)  # of an earlier meeting
+        atexit.register(disconnect)
 
     def wait_until_all_joined(self) -> None:
         with self._explained("joined"):
@@ -139,6 +141,20 @@ def disconnect() -> None:
     """Leaves the process group, if there is one. Safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _kept:
+        _kept.pop().close()
+
+
+def abort(only: str = "") -> None:
+    """Leaves the process group though others may not; for NCCL from any thread, and devices wait for nobody any more.
+
+    ``only``: where that is the backend. Safe to call twice.
+    """
+    if not dist.is_initialized() or dist.get_backend() != (only or dist.get_backend()):
+        return
+    if dist.get_backend() == "nccl":
+        _C10D.distributed_c10d._abort_process_group()
+    disconnect()
 
 
 def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:

@@ -242,6 +242,7 @@ class RecoveryConfig(Section):
     restart_window: Count | None = 100
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
+    keep_processes: bool = True
     on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
     on_spike: Literal["ignore", "note", "roll_back", "lower_rate", "stop"] = "ignore"
     spike_by: Literal["factor", "deviations"] = "factor"

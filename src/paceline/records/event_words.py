@@ -112,7 +112,7 @@ _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
     "spike": "loss {loss:.4g} after a median of {median:.4g}",
     "preempted": "stopped by {signal}, on {ranks_asked:n rank}; the state is saved",
     "attempt": "attempt {number:d} of this run",
-    "restart": "restart {number:d} of {of:d}: {reason}",
+    "restart": "restart {number:d} of {of:d}[, in a {process} process]: {reason}",
     "resume": "from {checkpoint}[; {random}]",
     "microbatch": "{reason}: {microbatch:d} samples at a time from here on",
     "fallback": lambda detail: fill(

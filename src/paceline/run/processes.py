@@ -312,6 +312,8 @@ def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
 
     if os.getppid() != parent:
         os._exit(1)  # it went while this process was starting
+    if any(thread.name == "parent" for thread in threading.enumerate()):
+        return  # in an earlier attempt of this process
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 

@@ -48,10 +48,11 @@ from paceline.run.folder import change_config, config_of, read_plan
 from paceline.run.location import RunLocation, find_start
 from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
-from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_nccl
+from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_gpu, uses_nccl
 from paceline.run.records import end_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
+from paceline.run.stay import STAYS
 from paceline.run.warm import WarmRanks
 from paceline.run.watch import Watch, WatchPolicy, watch_policy
 from paceline.run.whereami import Surroundings, host_name, interface_of
@@ -177,6 +178,8 @@ class LocalRanks:
         """Returns ``ranks`` processes for a config. Raises ConfigError where the environment contradicts it."""
         variables = {**rank_variables(config, uses_nccl=uses_nccl(config)), **(secret or {})}
         threads, watch = config.parallel.threads, watch_policy(config)
+        if config.recovery.keep_processes and watch is not None:  # it sees what NCCL is told to leave alone
+            variables[STAYS] = "3.0" if uses_gpu(config) else "1.5"
         return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, **others)
 
 

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import math
 import os
 import select
 import selectors
@@ -28,9 +29,11 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +43,7 @@ from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import PREEMPTING, scratch_folder
+from paceline.run.stay import CODE, STAYS, AttemptOverError, StayingProcess
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
 
@@ -148,6 +152,17 @@ def parse_request(content: bytes) -> dict[str, Any]:
     raise ValueError("a request has a command, a folder and an environment, all of them text")
 
 
+@dataclass(slots=True)
+class StayingRank:
+    """A rank that may stay for another attempt (``stay.py``); ``number`` on this host."""
+
+    link: socket.socket
+    number: str
+    patience_s: float  # for it to say that its attempt is over
+    until_s: float = math.inf
+    waits: bool = False  # for another attempt
+
+
 class WarmServer:
     """Ranks by process number, each with the client that asked for it."""
 
@@ -155,6 +170,7 @@ class WarmServer:
         self._listener = listener
         self._clients: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # by their clients
+        self._ranks: dict[int, StayingRank] = {}
         self._wakeup, self._wakeup_sender = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -164,59 +180,120 @@ class WarmServer:
         for each in (0, listener, self._wakeup):
             self._selector.register(each, selectors.EVENT_READ)
 
-    def serve(self) -> dict[str, Any] | None:
-        """Forks a rank for each client; returns its request in the rank, and None here when the launcher is gone."""
+    def serve(self) -> tuple[dict[str, Any], socket.socket | None] | None:
+        """Has a rank for each client; returns its request in a forked one, and None here when the launcher is gone.
+
+        With the request comes the rank's link to this server, if it may stay for another attempt.
+        """
         while True:
-            for key, _ in self._selector.select():
+            until_s = min((rank.until_s for rank in self._ranks.values()), default=math.inf)
+            patience_s = None if math.isinf(until_s) else max(0.0, until_s - time.monotonic())
+            for key, _ in self._selector.select(patience_s):
                 if key.fileobj == 0:
                     if not os.read(0, 1):
                         signal.set_wakeup_fd(-1)
-                        for pid in self._clients:
+                        for pid in {*self._clients, *self._ranks}:
                             with contextlib.suppress(ProcessLookupError, PermissionError):
                                 os.killpg(pid, signal.SIGKILL)
                         return None
                 elif key.fileobj is self._listener:
-                    request = self._accept()
-                    if request is not None:
-                        return request
+                    forked = self._accept()
+                    if forked is not None:
+                        return forked
                 elif key.fileobj is self._wakeup:
                     with contextlib.suppress(BlockingIOError):
                         self._wakeup.recv(4096)
                     self._reap()
                 else:
-                    self._obey(key.data)
+                    act, pid = key.data
+                    act(pid)
+            for pid, rank in self._ranks.items():
+                if rank.until_s <= time.monotonic():
+                    rank.until_s = math.inf
+                    with contextlib.suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)
 
-    def _accept(self) -> dict[str, Any] | None:
+    def _accept(self) -> tuple[dict[str, Any], socket.socket | None] | None:
         client, _ = self._listener.accept()
         output: list[int] = []
+        links: list[socket.socket] = []  # the server's end, and the rank's
         try:
             client.settimeout(_REQUEST_S)
             head, output, _, _ = socket.recv_fds(client, LENGTH.size, 2)
-            request = parse_request(receive(client, min(LENGTH.unpack(head)[0], _MOST_BYTES)))
+            content = receive(client, min(LENGTH.unpack(head)[0], _MOST_BYTES))
+            request = parse_request(content)
             client.settimeout(None)
-            pid = os.fork() if len(output) == 2 else -1
+            pid = -1
+            if len(output) == 2:
+                if may_stay := STAYS in request["environment"]:
+                    pid = self._hand_over(request["environment"].get("LOCAL_RANK", ""), content, output)
+                if pid < 0:
+                    links = list(socket.socketpair()) if may_stay else []
+                    pid = os.fork()
         except (OSError, EOFError, struct.error, ValueError):
             pid = -1  # ended before it had said what it wants, or it is no client of ours
         if pid == 0:
             self._become_rank(client, output)
-            return request
+            for each in links[:1]:
+                each.close()
+            return request, links[1] if links else None
         for descriptor in output:
             os.close(descriptor)
+        if links:
+            links.pop().close()
+            if pid > 0:
+                links[0].settimeout(_REQUEST_S)
+                number, patience = (request["environment"].get(name, "") for name in ("LOCAL_RANK", STAYS))
+                self._ranks[pid] = StayingRank(links[0], number, float(patience))
+                self._selector.register(links[0], selectors.EVENT_READ, data=(self._end_attempt, pid))
         if pid < 0:
             client.close()
             return None
         with contextlib.suppress(OSError):  # it is gone: then its end is read next
             client.sendall(FORKED)
         self._clients[pid] = client
-        self._selector.register(client, selectors.EVENT_READ, data=pid)
+        self._selector.register(client, selectors.EVENT_READ, data=(self._obey, pid))
         return None
+
+    def _hand_over(self, number: str, content: bytes, output: list[int]) -> int:
+        """Gives a request to the rank of that number on this host that has stayed; returns its process, or -1."""
+        for pid, rank in self._ranks.items():
+            if rank.waits and rank.number == number:
+                with contextlib.suppress(OSError):  # it has ended
+                    socket.send_fds(rank.link, [LENGTH.pack(len(content))], output)
+                    rank.link.sendall(content)
+                    rank.waits = False
+                    return pid
+        return -1
+
+    def _end_attempt(self, pid: int) -> None:
+        """Takes the code that a rank's attempt has ended with: its client ends, and the process stays."""
+        rank = self._ranks.get(pid)
+        told = b""
+        with contextlib.suppress(OSError):
+            told = b"" if rank is None else rank.link.recv(CODE.size)
+        if rank is not None and not told:
+            self._selector.unregister(rank.link)  # it has ended
+        elif rank is not None:
+            rank.waits, rank.until_s = True, math.inf
+            self._answer(pid, CODE.unpack(told)[0])
+
+    def _answer(self, pid: int, code: int) -> None:
+        """Tells the client of a rank, if it is there, how the rank or its attempt has ended."""
+        client = self._clients.pop(pid, None)
+        if client is not None:
+            self._selector.unregister(client)
+            with contextlib.suppress(OSError), client:
+                client.sendall(STATUS.pack(code, pid in self._ended))
+        self._ended.discard(pid)
 
     def _become_rank(self, client: socket.socket, output: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         self._selector.close()
-        for each in (self._listener, self._wakeup, self._wakeup_sender, client, *self._clients.values()):
+        links = [rank.link for rank in self._ranks.values()]
+        for each in (self._listener, self._wakeup, self._wakeup_sender, client, *self._clients.values(), *links):
             each.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, place in ((nothing, 0), (output[0], 1), (output[1], 2)):
@@ -224,7 +301,7 @@ class WarmServer:
             os.close(descriptor)
 
     def _obey(self, pid: int) -> None:
-        """Hands on a signal that a client sends; its end ends the rank."""
+        """Hands on a signal that a client sends; its end ends the rank, or the attempt of one that may stay."""
         client = self._clients.get(pid)
         if client is None:
             return
@@ -237,11 +314,24 @@ class WarmServer:
             self._clients.pop(pid).close()
         if not numbers or signal.SIGKILL in numbers:
             self._reap()
-            if pid in self._clients and not _is_ending(pid):  # whoever is dead by now was not ended by this
-                self._ended.add(pid)
+            if (pid in self._clients or pid in self._ranks) and not _is_ending(pid):
+                self._ended.add(pid)  # whoever is dead by now was not ended by this
+                if self._tell_over(pid):
+                    return
         for number in numbers or bytes([signal.SIGKILL]):
             with contextlib.suppress(OSError):  # it is gone, or that is no signal
                 (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+    def _tell_over(self, pid: int) -> bool:
+        """Tells a rank that its attempt is over; False where it cannot stay."""
+        rank = self._ranks.get(pid)
+        if rank is None:
+            return False
+        if math.isinf(rank.until_s) and not rank.waits:
+            rank.until_s = time.monotonic() + rank.patience_s
+            with contextlib.suppress(OSError):  # it has ended
+                rank.link.sendall(LENGTH.pack(0))
+        return True
 
     def _reap(self) -> None:
         while True:
@@ -251,16 +341,16 @@ class WarmServer:
                 return
             if pid == 0:
                 return
-            client = self._clients.pop(pid, None)
-            if client is not None:
-                self._selector.unregister(client)
-                with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
-                    asked = client.recv(64, socket.MSG_DONTWAIT)
-                    if not asked or signal.SIGKILL in asked:
-                        os.killpg(pid, signal.SIGKILL)  # what the rank had started
-                with contextlib.suppress(OSError), client:
-                    client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
-            self._ended.discard(pid)
+            client, rank = self._clients.get(pid), self._ranks.pop(pid, None)
+            if rank is not None:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(rank.link)
+                rank.link.close()
+            with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
+                asked = b"" if client is None else client.recv(64, socket.MSG_DONTWAIT)
+                if (client is not None or rank is not None) and (not asked or signal.SIGKILL in asked):
+                    os.killpg(pid, signal.SIGKILL)  # what the rank had started
+            self._answer(pid, os.waitstatus_to_exitcode(status))
 
 
 def _is_ending(pid: int) -> bool:
@@ -295,27 +385,47 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # so that collections in ranks leave out what all of them share: faster, and no page is copied
         server = os.getpid()
-        request = WarmServer(listener).serve()
-    if request is not None:
-        _run(request, server)
+        forked = WarmServer(listener).serve()
+    if forked is not None:
+        _run(*forked, server)
     with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
 
 
-def _run(request: dict[str, Any], server: int) -> NoReturn:
+def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> NoReturn:
+    """Does what was requested; a rank that stays goes on with the next request when its attempt is over."""
+    staying = None if link is None else StayingProcess(link)
+    since: list[str] = []
+    while True:
+        _set_up(request["environment"], request["folder"], server)
+        name, *arguments = request["command"]
+        sys.argv = [name, *arguments, *since]
+        try:
+            importlib.import_module(name).main()
+            sys.exit(0)
+        except AttemptOverError as over:
+            code = over.code
+        if staying is None:
+            sys.exit(code)
+        request, output = staying.end_attempt(code)
+        since = ["--since", str(time.monotonic())]
+        for descriptor, place in zip(output, (1, 2), strict=True):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+
+
+def _set_up(environment: dict[str, str], folder: str, server: int) -> None:
     os.environ.clear()
-    os.environ.update(request["environment"], **{PARENT: str(server)})
-    os.chdir(request["folder"])
+    os.environ.update(environment, **{PARENT: str(server)})
+    if STAYS in environment:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process when another one is gone
+    os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in PREEMPTING:
         signal.signal(each, signal.SIG_DFL)
     torch, number = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and number.isdecimal():  # libraries have read it when they were loaded in the server
         torch.set_num_threads(int(number))
-    name, *arguments = request["command"]
-    sys.argv = [name, *arguments]
-    importlib.import_module(name).main()
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def main() -> None:
             link.connect(address)
         except OSError:  # the server was killed: the rank loads what it needs by itself
             signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
+            os.environ.pop("PACELINE_STAYS", None)  # nobody could have it stay
             os.execv(sys.executable, [sys.executable, "-u", "-m", *command])  # nosec B606  # a list, as the agent's
         # pathlib would take longer to load than the rest of this
         folder = os.getcwd()  # noqa: PTH109

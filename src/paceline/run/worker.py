@@ -52,6 +52,7 @@ from paceline.run.logs import rank_logs, say
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.signals import hear_requests
+from paceline.run.stay import STAYS, AttemptOverError
 from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger, watch_itself, watch_policy
 from paceline.search.request import decided_config, make_plan
@@ -72,14 +73,18 @@ def main() -> None:
     parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--restart", type=json.loads)
+    parser.add_argument("--since", type=float, help="by time.monotonic(), of a process that stays")
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
     processes.end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
     restart = arguments.restart
-    times = StartTimes(time.monotonic() - process_age(arguments.launcher if restart is None else os.getpid()))
+    began = time.monotonic() - process_age(arguments.launcher if restart is None else os.getpid())
+    times = StartTimes(arguments.since or began)
     times.lap("processes")
+    if restart is not None:
+        restart["process"] = "new" if arguments.since is None else "kept"
     attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
         config = load_config(config_of(folder))
@@ -104,7 +109,11 @@ def main() -> None:
         attempt.run(config, comm, plan=plan, resume=arguments.resume)
         disconnect()
     except BaseException as error:
-        attempt.leave(error)
+        try:
+            attempt.leave(error)
+        finally:  # this process stays
+            logs.close()
+            forget(folder, f"logs/rank-{rank}.pid")
 
 
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
@@ -229,7 +238,9 @@ class RankRunner:
         return describe_error(self.rank, error, is_refusal=self._is_refusal(error))
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Writes the error for the launcher and into the log of this rank, and ends this process."""
+        """Writes the error for the launcher and into the log of this rank, and ends this process or its attempt."""
+        if isinstance(error, AttemptOverError):
+            raise error
         if isinstance(error, PreemptedError):
             note_preemption(self.folder)
             processes.leave_process(PREEMPTED)
@@ -238,6 +249,8 @@ class RankRunner:
             write_failure(self.folder, failure)
         finally:
             _LOGGER.critical("this rank fails", exc_info=error, extra={"who": f"rank {self.rank}"})
+            if failure.cause == "lost" and STAYS in os.environ:
+                raise AttemptOverError
             processes.leave_process(REFUSED if failure.is_refusal else FAILED)
 
     def _is_refusal(self, error: BaseException) -> bool:

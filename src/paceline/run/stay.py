@@ -1,0 +1,156 @@
+"""A rank that is well stays: when another one fails, its process waits for the next attempt, with all that is dear.
+
+What is dear stays: the process with its imports, the CUDA context, what was compiled. What belongs to an attempt goes:
+communicators are aborted, the trainer with its engine, tensors and graphs is freed, loader workers are ended, modules
+of the user's own are forgotten. The next attempt is built from the config, as in a new process, so that nothing of a
+step that was half done can be left. A process that cannot be cleared so (a thread of the attempt still runs, the device
+does not answer) ends, and a new one takes its place.
+
+    the rank                     whoever has started it (``warm.py``, or ``own_attempts.py``)
+    a peer is lost:  code   ->   the attempt is over here, as if the process had ended with that code
+                            <-   nothing: a peer failed, this attempt is over everywhere
+    code                    ->
+                            <-   what to do next, with standard output and error
+
+``AttemptOverError`` unwinds the rank's main thread. A signal raises it between two lines of Python; a thread aborts the
+communicators of NCCL first, for which a device may wait. Operations of Gloo end as those who took part in them go.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, Final
+
+import psutil
+
+from paceline.health.exit_codes import FAILED
+from paceline.run.processes import end_children, leave_process
+from paceline.run.warm_client import LENGTH, receive
+
+STAYS: Final = "PACELINE_STAYS"  # in the environment of a process that may stay: seconds for it to end an attempt
+CODE: Final = struct.Struct("!i")
+_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
+_HEARD_S, _AGAIN_S = 0.05, 1.0
+_THREADS_S = 1.0  # for the threads of an attempt to end with it
+_STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
+_HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen ")
+
+
+class AttemptOverError(BaseException):
+    """Unwinds an attempt whose process stays; ``code`` is what its end would be to whoever has started the process."""
+
+    def __init__(self, code: int = FAILED) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class StayingProcess:
+    """This process, from attempt to attempt, with a ``link`` to whoever has started it. Made by the main thread."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._modules, self._path, self._cores = set(sys.modules), list(sys.path), os.sched_getaffinity(0)
+        self._requests: SimpleQueue[tuple[dict[str, Any], list[int]]] = SimpleQueue()
+        self._is_heard, self._is_over = threading.Event(), threading.Event()
+        signal.signal(_SIGNAL, self._interrupt)
+        threading.Thread(target=self._listen, name="stay", daemon=True).start()
+
+    def end_attempt(self, code: int) -> tuple[dict[str, Any], list[int]]:
+        """Clears what the attempt has left, tells that it is over, and returns the next one's request and output."""
+        self._is_over.set()
+        try:
+            self._clear()
+        except BaseException:  # whatever it is: a process that cannot be cleared does not stay
+            leave_process(code)
+        self._link.sendall(CODE.pack(code))
+        request = self._requests.get()
+        self._is_heard.clear()
+        self._is_over.clear()
+        return request
+
+    def _clear(self) -> None:
+        from paceline.comm.meeting import abort
+
+        abort()
+        end_children()
+        for child in psutil.Process().children():
+            if not any(name in word for word in child.cmdline() for name in _HELPERS):
+                child.kill()
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        for name, module in list(sys.modules.items()):
+            if name not in self._modules and _is_own(getattr(module, "__file__", None) or "<frozen "):
+                del sys.modules[name]
+        sys.path[:] = self._path
+        if torch is not None:
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+        os.sched_setaffinity(0, self._cores)
+        deadline = time.monotonic() + _THREADS_S
+        while any(self._threads()):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.01)
+
+    def _threads(self) -> Iterator[int]:
+        """Yields the threads that run code of the attempt: of the user's own, or of ours."""
+        staying: set[int | None] = {threading.get_ident()}
+        staying |= {thread.ident for thread in threading.enumerate() if thread.name in _STAYING}
+        for ident, frame in sys._current_frames().items():
+            current: FrameType | None = frame
+            while current is not None and ident not in staying:
+                file = current.f_code.co_filename
+                if file.startswith(_PACKAGE) or _is_own(file):
+                    yield ident
+                    break
+                current = current.f_back
+
+    def _listen(self) -> None:
+        while True:
+            head, output, _, _ = socket.recv_fds(self._link, LENGTH.size, 2)
+            if len(head) < LENGTH.size:
+                return  # whoever has started this process is gone: see end_with_parent
+            if length := LENGTH.unpack(head)[0]:
+                self._requests.put((json.loads(receive(self._link, length)), output))
+            elif not self._is_over.is_set():
+                threading.Thread(target=self._end, name="stay", daemon=True).start()
+
+    def _end(self) -> None:
+        """Interrupts the main thread until its attempt is over: what is raised inside of a destructor is lost."""
+        from paceline.comm.meeting import abort
+
+        main = threading.main_thread().ident
+        assert main is not None
+        while not self._is_over.is_set():
+            signal.pthread_kill(main, _SIGNAL)
+            self._is_heard.wait(_HEARD_S)
+            abort(only="nccl")
+            self._is_over.wait(_AGAIN_S)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self._is_over.is_set():
+            self._is_heard.set()
+            raise AttemptOverError
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the user's own: of no library."""
+    return not file.startswith((_PACKAGE, *_LIBRARIES))

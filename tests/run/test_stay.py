@@ -1,0 +1,152 @@
+"""Ranks that are well stay when another one fails: losses are the same to the last bit, and nothing is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from command_runs import Called
+
+from paceline.health.exit_codes import DONE
+from paceline.records.records import EventRecord, RunRecord, StepRecord, read_records
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # of torch's redirected output
+    pytest.mark.timeout(600),
+]
+
+Call = Callable[..., Called]
+CONFIG = """
+name: tiny
+model: {kind: gpt, layers: 4, width: 16, heads: 2, context: 8, dropout: 0.1}
+data: {kind: synthetic_tokens, samples: 400, vocab_size: 23, context: 8}
+train: {steps: 14, global_batch: 8, microbatch: 1, hooks: ["deeds:act"]}
+optim: {kind: adamw, lr: 0.01, clip_norm: 1.0}
+parallel: {ranks: 2, device: cpu, threads: 1}
+checkpoint: {every_steps: 4}
+monitor: {tensorboard: false, console: false}
+recovery: {max_restarts: 9, max_stalled_restarts: 9}
+"""
+# A hook of the user's. A line "rank step deed" in the file deeds has a rank do something once, after that step.
+DEEDS = '''
+import os, random, signal, sys, threading, time
+from pathlib import Path
+import numpy, torch
+
+def act(trainer, result):
+    for number, line in enumerate(Path(ROOT, "deeds").read_text().splitlines()):
+        rank, step, deed = line.split()
+        mark = Path(ROOT, f"done-{number}")
+        if os.environ["RANK"] == rank and result.step == int(step) and not mark.exists():
+            mark.touch()
+            globals()[deed](trainer)
+
+def kill(trainer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def plant(trainer):
+    """Leaves behind what a step, or code that trusts in a process of its own, may leave."""
+    global left
+    left = "of an earlier attempt"
+    engine = trainer.parts.engine
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.full_like(parameter, 1e3)
+        parameter.data.add_(1.0)
+    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    os.environ["LEFT"] = "1"
+    os.environ["RANK"] = "7"
+    sys.path.insert(0, "/nowhere")
+    os.chdir("/")
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(ROOT, "child").write_text(str(child.pid))
+    # A handle of the old communicator, in the hands of what is not freed.
+    torch.kept = engine.world, engine.world.all_reduce(torch.ones(3))
+    os.environ["RANK"] = "0"
+
+def thread(trainer):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+def run_on(trainer):
+    def loop():
+        while True:
+            time.sleep(0.01)
+    threading.Thread(target=loop, daemon=True).start()
+
+def check(trainer):
+    found = ["left" in globals(), "LEFT" in os.environ, "/nowhere" in sys.path, os.getcwd() != ROOT]
+    found += [torch.get_num_threads() != 1, len(threading.enumerate()) > 6]
+    Path(ROOT, "found").write_text(repr(found))
+'''
+STRATEGIES = {
+    "ddp": ["parallel.strategy=ddp"],
+    "zero2": ["parallel.strategy=zero2"],
+    "fsdp": ["parallel.strategy=fsdp"],
+    "pipeline": ["parallel.pipeline=2", "parallel.strategy=ddp"],
+}
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Call:
+    """Trains in a folder named by the first argument, with the deeds of the second; returns the losses by step."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+
+    def run(name: str, deeds: list[str], *arguments: str) -> Called:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "deeds").write_text("\n".join(deeds))
+        (folder / "deeds.py").write_text(f"ROOT = {str(folder)!r}\n{DEEDS}")
+        monkeypatch.chdir(folder)
+        return call("train", str(tmp_path / "config.yaml"), *arguments)
+
+    return run
+
+
+def records(folder: Path, rank: int = 0) -> list[Any]:
+    return list(read_records(folder / "runs" / "tiny" / "records" / f"rank-{rank}.jsonl"))
+
+
+def losses(folder: Path) -> dict[int, tuple[float | None, float | None]]:
+    """Returns what was recorded last of each step."""
+    return {each.step: (each.loss, each.grad_norm) for each in records(folder) if isinstance(each, StepRecord)}
+
+
+def processes(folder: Path, rank: int) -> list[tuple[int, str]]:
+    """Returns the process of each attempt of a rank, and whether it was kept, as the attempt tells."""
+    found = records(folder, rank)
+    told = [str(each.detail["process"]) for each in found if isinstance(each, EventRecord) and each.name == "restart"]
+    pids = [each.pid for each in found if isinstance(each, RunRecord)]
+    return list(zip(pids, ["new", *told], strict=True))
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_losses_are_those_of_a_run_without_the_fault(train: Call, tmp_path: Path, strategy: str) -> None:
+    deeds = ["0 6 plant", "1 6 kill", "0 10 check", "0 10 kill", "1 11 kill"]
+    assert train("faults", deeds, *STRATEGIES[strategy]).code == DONE
+    assert train("none", [], *STRATEGIES[strategy], "recovery.keep_processes=false").code == DONE
+    assert losses(tmp_path / "faults") == losses(tmp_path / "none")
+    assert sorted(losses(tmp_path / "none")) == list(range(1, 15))
+    first, second = processes(tmp_path / "faults", 0), processes(tmp_path / "faults", 1)
+    assert [how for _, how in first] == ["new", "kept", "new", "kept"]
+    assert [how for _, how in second] == ["new", "new", "kept", "new"]
+    assert [pid == first[0][0] for pid, _ in first] == [True, True, False, False]
+    assert second[1][0] == second[2][0]
+    assert (tmp_path / "faults" / "found").read_text() == repr([False] * 6)
+    assert not psutil.pid_exists(int((tmp_path / "faults" / "child").read_text()))
+    assert not any(psutil.pid_exists(pid) for pid, _ in first + second)
+
+
+def test_a_process_whose_threads_go_on_does_not_stay(train: Call, tmp_path: Path) -> None:
+    assert train("faults", ["0 2 run_on", "1 2 kill"]).code == DONE
+    assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]
+
+
+def test_nothing_stays_where_that_is_not_wanted(train: Call, tmp_path: Path) -> None:
+    assert train("faults", ["1 2 kill"], "recovery.keep_processes=false").code == DONE
+    assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]
