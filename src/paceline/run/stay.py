@@ -6,7 +6,7 @@ of the user's own are forgotten. The next attempt is built from the config, as i
 step that was half done can be left. A process that cannot be cleared so (a thread of the attempt still runs, the device
 does not answer) ends, and a new one takes its place.
 
-    the rank                     whoever has started it (``warm.py``, or ``own_attempts.py``)
+    the rank                     whoever has started it: ``warm.py``
     a peer is lost:  code   ->   the attempt is over here, as if the process had ended with that code
                             <-   nothing: a peer failed, this attempt is over everywhere
     code                    ->
