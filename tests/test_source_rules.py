@@ -33,8 +33,8 @@ LINES = {
     "classic": 1_560,
     "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
-    "comm": 7_195,  # abort: ranks that stay leave a group that others cannot; single_tensors.py came from classic
-    "config": 3_735,  # keep_processes; a router of experts, and which of its keys go together; norms of queries and keys
+    "comm": 7_195,  # abort: ranks that stay leave a group that others cannot
+    "config": 3_735,  # keep_processes; a router of experts, and which of its keys go together
     "data": 4_990,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_590,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
