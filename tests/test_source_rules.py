@@ -41,8 +41,8 @@ LINES = {
     "health": 1_625,  # verdicts on experts
     "launch": 2_970,
     "models": 3_800,  # attention over ranks and inside documents; experts, their balance, their adapters
-    "plan": 1_710,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_210,  # experts: tiles of rows, uneven loads; the worst moments of long contexts
+    "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
+    "predict": 4_230,  # experts: tiles of rows, uneven loads; the worst moments of long contexts; whole gradients
     "profile": 570,
     "records": 3_960,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
@@ -56,7 +56,7 @@ LINES = {
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 2_585, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 2_590, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

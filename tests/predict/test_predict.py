@@ -180,7 +180,7 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     one = workload(data=1, sharding="none", recompute="full")
     one = replace(one, run=replace(one.run, framework="compiled"))  # whose optimizers are fused
     totals = [
-        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).device_bytes - 8 * vocab * SHAPE.width
+        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).device_bytes - 10 * vocab * SHAPE.width
         for vocab in (128, 1024, 512000)
     ]
     assert totals[0] == pytest.approx(totals[1])
@@ -190,13 +190,27 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     assert large == pytest.approx(8 * small)
 
 
-def test_an_update_that_is_not_fused_holds_a_number_for_each_parameter_when_activations_are_gone() -> None:
+def test_an_update_that_is_not_fused_holds_two_numbers_for_each_parameter_when_activations_are_gone() -> None:
     small = workload(data=1, sharding="none", recompute="full")
     small = replace(small, run=replace(small.run, micro_batch=1, seq_len=16), model=replace(SHAPE, vocab_size=128))
     eager = footprint(small)
     fused = footprint(replace(small, run=replace(small.run, framework="compiled")))
-    assert eager.activations + eager.temporary == pytest.approx(4 * small.model.params)
+    assert eager.activations + eager.temporary == pytest.approx(8 * small.model.params)
     assert fused.temporary < 0.1 * eager.temporary
+
+
+def test_gradients_that_are_reduced_once_are_whole_until_then_and_are_sent_once() -> None:
+    each = workload(data=8)
+    once = replace(each, run=replace(each.run, keeps_gradients=True))
+    sliced, whole = (footprint(one) for one in (each, once))
+    assert whole.gradients == pytest.approx(4 * SHAPE.params)
+    assert whole.gradients > 4 * sliced.gradients
+    assert not replace(once, run=replace(once.run, global_batch=16)).reduces_once  # one microbatch
+    more, fewer = (predict(one, cluster(8), SETS).step for one in (each, once))
+    assert fewer.exposed + fewer.hidden < 0.8 * (more.exposed + more.hidden)
+    staged = workload(data=2, pipeline=4)
+    kept = footprint(replace(staged, run=replace(staged.run, keeps_gradients=True)))
+    assert kept.temporary > 2 * SHAPE.params / 4 > footprint(staged).temporary
 
 
 def test_the_last_stage_holds_the_logits_and_one_microbatch() -> None:

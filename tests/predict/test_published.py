@@ -35,6 +35,16 @@ def test_a_row_becomes_a_workload_on_a_cluster(make_table: MakeTable) -> None:
     assert case.workload.microbatches == 4
 
 
+def test_a_pipeline_of_torch_has_as_many_microbatches_as_stages_where_a_table_states_none(
+    make_table: MakeTable,
+) -> None:
+    row = {"n_gpus": "16", "dp": "4", "tp": "1", "pp": "4", "micro_batch": "(local batch 16)", "global_batch": "64"}
+    table = read_table(make_table({**row, "zero_stage_or_fsdp": "FSDP2"}, {**row, "zero_stage_or_fsdp": "none"}))
+    torch, megatron = (read_case(row) for row in table.rows)
+    assert (torch.workload.micro_batch, torch.workload.microbatches, torch.chooses_micro_batch) == (4, 4, False)
+    assert megatron.chooses_micro_batch
+
+
 def test_results_are_kept_apart_from_inputs(make_table: MakeTable) -> None:
     table = read_table(make_table({"value": "3.5", "note": "fast"}))
     assert not {"value", "note"} & set(table.rows[0].text)

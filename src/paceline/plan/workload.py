@@ -35,8 +35,9 @@ class Running:
     ``micro_batch``, ``global_batch``: where a table counts them in tokens, or they do not divide; 0: the layout's.
     ``recomputes_attention``: of what a layout that keeps matrix products computes again, attention alone.
     ``fused_loss``: one that passes over logits once. ``split_loss``: tensor-parallel ranks of torch gather no logits.
-    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``overlaps_tensor``: half of
-    what tensor-parallel ranks send is hidden. ``names_precision``: the precision was searched for.
+    ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``keeps_gradients``: sharded
+    ones are whole, in fp32, until the last microbatch. ``overlaps_tensor``: half of what tensor-parallel ranks send is
+    hidden. ``names_precision``: the precision was searched for.
     """
 
     seq_len: int
@@ -53,6 +54,7 @@ class Running:
     fused_loss: bool = False
     split_loss: bool = False
     is_flat: bool = False
+    keeps_gradients: bool = False
     overlaps_tensor: bool = False
     names_precision: bool = False
     shown: Shown = "all"
@@ -86,6 +88,11 @@ class Workload:
         if not self.run.global_batch:
             return self.layout.accumulate
         return max(1, round(self.run.global_batch / (self.micro_batch * self.layout.data)))
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients of fully sharded parameters are reduced behind the last of several microbatches alone."""
+        return self.run.keeps_gradients and self.layout.is_fully_sharded and self.microbatches > 1
 
     @property
     def global_batch(self) -> float:

@@ -72,6 +72,14 @@ def read_case(row: Row) -> PublishedRun:
     model, cluster = _model(row), _cluster(row)
     layout, framework = _layout(row, cluster, model), _framework(row)
     micro_batch = _micro_batch(row, model, layout)
+    if (
+        micro_batch is None
+        and layout.pipeline > 1
+        and framework != "megatron"
+        and (batch := row.number("global_batch"))
+    ):
+        # torch's pipelines cut a batch into as many microbatches as there are stages (torchtitan's default).
+        micro_batch = max(1.0, batch / layout.data // layout.pipeline)
     compute, generation = _compute(row), cluster.device.generation
     has_fused_attention = not (
         generation in ("volta", "turing") or (framework == "megatron" and compute == "fp16") or _is_encoder(row)
@@ -95,6 +103,7 @@ def read_case(row: Row) -> PublishedRun:
         scaling="row" if "rowwise" in precision else "block" if "mxfp8" in precision or "fp4" in precision else "",
         fp8_gather="fp8" in sharing,
         is_flat=not is_plain and "fsdp2" not in sharing,
+        keeps_gradients="fsdp2" in sharing,
         overlaps_tensor=framework == "megatron" and layout.overlap,
     )
     return PublishedRun(

@@ -350,13 +350,22 @@ class _DataParallelTime:
         return in_training(kind, num_bytes, group, self.cluster, self.constants)
 
     def _sharded(self) -> tuple[float, float]:
+        workload = self.workload
+        # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
+        alike = 1 if workload.layout.pipeline > 1 else workload.microbatches
+        kept = alike - 1 if workload.reduces_once else 0
+        each = [(alike - kept, self._sharded_pass(reduces=True)), (kept, self._sharded_pass(reduces=False))]
+        return sum(times * exposed for times, (exposed, _) in each), sum(times * hidden for times, (_, hidden) in each)
+
+    def _sharded_pass(self, *, reduces: bool) -> tuple[float, float]:
+        """Exposed and hidden seconds of one microbatch."""
         run, costs, shards = self.workload.run, self.costs, self.workload.layout.shards
         gather_bytes = 1 if run.fp8_gather else 4 if run.is_wide else 2
         reduce_bytes = 2 if run.pure or run.framework == "megatron" else 4
         gather = self._collective("all_gather", self.block_params * gather_bytes, shards)
-        reduce = self._reduce_sharded(self.block_params * reduce_bytes)
+        reduce = self._reduce_sharded(self.block_params * reduce_bytes) if reduces else 0.0
         ends = self._collective("all_gather", self.end_params * gather_bytes, shards)
-        ends_reduce = self._reduce_sharded(self.end_params * reduce_bytes)
+        ends_reduce = self._reduce_sharded(self.end_params * reduce_bytes) if reduces else 0.0
         timeline = Timeline()
         last = timeline.add("compute", costs.embed.seconds, after=(timeline.add("link", ends),))
         head = costs.head_forward.seconds + costs.head_backward.seconds
@@ -371,10 +380,8 @@ class _DataParallelTime:
                     timeline.add("link", reduce, after=(last,))
             last = timeline.add("compute", end)
         timeline.add("link", ends_reduce, after=(last,))
-        # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
-        times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches
-        exposed = timeline.idle("compute") * times
-        return exposed, max(0.0, timeline.busy("link") * times - exposed)
+        exposed = timeline.idle("compute")
+        return exposed, max(0.0, timeline.busy("link") - exposed)
 
     def _reduce_sharded(self, num_bytes: float) -> float:
         """Seconds in which gradients come to slices, which replicas then sum among them."""

@@ -335,23 +335,26 @@ class EngineMemory:
 #
 #     activations   of the microbatches in flight in the first stage; with full recomputation a block's input for each
 #                   block, and one block in whole
-#     temporary     the logits and their gradient, unsharded blocks under FSDP. The logits are gone before a block is
-#                   computed again: with full recomputation the larger of the two counts. Or what an optimizer that is
-#                   not fused works in
+#     temporary     the root and, whichever is larger, the logits and their gradient or what backward of a block needs:
+#                   gathered blocks under FSDP, the block that is computed again. Or what an optimizer that is not fused
+#                   works in
+#     whole         under FSDP2 gradients of all parameters in fp32, from the first of several microbatches to the last,
+#                   and in a pipeline the parameters too (torch/distributed: fsdp/_fully_shard/_fsdp_param.py,
+#                   pipelining/stage.py)
 #     framework     the device's context, and the allocator's cut pieces
 #
 # Megatron's mixed precision keeps 18 bytes a parameter: 2 weights, 4 gradients, 12 for masters and moments. States of
 # experts are cut by the ranks that hold the same experts, which are fewer.
 
 _CONTEXT_BYTES = 1.5 * GIB
-# Of a parameter that a rank updates: the root of its second moment (torch/optim/adamw.py: _multi_tensor_adamw,
-# exp_avg_sq_sqrt). Fused optimizers, which the other frameworks have, do not write it down.
-_UPDATE_BYTES = 4
+# Of a parameter that a rank updates: the root of its second moment and the denominator, in torch of 2023
+# (torch/optim/adamw.py: _multi_tensor_adamw). Fused optimizers, which the other frameworks have, write neither down.
+_UPDATE_BYTES = 8
 _CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
 
 def footprint(workload: Workload) -> MemoryEstimate:
-    model, layout = workload.model, workload.layout
+    model, layout, run = workload.model, workload.layout, workload.run
     if model.is_sampled:
         return MemoryEstimate(
             parameters=model.params * 4,
@@ -368,7 +371,12 @@ def footprint(workload: Workload) -> MemoryEstimate:
     weights, gradients, optimizer = _bytes_per_parameter(workload)
     logits = workload.tokens * model.vocab_size * _logit_bytes(workload)
     block = model.other_params + model.routed_params / layout.expert
-    units = (8 * block + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
+    units = ends = 0.0  # blocks that are gathered and reduced, while there are no logits; the root
+    if layout.is_fully_sharded and layout.pipeline > 1 and run.keeps_gradients:
+        ends = 2 * params  # which a pipeline of torch gathers once a step
+    elif layout.is_fully_sharded:
+        units = (4 if workload.reduces_once else 8) * block / layout.tensor
+        ends = 2 * model.end_params / layout.tensor
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
@@ -380,12 +388,12 @@ def footprint(workload: Workload) -> MemoryEstimate:
         activations *= _block_bytes(workload)
     # Where there are stages, the logits are in the last one, which holds a microbatch at a time.
     elsewhere = activations * (1 - 1 / (flight * more)) if layout.pipeline > 1 else 0.0
-    temporary = max(0.0, logits - _recomputed_bytes(workload) - elsewhere) + units
-    if workload.run.framework == "eager":  # the update comes when activations are gone
+    temporary = max(units, logits - _recomputed_bytes(workload) - elsewhere) + ends
+    if run.framework == "eager":  # the update comes when activations are gone
         temporary = max(temporary, cut * _UPDATE_BYTES - activations)
     return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
-        gradients=(cut if layout.sharing.gradients else params) * gradients,
+        gradients=4 * params if workload.reduces_once else (cut if layout.sharing.gradients else params) * gradients,
         optimizer=cut * optimizer,
         activations=activations,
         temporary=temporary,
@@ -407,7 +415,7 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
         case "megatron":
             return 2, 4, 12
         case "compiled":
-            return (2, 4, 4) if layout.is_fully_sharded else (2, 2, 4)
+            return (2, 4, 4) if layout.is_fully_sharded or workload.microbatches > 1 else (2, 2, 4)
         case _:
             is_flat = run.is_flat and not run.autocast
             return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
@@ -429,6 +437,8 @@ def _block_bytes(workload: Workload) -> float:
     width = 2 if run.is_wide else 1
     # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
     norms = (10 if run.framework == "megatron" else 8) * hidden / across
+    if run.framework != "megatron":  # which gathers the two inputs of products again in backward
+        norms += 4 * hidden * (1 - 1 / across)
     # Queries and what goes into the output's product; keys and values.
     inner = (4 * model.query_width + 2 * model.kv_width) / tensor
     wide = (4 if not model.gated else 6) * model.hidden_width / tensor
@@ -447,17 +457,22 @@ def _block_bytes(workload: Workload) -> float:
 
 
 def _logit_bytes(workload: Workload) -> float:
-    """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
+    """Of one logit. torch converts it to fp32: 16 with the logarithms of the softmax, both gradients and its own two.
 
-    Tensor-parallel ranks of torch gather a half of them (or none, where the loss is split), Megatron's keep them split.
-    Fused losses, which Megatron has and the frameworks with flat parameters, keep one copy in fp32 and write the
-    gradient over the logits.
+    Runs that accumulate gradients, and tensor-parallel ranks that gather logits, are taken to keep it in bf16: four
+    copies. Where the loss is split (torch/distributed/tensor/parallel/loss.py), five in fp32 and its own two. Fused
+    losses, which Megatron has and the frameworks with flat parameters, keep one in fp32 and write the gradient over the
+    logits.
     """
     tensor = workload.layout.tensor
     match workload.run.framework:
         case "megatron":
             return 6 / tensor
         case "compiled":
-            return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
+            if workload.run.split_loss:
+                return 22 / tensor
+            if tensor > 1:
+                return 8 + 2 / tensor
+            return 8 if workload.microbatches > 1 else 16
         case _:
             return (6 if workload.run.is_flat else 16) / tensor
