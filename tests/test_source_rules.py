@@ -29,12 +29,12 @@ LINES = {
     "beside the rooms": 1_550,  # charts.py came from schedule, search, bench and classic; it has the look of the page
     "calibrate": 1_260,
     "chaos": 1_070,
-    "checkpoint": 4_820,  # folders of mixtures, experts one by one and stacked; upcycling
+    "checkpoint": 5_005,  # memory.py: snapshots in the memory of hosts
     "classic": 1_560,
     "cli": 3_475,  # completion.py; checkpoint upcycle
     "cluster": 1_870,  # what attention over ranks costs
-    "comm": 7_195,  # abort: ranks that stay leave a group that others cannot
-    "config": 3_735,  # keep_processes; a router of experts, and which of its keys go together
+    "comm": 7_330,  # kept.py: files that keepers of hosts serve
+    "config": 3_740,  # checkpoint.memory
     "data": 4_990,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_590,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
@@ -46,10 +46,10 @@ LINES = {
     "profile": 570,
     "records": 3_960,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 2_730,
-    "run": 7_720,  # stay.py: ranks that stay for the next attempt; the watch waits by the step that was predicted
+    "run": 7_900,  # keeper.py
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
-    "train": 5_105,  # streams of random numbers, by the ranks that read samples; shown.py; loads of experts
+    "train": 5_405,  # snapshots.py
     "verify": 1_150,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
+HEAD, SEAL = "head.json", ".sha256"  # of snapshots (``storage.py``)
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
@@ -407,3 +408,45 @@ class State:
 
 def prefixed(prefix: str, shards: Iterable[Shard]) -> list[Shard]:
     return [replace(shard, name=f"{prefix}{shard.name}") for shard in shards]
+
+
+def merge_parts(parts: Mapping[str, bytes], plain: State | Manifest) -> Manifest:
+    """Returns the manifest of what all ranks have written, by the names of the files in which they say so.
+
+    Raises CheckpointError where they differ, and one of ``MALFORMED`` where one of them is no such file.
+    """
+    files: dict[str, SavedFile] = {}
+    tensors: dict[str, SavedTensor] = {}
+    found: dict[str, Any] = {}
+    for name, text in parts.items():
+        part = parse_json_object(text)
+        files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+        files |= parse_files(part["files"])
+        for each, entry in part["tensors"].items():
+            new = parse_tensor(entry)
+            known = tensors.setdefault(each, new)
+            if (known.shape, known.dtype) != (new.shape, new.dtype):
+                kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (known, new)]
+                raise CheckpointError(f"{each} is {kinds[0]} on one rank and {kinds[1]} on another")
+            regions = {piece.region for piece in known.pieces}
+            more = tuple(piece for piece in new.pieces if piece.region not in regions)
+            tensors[each] = replace(known, pieces=known.pieces + more)
+        found |= part["found"]
+    return Manifest(
+        step=plain.step,
+        position=plain.position,
+        world=len(parts),
+        tensors=dict(sorted(tensors.items())),
+        files=files,
+        values=plain.values,
+        found=dict(sorted(found.items())),
+        about=plain.about,
+        line=plain.line or Line(),
+    )
+
+
+def head_text(state: State, world: int) -> str:
+    """Returns what rank 0 writes beside its part of a snapshot: a manifest without tensors, and without hashes."""
+    files = {f"rank-{rank:05d}.json": SavedFile(num_bytes=0, sha256="") for rank in range(world)}
+    told: dict[str, Any] = {name: getattr(state, name) for name in ("step", "position", "values", "about")}
+    return manifest_text(Manifest(world=world, tensors={}, files=files, line=state.line or Line(), **told))

@@ -11,11 +11,24 @@ inside the store, object by object, and the rule is
 Whatever is killed in between, a folder without a manifest is no checkpoint, and one with a manifest has all its files,
 which the hashes in it prove. Cost: what is written is copied once more by the store itself; nothing comes back here.
 
+Snapshots lie in the memory of hosts. They outlive the ranks, and end with the run:
+
+    .step-00000020.<token>/            on each host (``comm/control/kept.py``), written by the ranks of one attempt:
+      rank-00000.f32.safetensors, ...  the files of this host's ranks, as on disk (``write.py``), and copies of some of
+      rank-00000.json, .json.sha256    other hosts' ranks; the last one is the hash of the one before
+      head.json                        with rank 0's files: what is the same on every rank, and who took part
+
+No host has a whole snapshot. Whoever reads ``snapshot:/dev/shm/...`` sees the folders of all hosts as one, and reads
+from them, through their keepers, the regions that it needs. A step is a checkpoint there when the files of all ranks of
+one attempt are on some host: its manifest is made of them as it is read. So all that works with a checkpoint on disk
+works with a snapshot: hashes, other numbers of ranks, the choice of the newest.
+
 A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``. No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -23,16 +36,30 @@ import re
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from paceline.checkpoint.manifest import MANIFEST, SavedFile, damaged
+from paceline.checkpoint.manifest import (
+    HEAD,
+    MALFORMED,
+    MANIFEST,
+    SEAL,
+    SavedFile,
+    damaged,
+    manifest_text,
+    merge_parts,
+    parse_manifest,
+)
+from paceline.comm.control.kept import PIECE_BYTES, ROOT, Kept
+from paceline.comm.control.wire import Address
 from paceline.config.suggest import near_folders
 from paceline.errors import CheckpointError, UsageError
-from paceline.untrusted import file_inside, open_regular, plain_name, read_regular
+from paceline.untrusted import file_inside, is_count, open_regular, plain_name, read_regular
 
 _REMOTE = re.compile(r"^([a-z][a-z0-9+.-]+):/+")  # a single letter is a drive
-_ROOTED = ("file", "local", "memory")  # whose paths begin with a slash
+_SNAPSHOT = "snapshot:"
+_ROOTED = ("file", "local", "memory", "snapshot")  # whose paths begin with a slash
 _CHUNK_BYTES = 2**24
 _LARGE_BYTES = 2**20
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
@@ -208,6 +235,132 @@ class RemoteFiles:
             self._files.rmdir(url_of(path))
 
 
+class SnapshotFiles(LocalFiles):
+    """Reads what all hosts hold as one folder of checkpoints. It looks at the hosts once."""
+
+    def __init__(self, path: Path) -> None:
+        parts = path.parts
+        self._top = parts.index(ROOT) + 1 if ROOT in parts else len(parts)
+        self._kept = Kept(Path("/", *parts[1 : self._top]))
+        self._manifests: dict[str, bytes] = {}
+
+    def names(self, path: Path) -> list[str]:
+        match path.parts[self._top :]:
+            case ():
+                return sorted({_step_of(each) for each in self._held})
+            case (step,) if folder := self._folder(step):
+                return sorted([*self._held[folder], *([MANIFEST] if self._manifest(folder) else [])])
+        return []
+
+    def size(self, path: Path) -> int | None:
+        folder, name = self._place(path)
+        if name == MANIFEST:
+            return len(self._manifest(folder)) or None
+        return self._held.get(folder, {}).get(name, (None,))[0]
+
+    def read(self, path: Path) -> bytes:
+        content = bytearray(self.size(path) or 0)
+        self.read_into(path, [(0, memoryview(content))])
+        return bytes(content)
+
+    def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
+        folder, name = self._place(path)
+        if name == MANIFEST:
+            for offset, view in spans:
+                view[:] = self._manifest(folder)[offset : offset + len(view)]
+            return
+        keeper = self._keeper(folder, name)
+        if keeper is None:
+            super().read_into(self._kept.root / folder / name, spans)
+            return
+        with self._kept.asking(keeper) as ask:
+            for offset, view in spans:
+                for first in range(0, len(view), PIECE_BYTES):
+                    part = view[first : first + PIECE_BYTES]
+                    part[:] = ask("read", folder, name, offset + first, len(part))
+
+    def digest(self, path: Path) -> str:
+        folder, name = self._place(path)
+        keeper = self._keeper(folder, name)
+        if keeper is None:
+            return super().digest(self._kept.root / folder / name)
+        with self._kept.asking(keeper) as ask:
+            return str(ask("digest", folder, name))
+
+    @cached_property
+    def _held(self) -> dict[str, dict[str, tuple[int, Address | None]]]:
+        """By folder and name, how large a file is and whose keeper has it; None: this host, which goes first."""
+        place, keepers = self._kept.keepers()
+        found: dict[str, dict[str, tuple[int, Address | None]]] = {}
+        for each, keeper in [*enumerate(keepers), (place, None)]:
+            held = {} if keeper is not None else self._kept.held()
+            if keeper is not None and each != place:
+                with contextlib.suppress(OSError), self._kept.asking(keeper) as ask:  # gone, with all that it had
+                    held = ask("held")
+            for folder, files in held.items():
+                rows = {plain_name(name): (size, keeper) for name, size in files.items() if is_count(size)}
+                found.setdefault(plain_name(folder), {}).update(rows)
+        return found
+
+    def _place(self, path: Path) -> tuple[str, str]:
+        """Returns the folder and the name of a file on the hosts."""
+        match path.parts[self._top :]:
+            case (step, name):
+                return (step if step.startswith(".") else self._folder(step)), name
+        return "", ""
+
+    def _folder(self, step: str) -> str:
+        """Returns the folder of a step; of those of several attempts one that is whole."""
+        found = [each for each in self._held if _step_of(each) == step]
+        return max(found, key=lambda each: bool(self._manifest(each)), default="")
+
+    def _keeper(self, folder: str, name: str) -> Address | None:
+        try:
+            return self._held[folder][name][1]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{folder}/{name}") from None
+
+    def _manifest(self, folder: str) -> bytes:
+        """Returns the manifest of what the ranks of one attempt wrote; nothing where files of some are missing."""
+        if folder not in self._manifests:
+            self._manifests[folder] = self._merged(folder)
+        return self._manifests[folder]
+
+    def _merged(self, folder: str) -> bytes:
+        where, files = snapshots_in(self._kept.root), self._held.get(folder, {})
+        if HEAD not in files:
+            return b""
+        head = parse_manifest(self.read(where / folder / HEAD).decode(), where / folder / HEAD)
+        if not {name + SEAL for name in head.files} <= files.keys():
+            return b""
+        try:
+            found = merge_parts({name: self.read(where / folder / name) for name in head.files}, head)
+        except MALFORMED as error:
+            raise damaged(f"{where / folder} is damaged: {error}") from error
+        for name in head.files:
+            if self.read(where / folder / (name + SEAL)) != found.files[name].sha256.encode():
+                raise damaged(f"{where / folder / name} is damaged: its hash is not its own")
+        return manifest_text(found).encode()
+
+
+def _step_of(folder: str) -> str:
+    return folder[1:].rpartition(".")[0]
+
+
+def is_snapshot(path: Path) -> bool:
+    return path.parts[:1] == (_SNAPSHOT,)
+
+
+def snapshots_in(root: Path) -> Path:
+    """Returns what reads the snapshots of all hosts, for a process on the host that has this folder."""
+    return Path(f"{_SNAPSHOT}{root.as_posix()}")
+
+
+def on_this_host(path: Path, root: Path | None) -> Path:
+    """Returns the path by which a host with this folder reads what another one has found."""
+    return snapshots_in(root) / path.name if root is not None and is_snapshot(path) else path
+
+
 FileStore: TypeAlias = LocalFiles | RemoteFiles
 
 
@@ -252,6 +405,8 @@ def storage_of(path: Path) -> FileStore:
     found = _REMOTE.match(path.as_posix())
     if found is None:
         return LocalFiles()
+    if found[1] == "snapshot":
+        return SnapshotFiles(path)
     try:
         import fsspec
     except ImportError as error:

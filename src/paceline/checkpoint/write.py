@@ -13,7 +13,6 @@ Memory: one chunk of 16 MiB beside the tensors. Written once over all ranks: par
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import zlib
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
-from paceline.untrusted import parse_json_object
 
 _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
 
@@ -124,7 +122,12 @@ def commit(target: SaveTarget, plain: manifest.State) -> None:
     """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it."""
     storage = target.storage
     try:
-        storage.write(target.partial / manifest.MANIFEST, [manifest.manifest_text(_merged(target, plain)).encode()])
+        names = [f"rank-{rank:05d}.json" for rank in range(target.world)]
+        merged = manifest.merge_parts({name: storage.read(target.partial / name) for name in names}, plain)
+        for each, tensor in merged.tensors.items():
+            for problem in coverage_problems(each, tensor):  # a bug of who made the shards
+                raise CheckpointError(f"cannot write a checkpoint to {target.final}: {each}: {problem}")
+        storage.write(target.partial / manifest.MANIFEST, [manifest.manifest_text(merged).encode()])
         storage.sync_folder(target.partial)
         put_in_place(storage, target.partial, target.final)
     except OSError as error:
@@ -139,40 +142,3 @@ def discard(target: SaveTarget) -> None:
 
 def unwritten(target: SaveTarget, error: object) -> CheckpointError:
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
-
-
-def _merged(target: SaveTarget, plain: manifest.State) -> manifest.Manifest:
-    storage = target.storage
-    files: dict[str, manifest.SavedFile] = {}
-    tensors: dict[str, manifest.SavedTensor] = {}
-    found: dict[str, Any] = {}
-    for rank in range(target.world):
-        name = f"rank-{rank:05d}.json"
-        text = storage.read(target.partial / name)
-        part = parse_json_object(text)
-        files[name] = manifest.SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
-        files |= manifest.parse_files(part["files"])
-        for each, entry in part["tensors"].items():
-            new = manifest.parse_tensor(entry)
-            known = tensors.setdefault(each, new)
-            if (known.shape, known.dtype) != (new.shape, new.dtype):
-                kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (known, new)]
-                raise CheckpointError(f"{each} is {kinds[0]} on one rank and {kinds[1]} on another")
-            regions = {piece.region for piece in known.pieces}
-            more = tuple(piece for piece in new.pieces if piece.region not in regions)
-            tensors[each] = replace(known, pieces=known.pieces + more)
-        found |= part["found"]
-    for each, tensor in tensors.items():
-        for problem in coverage_problems(each, tensor):  # a bug of who made the shards
-            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {each}: {problem}")
-    return manifest.Manifest(
-        step=plain.step,
-        position=plain.position,
-        world=target.world,
-        tensors=dict(sorted(tensors.items())),
-        files=files,
-        values=plain.values,
-        found=dict(sorted(found.items())),
-        about=plain.about,
-        line=plain.line or manifest.Line(),
-    )

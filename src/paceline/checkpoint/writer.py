@@ -181,8 +181,8 @@ class StagingBuffer:
             self._thread = threading.Thread(target=self._make, args=args, name="staging buffer", daemon=True)
             self._thread.start()
 
-    def copy(self, shares: Sequence[Shard]) -> list[Shard]:
-        """Returns copies of shares, which last until the next time. Waits until they are made."""
+    def copy(self, shares: Sequence[Shard], *, waits: bool = True) -> list[Shard]:
+        """Returns copies of shares, which last until the next time; on CUDA it ``waits`` until they are made."""
         if self._thread is not None:
             self._thread.join()
         places, device = _places(shares), _cuda_device(shares)
@@ -194,7 +194,7 @@ class StagingBuffer:
             place = view.view(share.tensor.dtype)
             place.copy_(share.tensor, non_blocking=True)
             staged.append(replace(share, tensor=place))
-        if device is not None:
+        if device is not None and waits:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied
         return staged
 

@@ -212,6 +212,13 @@ class HFModelConfig(_Model):
 ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig | HFModelConfig
 
 
+class SnapshotConfig(Section):
+    """Snapshots in the memory of hosts, from which ranks that are started again go on."""
+
+    every_steps: Count | None = None
+    copies: NotNegativeCount = 1
+
+
 class CheckpointConfig(Section):
     """When the run is saved, and how many saves are kept."""
 
@@ -227,6 +234,7 @@ class CheckpointConfig(Section):
     asynchronous: bool | Literal["auto"] = "auto"
     folder: str | None = Field(default=None, min_length=1)
     verify: Literal["full", "fast", "none"] = "full"
+    memory: SnapshotConfig = SnapshotConfig()
 
     @property
     def may_use_background(self) -> bool:

@@ -191,17 +191,44 @@ def claim_run(
         location = replace(location, folder=next_folder(run_folder(config)))
 
 
-def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
+def find_start(
+    config: Config,
+    folder: Path,
+    resume: str,
+    tell: Callable[[str], None],
+    own: Line | None = None,
+    memory: Path | None = None,
+) -> Path:
     """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run's line ``own``; ``best``.
 
-    ``tell`` hears of newer ones that are not whole. Raises CheckpointError where there is none.
+    ``auto`` looks at the snapshots in the memory of hosts, too, for a host that has ``memory`` for them. ``tell`` hears
+    of newer ones that are not whole, and why a snapshot was chosen. Raises CheckpointError where there is none.
     """
     from paceline.checkpoint import find_best, find_checkpoint
+    from paceline.checkpoint.find import places_of, read_manifest, spots_in
+    from paceline.checkpoint.manifest import newest_line
+    from paceline.checkpoint.storage import snapshots_in
 
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    depth, snapshot = config.checkpoint.verify, None
     if resume == "best":
-        return find_best(where, config.checkpoint.verify)
-    return find_checkpoint(resume, where, config.checkpoint.verify, lambda passed: tell(str(passed)), own)
+        return find_best(where, depth)
+    if memory is not None and resume == "auto":
+        try:
+            snapshot = find_checkpoint(resume, snapshots_in(memory), depth, lambda passed: tell(str(passed)), own)
+        except CheckpointError as error:
+            tell(f"passed over the memory of hosts: {error.headline}")
+    if snapshot is not None:
+        here = read_manifest(snapshot).spot
+        spots = [spot for place in places_of(where) for spot in spots_in(place).values()]
+        line = newest_line([*spots, here], own)
+        last = max((each.step for each in spots if line.has(each.line, each.step)), default=None)
+        if line.has(here.line, here.step) and (last is None or last <= here.step):
+            if last is not None:
+                tell(f"passed over what is on disk: step {last} is before the snapshot of step {here.step}")
+            return snapshot
+        tell(f"passed over the snapshot of step {here.step}: what is on disk is newer")
+    return find_checkpoint(resume, where, depth, lambda passed: tell(str(passed)), own)
 
 
 def how_to_continue(folder: Path) -> str:

@@ -265,6 +265,18 @@ class Rendezvous(elastic.RendezvousHandler):
                 self._thread = self._attendant()
                 start_thread(self._thread)
 
+    def exchange(self, what: str, own: str, place: int, size: int) -> list[str]:
+        """Tells the hosts of this round a text, and returns those of all, in their order.
+
+        Raises HostsChangedError where one of them leaves before.
+        """
+        self._stores.append(store := ControlStore(self._client, f"{what}/{self._round}/", self._look_around))
+        try:
+            store.set(str(place), own)
+            return [store.get(str(each)).decode() for each in range(size)]
+        except (CommunicationError, TimeoutError) as error:
+            raise HostsChangedError(f"{CHANGED}{error}") from error
+
     def side_channel(self) -> SideChannel:
         """Returns a way for texts between the hosts of this round."""
         return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")

@@ -179,10 +179,11 @@ def _handlers_restored() -> Iterator[dict[signal.Signals, Any]]:
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder(where: Path | None = None) -> Iterator[Path]:
     """Makes a temporary folder for as long as the block runs; see [Note: scratch folders]."""
-    _remove_leftovers()
-    path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
+    where = where or Path(tempfile.gettempdir())
+    _remove_leftovers(where)
+    path = where / f"{_PREFIX}{secrets.token_hex(8)}"
     _HELD[path] = os.getpid()  # before it is there: an interrupt may come at any moment
     try:
         path.mkdir(mode=0o700)
@@ -210,8 +211,8 @@ def _remove(path: Path) -> None:
     _HELD.pop(path, None)
 
 
-def _remove_leftovers() -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+def _remove_leftovers(where: Path) -> None:
+    for path in where.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # it went meanwhile, or its process holds the lock
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue

@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from paceline import errors
 from paceline.checkpoint.find import is_whole, list_checkpoints, read_manifest, spots_in
 from paceline.checkpoint.manifest import Line, line_from
-from paceline.checkpoint.storage import absolute_path
+from paceline.checkpoint.storage import absolute_path, is_snapshot
 from paceline.cluster.detect import usable_cores
 from paceline.config import Config, check_ranks, dump_yaml, load_config
 from paceline.health.diagnosis import FailedAttempt, Stop, after_failure, first_cause
@@ -45,6 +45,7 @@ from paceline.run import notes
 from paceline.run.agreement import HostFacts
 from paceline.run.decide import rank_variables
 from paceline.run.folder import change_config, config_of, read_plan
+from paceline.run.keeper import MEMORY, Keeper, keeping
 from paceline.run.location import RunLocation, find_start
 from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
@@ -96,7 +97,7 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             change_config(folder, *halved)
         checkpoint, where = first, "from the newest checkpoint"
         if not launcher.has_others:
-            checkpoint, where = _starting_point(config, folder, first, own)
+            checkpoint, where = _starting_point(config, folder, first, own, launcher.memory)
         command = rank_command(launcher, checkpoint)
         if decision is None:
             say(f"{change}; restarting {where} (hosts that come or go are not charged)")
@@ -136,12 +137,14 @@ def halved_config(folder: Path) -> tuple[str, str] | None:
     return dump_yaml(smaller), replace(plan.with_microbatch(used // 2), finds_microbatch=False).to_text()
 
 
-def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None) -> tuple[Path | None, str]:
+def _starting_point(
+    config: Config, folder: Path, first: Path | None, own: Line | None, memory: Path | None
+) -> tuple[Path | None, str]:
     """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
     passed: list[str] = []
     path: Path | None
     try:
-        path = absolute_path(find_start(config, folder, "auto", passed.append, own))
+        path = absolute_path(find_start(config, folder, "auto", passed.append, own, memory))
     except errors.CheckpointError as error:
         path = first if first is not None and is_whole(first, config.checkpoint.verify) else None
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
@@ -152,7 +155,8 @@ def _starting_point(config: Config, folder: Path, first: Path | None, own: Line 
     if path is None:
         return None, "from the beginning: there is no checkpoint"
     number = path.name.rpartition("-")[2]
-    return path, f"from step {int(number) if number.isdecimal() else 0}"
+    store = " in the memory of hosts" if is_snapshot(path) else ""
+    return path, f"from step {int(number) if number.isdecimal() else 0}{store}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +174,7 @@ class LocalRanks:
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
     nodes: Surroundings | None = None
+    keeps_snapshots: bool = False
     facts: HostFacts | None = None
     run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
 
@@ -180,7 +185,8 @@ class LocalRanks:
         threads, watch = config.parallel.threads, watch_policy(config)
         if config.recovery.keep_processes and watch is not None:  # it sees what NCCL is told to leave alone
             variables[STAYS] = "3.0" if uses_gpu(config) else "1.5"
-        return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, **others)
+        keeps = config.checkpoint.memory.every_steps is not None
+        return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, keeps_snapshots=keeps, **others)
 
 
 @contextlib.contextmanager
@@ -197,6 +203,8 @@ def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
             scratch_folder() as scratch,
             rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as made.met,
             _environment(made.met.variables),
+            keeping(asked.nodes, is_wanted=asked.keeps_snapshots) as made.keeper,
+            _environment({} if made.memory is None else {MEMORY: str(made.memory)}),
         ):
             try:
                 yield made
@@ -230,6 +238,7 @@ class Launcher:
     folder: Path
     asked: LocalRanks
     met: Rendezvous = field(init=False)
+    keeper: Keeper | None = None
     signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
     ranks: range = range(0)
     _started: float = field(default_factory=time.time)  # of the attempt
@@ -241,6 +250,11 @@ class Launcher:
     @property
     def has_others(self) -> bool:  # launchers of other hosts
         return self.asked.nodes is not None
+
+    @property
+    def memory(self) -> Path | None:
+        """The folder of this host's snapshots, if it keeps any."""
+        return None if self.keeper is None else self.keeper.root
 
     def processes(self) -> list[int]:
         return list(notes.noted_processes(self.folder, os.getpid()).values())
@@ -295,6 +309,8 @@ class Launcher:
         self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
         notes.forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
         self._pids, self._left = {}, set()
+        if self.keeper is not None:
+            self.keeper.meet(place, size, self.met)
         if self.asked.watch is not None:
             num = len(self.ranks)
             hosts = {str(each): range(each * num, (each + 1) * num) for each in range(size)}

@@ -47,6 +47,7 @@ from paceline.records.thin import lines_kept
 from paceline.run import processes, records
 from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
+from paceline.run.keeper import MEMORY
 from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
 from paceline.run.logs import rank_logs, say
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
@@ -61,7 +62,8 @@ from paceline.train.evaluate import load_hooks
 from paceline.train.step import StepResult
 from paceline.train.survive.hooks import ConsensusHook, Saver
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
+from paceline.train.survive.snapshots import Snapshots
+from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer
 
 _LOGGER = logging.getLogger("paceline")
 _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
@@ -200,10 +202,11 @@ class RankRunner:
                 config, comm, plan=plan, hooks=hooks, node_ranks=processes.node_ranks(config), on_part=on_part
             )
             trainer.losses, trainer.own_hooks = config.recovery, own
-            trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _LOGGER.warning, trainer.line)
-            checkpoint = None if resume is None else Path(resume)
-            if str(resume) == "auto":
-                checkpoint = find_together(comm, trainer.find_checkpoint)
+            trainer.memory = memory_folder()
+            trainer.find_checkpoint = lambda: find_start(
+                config, self.folder, "auto", _LOGGER.warning, trainer.line, trainer.memory
+            )
+            checkpoint = trainer.find_start() if str(resume) == "auto" else None if resume is None else Path(resume)
             if checkpoint is not None:
                 trainer.load_state(open_checkpoint(checkpoint))
                 on_part("checkpoint")
@@ -299,9 +302,18 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
     }
     where, on_full = _checkpoint_folder(config, folder), config.recovery.on_full_disk
     saver = Saver(where, config.checkpoint, about, storage, on_full, ask_every=config.monitor.log_every)
+    memory, settings = memory_folder(), config.checkpoint.memory
+    every = None if memory is None else settings.every_steps
+    snapshots = None if memory is None or every is None else Snapshots(memory, every, settings.copies, about)
     # The last: a wish to stop is obeyed when everything else of the step is done, and is not saved twice.
-    consensus = ConsensusHook(request, saver.save_now, config.recovery)
-    return [Every(config.train.eval_every, EvaluateHook()), saver, consensus]
+    consensus = ConsensusHook(request, saver.save_now, config.recovery, snapshots)
+    evaluates = Every(config.train.eval_every, EvaluateHook())
+    return [evaluates, saver, *([] if snapshots is None else [snapshots]), consensus]
+
+
+def memory_folder() -> Path | None:
+    """Returns the folder that this host's launcher has made for snapshots, if it keeps any."""
+    return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
 
 
 def _checkpoint_folder(config: Config, folder: Path) -> Path:

@@ -19,6 +19,7 @@ import torch
 
 from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import open_checkpoint
+from paceline.checkpoint.storage import on_this_host
 from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
@@ -73,6 +74,7 @@ class Trainer(RunState):
         self.losses = RecoveryConfig()
         self.end_reason = ""  # why the run ends before its time
         self.find_checkpoint: Callable[[], Path] | None = None  # the newest to go back to; rank 0 asks
+        self.memory: Path | None = None  # the folder of this host's snapshots
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:  # memory ran out, and microbatches are smaller from here on
@@ -136,7 +138,12 @@ class Trainer(RunState):
                 raise TrainingError(f"{what}\n  {rule}\n  look at the loss function and the data of that step")
 
     def has_checkpoint(self) -> bool:
-        return find_together(self.parts.engine.world, self.find_checkpoint) is not None
+        return self.find_start() is not None
+
+    def find_start(self) -> Path | None:
+        """Returns the newest checkpoint that rank 0 finds, as this rank reads it; None without one."""
+        path = find_together(self.parts.engine.world, self.find_checkpoint)
+        return None if path is None else on_this_host(path, self.memory)
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:
         """Writes an event into the records, if there are any; None: of the last step."""
@@ -201,7 +208,7 @@ class Trainer(RunState):
     def _go_back(self, asked: GoBackError) -> None:
         """Loads the last checkpoint on all ranks, and goes on as was decided. Raises ``asked`` if there is none."""
         self._write_records(wait=True)
-        path = find_together(self.parts.engine.world, self.find_checkpoint)
+        path = self.find_start()
         if path is None:
             raise asked
         scale, number, last_step = self.rate_scale * asked.decision.rate_factor, self.num_roll_backs + 1, self.step

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -36,7 +36,12 @@ _Seals = tuple[wire.Seal, wire.Seal]
 
 class ControlServer:
     def __init__(
-        self, listeners: Sequence[socket.socket], secret: wire.Secret, hosts: Hosts | None = None, own: str = ""
+        self,
+        listeners: Sequence[socket.socket],
+        secret: wire.Secret,
+        hosts: Hosts | None = None,
+        own: str = "",
+        operations: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed.
 
@@ -58,6 +63,7 @@ class ControlServer:
         self._has: Callable[[list[str]], bool] = values["check"]
         self._operations: dict[str, Callable[..., Any]]
         self._operations = {**values, "join": self._join, "attend": self._attend, "close": self._close}
+        self._operations |= operations or {}
 
     def __enter__(self) -> Self:
         self._thread.start()

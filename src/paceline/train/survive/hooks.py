@@ -8,10 +8,10 @@ without it where ``on_full_disk`` allows that: nothing is lost by going on but t
 A signal only sets a flag on the rank that gets it. Behind a step the ranks add up what they know, in one small
 all-reduce that nobody waits for; behind the next one it is there, and all of them read the same sum:
 
-    step s      issue   [wishes, seconds of the step, summed loss, count]
+    step s      issue   [wishes, seconds of the step, summed loss, count, parts of a snapshot kept, that cannot be]
     step s + 1  read    any wish: save and leave, on every rank alike
 
-Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
+Cost: one all-reduce of 48 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
 first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
 same number on all ranks. Where spikes are looked for, it is issued in every step, and since all ranks have the same
 numbers they react alike, as ``recovery.py`` decides.
@@ -42,12 +42,13 @@ from paceline.config.sections import RecoveryConfig
 from paceline.errors import CheckpointError, PreemptedError, TrainingError
 from paceline.train.step import StepResult
 from paceline.train.survive.recovery import GoBack, GoOn, Spike, StopRequest, find_spike, on_spike
+from paceline.train.survive.snapshots import Snapshots
 from paceline.train.trainer import GoBackError, Trainer, is_time
 
 _ASK_EVERY_S: Final = 0.1
 _FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
 _MOST_STEPS: Final = 1000
-_WISHES, _SECONDS, _LOSS, _COUNT = range(4)
+_WISHES, _SECONDS, _LOSS, _COUNT, _KEPT, _FAILED = range(6)
 _stream = cache(torch.cuda.Stream)  # to read on, one a device
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
@@ -183,6 +184,7 @@ class _PendingSum:
     values: torch.Tensor
     work: Work
     ready: torch.cuda.Event | None
+    snapshot: int | None  # the step of the one that was under way
 
     def read(self) -> list[float]:
         """Reads on a stream of its own: on the step's it would wait for all that is issued, and the device idle."""
@@ -204,6 +206,7 @@ class ConsensusHook:
     request: StopRequest
     save: Callable[[Trainer], None]
     policy: RecoveryConfig
+    snapshots: Snapshots | None = None
     _pending: _PendingSum | None = None
     _next_step: int = 0
     _num_sums: int = 0
@@ -220,9 +223,12 @@ class ConsensusHook:
             asks_always = self._needs_losses or self._num_sums < _FREE_SUMS
             step_s = sums[_SECONDS] / trainer.parts.engine.world.size
             self._next_step = result.step if asks_always else next_ask(step_s, result.step)
-        if not result.is_last and result.step >= self._next_step:
+        is_asked = result.step >= self._next_step or (self.snapshots is not None and self.snapshots.step is not None)
+        if is_asked and not result.is_last:
             self._pending = self._issue(trainer, result, seconds)
             self._num_sums += 1
+        if known is not None and self.snapshots is not None:
+            self.snapshots.hear(trainer, known.snapshot, round(sums[_KEPT]), round(sums[_FAILED]))
         if known is not None:
             self._act(trainer, known, sums)
 
@@ -232,7 +238,10 @@ class ConsensusHook:
 
     def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
         comm, outcome = trainer.parts.engine.world, result.outcome
-        values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
+        own = [float(bool(self.request.signal)), seconds, 0.0, 0.0, 0.0, 0.0]
+        if self.snapshots is not None:
+            own[_KEPT:] = map(float, self.snapshots.progress())
+        values = torch.tensor(own, dtype=torch.float64)
         on_cuda = comm.device.type == "cuda"
         # A copy from memory that is not pinned might wait for the device.
         values = values.pin_memory().to(comm.device, non_blocking=True) if on_cuda else values.to(comm.device)
@@ -241,7 +250,8 @@ class ConsensusHook:
             values[_COUNT] = outcome.count
         work = comm.all_reduce(values)
         ready = torch.cuda.current_stream(comm.device).record_event() if on_cuda else None
-        return _PendingSum(result.step, result.position, values, work, ready)
+        snapshot = None if self.snapshots is None else self.snapshots.step
+        return _PendingSum(result.step, result.position, values, work, ready, snapshot)
 
     def _act(self, trainer: Trainer, known: _PendingSum, sums: list[float]) -> None:
         loss, num_wishes = sums[_LOSS] / sums[_COUNT] if sums[_COUNT] else math.nan, round(sums[_WISHES])

@@ -1,0 +1,278 @@
+"""Snapshots of a run's state in the memory of its hosts (``checkpoint/storage.py``), while training goes on.
+
+    behind step s        copy to the host                 on CUDA by a stream of its own, while step s + 1 runs
+    beside the steps     a thread: write into this host's memory, have keepers of other hosts copy it
+    behind later steps   the ranks add up who is done, in the sum of ``hooks.py``; once all are, the snapshot is whole,
+                         and what is older goes when the next one is taken
+
+One snapshot is under way at a time. A step that is due meanwhile is taken as soon as that one is whole. Where a rank
+cannot keep its part, all ranks learn of it in the same step and take no more: the run goes on with checkpoints on disk.
+
+Of CUDA tensors a copy is made on the device first, where it has room: the update of the next step waits for that, which
+takes as long as to read them once, beside the passes. Without room the update waits for the copies to the host.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from paceline.checkpoint.manifest import HEAD, SEAL, State, head_text
+from paceline.checkpoint.storage import LocalFiles
+from paceline.checkpoint.tensors import encode
+from paceline.checkpoint.write import SaveTarget, own_shares, plain_state, write_part
+from paceline.checkpoint.writer import StagingBuffer
+from paceline.comm.control.kept import Kept
+from paceline.comm.control.wire import Address
+from paceline.comm.objects import ask_first_rank
+from paceline.shards import Shard
+from paceline.train.step import StepResult
+from paceline.train.trainer import Trainer
+
+_ATTEMPTS, _PAUSE_S = 5, 0.5  # to have a copy made, while a keeper that was killed is started again
+_SPARE_BYTES = 2**30  # of a device: where less would be left, no copy is made on it
+
+
+class HostMemory(LocalFiles):
+    """Files in a folder that goes with its keeper: nothing is made in its place."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+
+
+class Snapshots:
+    """Takes snapshots of a trainer's state, behind steps. All ranks call it at the same steps."""
+
+    def __init__(self, root: Path, every_steps: int, copies: int = 1, about: Mapping[str, Any] | None = None) -> None:
+        self.kept = Kept(root)
+        self.num_whole = 0
+        self._every, self._copies, self._about = every_steps, copies, dict(about or {})
+        self._token = ""
+        self._last_step = 0
+        self._is_due = self._is_off = False
+        self._pending: Snapshot | None = None
+        self._stay: set[str] = set()  # folders from which the run can go on
+        self._stage = StagingBuffer()
+        self._side: _SideStream | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the snapshot that is under way, the same on all ranks."""
+        return None if self._pending is None else self._pending.target.step
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        if not self._token or result.step <= self._last_step:
+            self._begin(trainer, result.step - 1)
+        self._last_step = result.step
+        self._is_due = self._is_due or result.step % self._every == 0
+        if self._is_due and self._pending is None and not (self._is_off or result.is_last):
+            self._is_due = False
+            self._take(trainer)
+
+    def progress(self) -> tuple[bool, bool]:
+        """Returns whether this rank's part of the snapshot under way is kept, and whether it cannot be."""
+        pending = self._pending
+        return (False, False) if pending is None else (pending.is_kept, bool(pending.problem))
+
+    def hear(self, trainer: Trainer, step: int | None, num_kept: int, num_failed: int) -> None:
+        """Takes what the ranks had added up while the snapshot of ``step`` was under way."""
+        pending = self._pending
+        if pending is None or step != pending.target.step or (not num_failed and num_kept < pending.target.world):
+            return
+        self._pending = None
+        if num_failed:
+            self._is_off = True
+            why = pending.problem or "another rank could not keep its part"
+            trainer.note("no_snapshots", {"reason": why, "ranks": num_failed}, step=step)
+            return
+        self.num_whole += 1
+        self._stay = {pending.target.partial.name}
+        detail = pending.detail()
+        if self._side is not None:
+            detail["stall_seconds"] = round(detail["stall_seconds"] + self._side.waited_s(), 5)
+        trainer.note("snapshot", detail, step=step)
+
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        """Begins at a step, or again where the run went back to it: what is of later ones is no longer the run's."""
+        if self._pending is not None:
+            self._pending.join()
+        self._pending, self._is_due = None, False
+        self._token = ask_first_rank(trainer.parts.engine.world, lambda: secrets.token_hex(4))
+        for folder in self.kept.held():
+            if int(folder.split(".")[1].removeprefix("step-")) > step:
+                shutil.rmtree(self.kept.root / folder, ignore_errors=True)
+        self._stay = {name for name in self.kept.held() if name.startswith(f".step-{step:08d}.")}
+
+    def _take(self, trainer: Trainer) -> None:
+        comm, meter = trainer.parts.engine.world, trainer.parts.meter
+        meter.enter("checkpoint")
+        begun = time.perf_counter()
+        where: dict[str, Any] = {"folder": self.kept.root, "storage": HostMemory()}
+        target = SaveTarget(step=trainer.step, rank=comm.rank, world=comm.size, token=self._token, **where)
+        self._pending = pending = Snapshot(target, self.kept, self._copies, self._stay)
+        if comm.device.type == "cuda" and self._side is None:
+            self._side = _SideStream(trainer)
+        # On CUDA without a wait for the steps that are under way.
+        state = trainer.state() if self._side is None else trainer.collect_state()
+        pending.start(replace(state, about=self._about), self._stage, self._side)
+        pending.stall_s = time.perf_counter() - begun
+        meter.start()
+
+
+class Snapshot:
+    """This rank's part of a snapshot: copied by its caller, kept by a thread."""
+
+    def __init__(self, target: SaveTarget, kept: Kept, copies: int, stay: Set[str]) -> None:
+        self.target = target
+        self.problem = self.without_copy = ""
+        self.is_kept = False
+        self.stall_s = self._total_s = 0.0
+        self._num_bytes = 0
+        self._kept, self._copies, self._stay = kept, copies, stay
+        self._begun = time.perf_counter()
+        self._thread: threading.Thread | None = None
+
+    def start(self, state: State, stage: StagingBuffer, side: _SideStream | None) -> None:
+        """Copies the state, or begins to, and starts the thread that keeps it."""
+        try:
+            shares = own_shares(state.shards)
+            if side is None:
+                staged, values = stage.copy(shares), plain_state(state)
+            else:
+                staged, values = side.copy(state, shares, stage)
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            self.problem = f"{type(error).__name__}: {error}"
+            return
+        name = f"snapshot {self.target.step}"
+        self._thread = threading.Thread(target=self._run, args=(staged, values, side), name=name, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def detail(self) -> dict[str, Any]:
+        times = {"seconds": round(self._total_s, 4), "stall_seconds": round(self.stall_s, 5)}
+        missing = {"without_copy": self.without_copy} if self.without_copy else {}
+        return {**times, "bytes": self._num_bytes, **missing}
+
+    def _run(self, shares: list[Shard], state: State, side: _SideStream | None) -> None:
+        try:
+            if side is not None:
+                state = side.wait(state)
+            self._write(shares, state)
+            self.is_kept = True
+        except Exception as error:  # training goes on, and all ranks hear of it
+            self.problem = str(error).splitlines()[0] or type(error).__name__
+        self._total_s = time.perf_counter() - self._begun
+
+    def _write(self, shares: list[Shard], state: State) -> None:
+        target, kept = self.target, self._kept
+        for folder in kept.held().keys() - self._stay - {target.partial.name}:
+            shutil.rmtree(kept.root / folder, ignore_errors=True)  # other ranks of this host do so, too
+        kept.check_room(sum(share.tensor.nbytes for share in shares))
+        self._num_bytes = write_part(target, shares, state)
+        if target.rank == 0:
+            target.storage.write(target.partial / HEAD, [head_text(state, target.world).encode()])
+        part = target.partial / f"rank-{target.rank:05d}.json"
+        seal = part.with_name(part.name + SEAL)
+        target.storage.write(seal, [target.storage.digest(part).encode()])
+        place, keepers = kept.keepers()
+        files = kept.held()[target.partial.name]
+        own = [name for name in files if name.startswith(part.stem) or (name == HEAD and target.rank == 0)]
+        own.sort(key=lambda name: name == seal.name)  # it comes last: it says that all is there
+        request = [keepers[place].host, keepers[place].port, target.partial.name, [[name, files[name]] for name in own]]
+        for number in range(1, min(self._copies, len(keepers) - 1) + 1):
+            self._have_copied(keepers[(place + number) % len(keepers)], request)
+
+    def _have_copied(self, keeper: Address, request: list[Any]) -> None:
+        """Has another host's keeper take a copy; without one the snapshot is still kept on this host."""
+        for _ in range(_ATTEMPTS):
+            try:
+                with self._kept.asking(keeper) as ask:
+                    ask("copy", *request)
+                self.without_copy = ""
+                return
+            except OSError as error:
+                self.without_copy = f"{keeper} has no copy: {error.strerror or error}"
+                if error.errno == errno.EIO:  # its own answer
+                    return
+            time.sleep(_PAUSE_S)
+
+
+class _SideStream:
+    """A stream that copies a state beside the steps; updates wait until they may overwrite what is copied."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        parts, self._device = trainer.parts, trainer.parts.engine.device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._graphs = parts.graphs
+        # Passes, and not updates alone, write buffers and residuals of compression.
+        held = [shard.tensor if shard.parameter is None else shard.parameter for shard in parts.engine.shards()]
+        self._is_written_early = parts.compressor is not None or not all(each.requires_grad for each in held)
+        self._copied: torch.cuda.Event | None = None  # what was read from the tensors of the run
+        self._ready: torch.cuda.Event | None = None  # on the host
+        self._waits: list[torch.cuda.Event] = []
+        parts.optimizer.register_step_pre_hook(self._before_update)
+
+    def copy(self, state: State, shares: Sequence[Shard], stage: StagingBuffer) -> tuple[list[Shard], State]:
+        """Issues copies to the host; returns what will have them, and the plain values but those to be ``found``."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._waits = []
+        with torch.cuda.stream(self._stream):
+            sources = self._clones(shares)
+            found = tree_map(lambda each: _on_host(each) if isinstance(each, torch.Tensor) else each, state.found)
+            if sources is not None:
+                self._copied = self._stream.record_event()
+            staged = stage.copy(sources or shares, waits=False)
+            self._ready = self._stream.record_event()
+            self._copied = self._ready if sources is None else self._copied
+        may_replay = self._graphs is not None and self._graphs.may_replay
+        if self._is_written_early or may_replay:
+            self._before_update()
+        return staged, replace(plain_state(replace(state, found={})), found=found)
+
+    def wait(self, state: State) -> State:
+        """Waits for the copies; returns the state with all of its plain values."""
+        assert self._ready is not None
+        self._ready.synchronize()
+        return replace(state, found={name: encode(value, name) for name, value in state.found.items()})
+
+    def waited_s(self) -> float:
+        """Returns how long the device has waited before the update behind the last snapshot."""
+        is_known = len(self._waits) == 2 and self._waits[1].query()  # type: ignore[no-untyped-call]
+        return self._waits[0].elapsed_time(self._waits[1]) / 1000.0 if is_known else 0.0
+
+    def _clones(self, shares: Sequence[Shard]) -> list[Shard] | None:
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        free -= torch.cuda.memory_allocated(self._device)
+        if sum(share.tensor.nbytes for share in shares) + _SPARE_BYTES > free:
+            return None
+        try:
+            return [replace(share, tensor=share.tensor.clone()) for share in shares]
+        except torch.OutOfMemoryError:  # what is free is in pieces
+            return None
+
+    def _before_update(self, *_: Any) -> None:
+        if self._copied is not None:
+            stream, copied, self._copied = torch.cuda.current_stream(self._device), self._copied, None
+            self._waits = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._waits[0].record(stream)
+            stream.wait_event(copied)
+            self._waits[1].record(stream)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
