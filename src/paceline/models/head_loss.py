@@ -20,7 +20,6 @@ in it, makes all logits with label smoothing, and counts no right answers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
@@ -272,21 +271,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) 
     beta = 0 if is_first else 1
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=beta)
-    elif total.is_cuda and _adds_wider():
+    elif total.is_cuda and torch.version.hip is None:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     elif is_first:  # the product of a chunk is rounded, their sum is not
         total.copy_(torch.mm(left, right))
     else:
         total.add_(torch.mm(left, right))
-
-
-@functools.cache
-def _adds_wider() -> bool:
-    """Whether this torch adds products of halves to a matrix of float32 in one kernel (2.10 and later do)."""
-    total, half = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    try:
-        for beta in (0, 1):
-            torch.addmm(total, half, half, out_dtype=torch.float32, beta=beta, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 32).all())

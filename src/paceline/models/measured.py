@@ -103,7 +103,15 @@ def measure_model(
     )
 
 
-class ForwardCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator. Nothing inside is compiled: torch need not load its compiler, and ask it each time."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class ForwardCounter(EagerMode):  # type: ignore[no-untyped-call]
     """Sees every tensor that is saved and every product that is computed, and knows inside which block."""
 
     def __init__(self, parameters: int, held: Iterable[torch.Tensor]) -> None:
@@ -117,10 +125,6 @@ class ForwardCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside = 0
         self._flops = {"convolution": 0.0, "other": 0.0}
         self._written = self._written_bytes = self._kernels = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @contextlib.contextmanager
     def counting(self, blocks: Sequence[nn.Module] = ()) -> Iterator[None]:
@@ -308,14 +312,10 @@ class _KeepsIndices(TorchFunctionMode):
         return func(*(indexed(args) if func is torch.Tensor.__getitem__ else args), **(kwargs or {}))
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Answers(EagerMode):  # type: ignore[no-untyped-call]
     def __init__(self, values: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values = values
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled: torch need not ask its compiler at each operator
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = self._values.value(args[0]) if func is torch.ops.aten._local_scalar_dense.default else None

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator
@@ -34,6 +33,7 @@ from paceline.engines.precision import kept_parameters
 from paceline.errors import UsageError
 from paceline.models.balance import Balanced, loss_factor
 from paceline.models.experts import Experts
+from paceline.models.measured import EagerMode
 from paceline.models.registry import model_blocks
 from paceline.train.loss import LossValue
 from paceline.train.step import StepPolicy, make_scaler, place, train_step
@@ -196,7 +196,7 @@ class ActivationRecorder:
             self._passes[-1].append((name, output.detach().clone()))
 
 
-class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CoarseParts(EagerMode):  # type: ignore[no-untyped-call]
     """Finds what computes more coarsely than float64 although the model is of float64, such as a norm in float32.
 
     ``names`` are the types of the modules that do, in the order in which they come; ``dtype`` is the coarsest, and
@@ -214,11 +214,6 @@ class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module.register_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
                 module.register_forward_hook(lambda *_: self._leave(), always_call=True),
             ]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Says that what is run is not compiled: torch need not ask its compiler at each operator."""
-        return False
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -26,12 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
-from paceline.models.measured import KnownValues, indexed
+from paceline.models.measured import EagerMode, KnownValues, indexed
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.operators import ATTENTION, KnownCalls, OperatorCall, whole_call
@@ -218,7 +217,7 @@ class _Kernel(NamedTuple):
     block: str
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(EagerMode):  # type: ignore[no-untyped-call]
     """Records what is run inside; ``start`` forgets what came before."""
 
     def __init__(self, calls: KnownCalls) -> None:
@@ -228,11 +227,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: dict[tuple[int, int], int] = {}
         self._block, self.rests = "", False  # rests: notes no kernels, but follows memory
         self._forget()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Says that nobody compiles what is recorded: torch need not load its compiler, and ask it at each operator."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
