@@ -112,8 +112,7 @@ class _Presses:
                 patience.start()
 
 
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    del number
+def _unwind(_: int, frame: FrameType | None) -> NoReturn:
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:  # torch aborts where its import is interrupted
             _flush()

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.config.data_sections import DataShape as DataShape
 from paceline.data.order import Indices, shuffled_index
 from paceline.errors import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Batch: TypeAlias = Any
 """``(inputs, targets)`` for our data sets; any nested structure of tensors for the user's."""

@@ -166,9 +166,8 @@ def _ranks_of_hosts(layout: Layout, comm: Communicator) -> int | None:
     return sizes[0]
 
 
-def _host(comm: Communicator) -> str:
-    """Returns a name that ranks of one host share, for a rank of ``comm``."""
-    del comm
+def _host(_: Communicator) -> str:
+    """Returns a name that ranks of one host share, for a rank of a group."""
     return socket.gethostname()
 
 

@@ -181,9 +181,8 @@ class DataParallel(ModuleEngine):
 
     # Backward: gradients arrive, buckets leave.
 
-    def _enter_backward(self, gradient: Tensor) -> None:
+    def _enter_backward(self, _: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
-        del gradient
         if self._is_syncing and not self._arrivals.is_open:
             if self._tuner is not None:
                 self._tuner.begin()

@@ -146,9 +146,8 @@ class Pipeline:
             self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
         return self._programs[microbatches]
 
-    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _keep_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Keeps a stage's output for the input part of backward; the engine watches a view, and sees one backward."""
-        del module, args
         if not torch.is_grad_enabled():
             return None
         self._kept = output

@@ -189,9 +189,8 @@ class ZeroParallel(ModuleEngine):
     def _reduces(self) -> bool:
         return self._is_syncing or self.layout.strategy == "zero2"
 
-    def _enter_backward(self, version: int, gradient: Tensor) -> None:
+    def _enter_backward(self, version: int, _: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
-        del gradient
         if self._arrivals.is_open:
             return
         if version != self._gathering.version:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -22,11 +22,8 @@ from paceline.errors import UsageError
 from paceline.records.console import format_loss
 from paceline.records.limits import settings_of
 from paceline.records.records import RunRecord, strict_json
-from paceline.records.report import new_table
+from paceline.records.report import RunSummary, new_table
 from paceline.units import format_bytes, format_percent, format_seconds
-
-if TYPE_CHECKING:
-    from paceline.records.report import RunSummary
 
 _SAME = 0.03  # figures that differ by less are marked as equal: two runs of one config do
 _HIGHER = ("samples_per_s", "mfu", "test_accuracy", "goodput")  # figures of which more is better

@@ -11,7 +11,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import psutil
 import torch
@@ -19,13 +19,11 @@ import torch
 from paceline.clock import CudaMark, DeviceClock, Mark, on_device, seconds_between
 from paceline.comm.ledger import file as cells
 from paceline.comm.ledger.file import LAPS, NUM_CELLS, PHASE, STEP, TIMED_STEPS
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.traced import Trace
 from paceline.free_memory import peak_memory_bytes
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
 from paceline.records.records import CommRecord, StepRecord
-
-if TYPE_CHECKING:
-    from paceline.comm.ledger.ledger import Ledger
 
 _DRAIN_STEPS = 64  # at most; a power of two
 _DRAIN_S = 0.5  # of steps that are drained at once, about

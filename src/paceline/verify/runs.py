@@ -190,8 +190,7 @@ class ActivationRecorder:
             for place, number in enumerate(microbatches)
         }
 
-    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        del module, inputs
+    def _keep(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and self._passes:
             self._passes[-1].append((name, output.detach().clone()))
 
@@ -220,8 +219,7 @@ class CoarseParts(EagerMode):  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != torch.float64:

@@ -69,8 +69,7 @@ _POOLS = {F.max_pool2d, torch.max_pool2d}
 class NoValues(TorchFunctionMode):
     """Leaves out what gives first values to tensors that have none: torch would work out their shapes in Python."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _GIVES_VALUES:
             tensor = kwargs.get("tensor", args[0] if args else None)
@@ -103,8 +102,7 @@ class MetaFunctions(TorchFunctionMode):
     def forget_copies(self) -> None:
         self._copies.clear()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._autocast is not None:
             if func in _IN_HALF:
@@ -228,8 +226,7 @@ class Recorder(EagerMode):  # type: ignore[no-untyped-call]
         self._block, self.rests = "", False  # rests: notes no kernels, but follows memory
         self._forget()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "view":

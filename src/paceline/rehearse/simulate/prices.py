@@ -88,8 +88,7 @@ class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rates = rates
         self._spend = spend
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not is_free(func):
