@@ -37,15 +37,15 @@ LINES = {
     "config": 3_740,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_590,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_585,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_620,  # verdicts on experts
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_230,  # experts: tiles of rows, uneven loads; the worst moments of long contexts; whole gradients
     "profile": 570,
-    "records": 3_955,  # samples.py; loads of experts, and ranks that are late by them
-    "rehearse": 2_725,
+    "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
+    "rehearse": 2_720,
     "run": 7_900,  # keeper.py
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,
