@@ -37,7 +37,7 @@ from paceline.predict.formulas.block import CALL_S, BlockModel
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.formulas.step import Prediction, StepParts, in_training, predict
-from paceline.predict.memory.memory import footprint
+from paceline.predict.memory.memory import UPDATE_BYTES, footprint
 from paceline.schedule.clock import Timeline
 from paceline.schedule.ring import SequenceMethod
 from paceline.units import MIB
@@ -125,7 +125,7 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
 
 def engine_footprint(workload: Workload) -> MemoryEstimate:
     """Returns what a rank's device holds by ``footprint``, with the states that the engines here keep."""
-    found = footprint(replace(workload, run=replace(workload.run, framework="eager")))
+    found = footprint(replace(workload, run=replace(workload.run, framework="eager")), UPDATE_BYTES)
     offload, layout = _offload_of(workload), workload.layout
     if workload.model.is_sampled:
         shared = {"optimizer", *(("gradients",) if layout.sharing.gradients else ())}

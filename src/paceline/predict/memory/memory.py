@@ -347,13 +347,13 @@ class EngineMemory:
 # experts are cut by the ranks that hold the same experts, which are fewer.
 
 _CONTEXT_BYTES = 1.5 * GIB
-# Of a parameter that a rank updates: the root of its second moment and the denominator, in torch of 2023
+# Of a parameter that a rank updates: the root of its second moment, and in torch of 2023 the denominator beside it
 # (torch/optim/adamw.py: _multi_tensor_adamw). Fused optimizers, which the other frameworks have, write neither down.
-_UPDATE_BYTES = 8
+UPDATE_BYTES, _UPDATE_BYTES_2023 = 4, 8
 _CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
 
-def footprint(workload: Workload) -> MemoryEstimate:
+def footprint(workload: Workload, update_bytes: int = _UPDATE_BYTES_2023) -> MemoryEstimate:
     model, layout, run = workload.model, workload.layout, workload.run
     if model.is_sampled:
         return MemoryEstimate(
@@ -390,7 +390,7 @@ def footprint(workload: Workload) -> MemoryEstimate:
     elsewhere = activations * (1 - 1 / (flight * more)) if layout.pipeline > 1 else 0.0
     temporary = max(units, logits - _recomputed_bytes(workload) - elsewhere) + ends
     if run.framework == "eager":  # the update comes when activations are gone
-        temporary = max(temporary, cut * _UPDATE_BYTES - activations)
+        temporary = max(temporary, cut * update_bytes - activations)
     return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
         gradients=4 * params if workload.reduces_once else (cut if layout.sharing.gradients else params) * gradients,
