@@ -31,9 +31,9 @@ LINES = {
     "chaos": 1_070,
     "checkpoint": 5_005,  # memory.py: snapshots in the memory of hosts
     "classic": 1_560,
-    "cli": 3_465,  # completion.py; checkpoint upcycle
-    "cluster": 1_870,  # what attention over ranks costs
-    "comm": 7_330,  # kept.py: files that keepers of hosts serve
+    "cli": 3_510,  # completion.py; checkpoint upcycle
+    "cluster": 1_880,  # what attention over ranks costs
+    "comm": 7_590,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_740,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
@@ -42,10 +42,10 @@ LINES = {
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_230,  # experts: tiles of rows, uneven loads; the worst moments of long contexts; whole gradients
+    "predict": 4_240,  # experts: tiles of rows, uneven loads; the worst moments of long contexts; whole gradients
     "profile": 570,
     "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
-    "rehearse": 2_720,
+    "rehearse": 3_010,  # one of many ranks on a real GPU
     "run": 7_900,  # keeper.py
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_570,

@@ -8,6 +8,7 @@ the same values, on the same batch, with the same optimizer and clipping, on the
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -234,6 +235,25 @@ def arms_in_bf16() -> list[Arm]:
     ]
 
 
+def arms_on_links() -> list[Arm]:
+    """Returns the arms on several ranks of GPUs in bf16, in two sets: replicated, and sharded."""
+    torch_ddp, fsdp2 = "torch ddp bf16", "torch fsdp2 bf16_master"
+    master = partial(_wrap_ours, precision="bf16_master")
+    theirs = partial(_wrap_fsdp2, precision="bf16_master")
+    return [
+        Arm(
+            name=torch_ddp, peer=torch_ddp, wrap=partial(_wrap_ddp, precision="bf16", as_view=True, sends_buffers=False)
+        ),
+        Arm(name="paceline ddp bf16_master", peer=torch_ddp, wrap=partial(master, strategy="ddp")),
+        Arm(name="paceline zero1 bf16_master", peer=torch_ddp, wrap=partial(master, strategy="zero1")),
+        Arm(name="paceline zero2 bf16_master", peer=torch_ddp, wrap=partial(master, strategy="zero2")),
+        Arm(name=fsdp2, peer=fsdp2, wrap=theirs, set=1),
+        Arm(name=f"{fsdp2}, prefetch two", peer=fsdp2, wrap=partial(theirs, prefetch=2), set=1),
+        Arm(name=f"{fsdp2}, kept", peer=fsdp2, wrap=partial(theirs, reshards=False), set=1),
+        Arm(name="paceline fsdp bf16_master", peer=fsdp2, wrap=partial(master, strategy="fsdp"), set=1),
+    ]
+
+
 A = TypeVar("A", bound=PeeredArm)
 
 
@@ -286,13 +306,20 @@ def _wrap_ours(
 
 
 def _wrap_ddp(
-    model: nn.Module, comm: Communicator, *, as_view: bool = False, precision: str = "fp32", on_our_group: bool = False
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    as_view: bool = False,
+    precision: str = "fp32",
+    on_our_group: bool = False,
+    sends_buffers: bool = True,
 ) -> Wrapped:
     device_ids = None if comm.device.type == "cpu" else [comm.device]
     group = None if on_our_group else _torch_group(comm)
-    wrapped = DistributedDataParallel(
-        model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=as_view
-    )
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
+    options: Any = {"gradient_as_bucket_view": as_view} | ({} if sends_buffers else {name: False})
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, process_group=group, **options)
     return _wrap_plain(model, comm, precision=precision, call=wrapped)
 
 
@@ -304,8 +331,13 @@ def _wrap_fsdp2(
     precision: str = "fp32",
     shard_ranks: int | None = None,
     on_our_group: bool = False,
+    prefetch: int = 0,
+    reshards: bool | None = None,
 ) -> Wrapped:
-    """Shards the model's blocks and its root, as FSDP2's tutorial does; of a model without blocks, its layers."""
+    """Shards the model's blocks and its root, as FSDP2's tutorial does; of a model without blocks, its layers.
+
+    ``prefetch``: how many blocks are gathered ahead, in forward and in backward; 0: as FSDP2 does by itself.
+    """
     policy = precision_named(precision)
     mixed = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
     group = None if on_our_group or shard_ranks else _torch_group(comm)
@@ -317,15 +349,20 @@ def _wrap_fsdp2(
     else:
         mesh = DeviceMesh.from_group(group, comm.device.type)
     units = model_blocks(model) or [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for unit in [] if root_only else units:
-        fully_shard(unit, mesh=mesh, mp_policy=mixed)
-    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    more: Any = {} if reshards is None else {"reshard_after_forward": reshards}
+    sharded: list[Any] = [
+        fully_shard(unit, mesh=mesh, mp_policy=mixed, **more) for unit in ([] if root_only else units)
+    ]
+    fully_shard(model, mesh=mesh, mp_policy=mixed, **more)
+    for place, unit in enumerate(sharded if prefetch else []):
+        unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + prefetch])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, place - prefetch) : place][::-1])
     return _wrap_plain(model, comm, precision=precision)
 
 
 def _torch_group(comm: Communicator) -> dist.ProcessGroup | None:
-    """Returns a group of all Gloo ranks as torch makes it; None where there is but one rank, or a GPU."""
-    if comm.size == 1 or comm.device.type != "cpu":
+    """Returns a group of all Gloo ranks as torch makes it; None where there is but one rank, or another backend."""
+    if comm.size == 1 or comm.backend != "gloo":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group

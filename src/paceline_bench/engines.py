@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.cluster.devices import Cluster
+from paceline.cluster.wires import num_channels
 from paceline.comm.base import Communicator
+from paceline.comm.emulated.communicator import EmulatedWorld, Fabric, Traffic
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.predict.replay.replay import cost_in_training
 from paceline.run.processes import run_processes
 from paceline_bench.arms import (
     SHARED,
@@ -27,17 +32,20 @@ from paceline_bench.arms import (
     TrainingStep,
     arms_alone,
     arms_in_bf16,
+    arms_on_links,
     arms_on_ranks,
     select,
     set_up,
     sets_of,
 )
+from paceline_bench.emulated_group import emulated_group
 from paceline_bench.timing import Timing, Turns, interleave
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
 FP32_TOLERANCE = 1e-4
 BF16_TOLERANCE = 2e-2
 _TIMEOUT_S = 3600.0
+_FREE = ", free links"
 
 Wanted = Sequence[str] | None
 
@@ -87,6 +95,77 @@ def _measure_bf16(
         found += _measure(comm, arms, workload, turns, compiled=compiled)
         clean_up(comm.device)
     return found
+
+
+def bench_on_links(
+    workload: BenchWorkload,
+    turns: Turns,
+    cluster: Cluster,
+    ranks: int,
+    device: torch.device,
+    wanted: Wanted = None,
+    *,
+    compiled: bool = True,
+) -> list[dict[str, Any]]:
+    """Times one of many ranks of each engine on a real device, with the links of a cluster emulated for all alike.
+
+    Each arm takes its turns twice: with these links, and with links that take no time. What it takes longer is exposed.
+    """
+    node_ranks = min(ranks, cluster.node.devices)
+    fabric = Fabric(
+        cost_in_training(cluster, ranks, is_compiled=compiled),
+        device,
+        node_ranks=node_ranks,
+        channels=num_channels(cluster),
+    )
+    comm, rows = EmulatedWorld(ranks, fabric).rank(0), []
+    with emulated_group(comm):
+        for arms in sets_of(select(arms_on_links(), wanted)):
+            rows += _measure_on_links(comm, fabric, arms, workload, turns, compiled)
+            clean_up(device)
+    return rows
+
+
+def _measure_on_links(
+    comm: Communicator, fabric: Fabric, arms: Sequence[Arm], workload: BenchWorkload, turns: Turns, compiled: bool
+) -> list[dict[str, Any]]:
+    steps: dict[str, Callable[[], None]] = {}
+    peaks: dict[str, int | None] = {}
+    traffic: dict[str, dict[str, Traffic]] = {}
+
+    def step_on_free_links(step: Callable[[], None]) -> None:
+        fabric.is_free = True
+        step()
+        fabric.is_free = False
+
+    for arm in arms:
+        step, peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
+        fabric.take_traffic()
+        step()
+        traffic[arm.name] = fabric.take_traffic()
+        steps[arm.name], steps[f"{arm.name}{_FREE}"] = step, partial(step_on_free_links, step)
+    fabric.keeps = False
+    peers = {arm.name: arm.peer for arm in arms} | {f"{arm.name}{_FREE}": f"{arm.peer}{_FREE}" for arm in arms}
+    timed = interleave(steps, replace(turns, warm_up=0), baseline=peers, device=comm.device)
+    fabric.keeps = True
+    by_name = {each.arm: each for each in timed}
+    rows = []
+    for arm in arms:
+        row = _row(
+            workload, MeasuredArm(timing=by_name[arm.name], losses=[], peak_bytes=peaks[arm.name]), comm.size, ""
+        )
+        sent = traffic[arm.name].values()
+        rows.append(
+            row
+            | {
+                "backend": comm.backend,
+                "exposed_ms": row["median_ms"] - by_name[f"{arm.name}{_FREE}"].median_ms,
+                "on_wires_ms": sum(each.seconds for each in sent) * 1e3,
+                "collectives": sum(each.calls for each in sent),
+                "bytes": sum(each.num_bytes for each in sent),
+            }
+        )
+    return rows
 
 
 def clean_up(device: torch.device) -> None:
@@ -153,7 +232,7 @@ def _row(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: st
         "context": workload.context,
         **measured.timing.to_json(),
         "items_per_s": round(per_second, 1),
-        "loss": round(measured.losses[-1], 6),
+        "loss": round(measured.losses[-1], 6) if measured.losses else None,
         "loss_step": len(measured.losses),
         "peak_bytes": measured.peak_bytes,
     }

@@ -28,7 +28,7 @@ STEPS = (
     *("<of: {peer}", "items/s: {items_per_s:,.0f}", "peak: {peak_bytes:?B}"),
 )
 _TABLES: dict[str, tuple[str, ...]] = {
-    "engines": STEPS,
+    "engines": (*STEPS, "exposed: {exposed_ms:.2f} ms", "collectives: {collectives}"),
     "gpu": (
         *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
         *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),
@@ -197,7 +197,10 @@ def scaling(
 def engines(
     models: Models = None,
     device: str = typer.Option("cpu", help="cpu or cuda."),
-    ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1.", min=2),
+    ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1; with --cluster, its GPUs.", min=2),
+    cluster: str | None = typer.Option(
+        None, metavar="NAME", help="One of --ranks GPUs, with this cluster's links emulated."
+    ),
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
     rounds: Rounds = None,
     output: Output = None,
@@ -206,20 +209,30 @@ def engines(
     """Time a step of every engine beside torch DDP and FSDP2."""
     import torch
 
-    from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, arms_alone, arms_in_bf16, arms_on_ranks, check_words
-    from paceline_bench.engines import bench_bf16, bench_fp32
+    from paceline.cluster.devices import load_cluster
+    from paceline_bench import arms as known_arms
+    from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
+    from paceline_bench.engines import bench_bf16, bench_fp32, bench_on_links
 
     check_device(device)
+    where = None if cluster is None else load_cluster(cluster)
+    if where is not None and (device == "cpu" or where.device.is_cpu):
+        fix = "on a machine with a GPU, add --device cuda, and name a cluster of GPUs"
+        raise UsageError(f"--cluster {cluster} with --device {device}\n  what is emulated are links of GPUs\n  {fix}")
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
     wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
-    on_cpu = [*arms_alone(), *(arm for name in wanted for arm in arms_on_ranks(known[name][0], ranks))]
-    check_words([arm.name for arm in (arms_in_bf16() if device == "cuda" else on_cpu)], words)
+    on_cpu = [arm for name in wanted for arm in known_arms.arms_on_ranks(known[name][0], ranks)]
+    on_gpu = known_arms.arms_in_bf16() if where is None else known_arms.arms_on_links()
+    check_words([arm.name for arm in (on_gpu if device == "cuda" else [*known_arms.arms_alone(), *on_cpu])], words)
     protocols = {name: replace(known[name][1], rounds=rounds or known[name][1].rounds) for name in wanted}
 
     def measure() -> Iterator[Rows]:
         for name, protocol in protocols.items():
             workload = known[name][0]
-            if device == "cuda":
+            if where is not None:
+                tell(f"{name} on one of {ranks} GPUs of {where.name}, with emulated links ...")
+                yield bench_on_links(workload, protocol, where, ranks, torch.device("cuda", 0), words)
+            elif device == "cuda":
                 tell(f"{name} at world size 1 in bf16 ...")
                 yield bench_bf16(workload, protocol, torch.device("cuda", 0), words)
             else:
@@ -228,7 +241,12 @@ def engines(
                 tell(f"{name} at world size 1 ...")
                 yield bench_fp32(workload, protocol, 1, words)
 
-    settings = {"device": device, "protocols": {name: asdict(protocol) for name, protocol in protocols.items()}}
+    settings: dict[str, Any] = {
+        "device": device,
+        "protocols": {name: asdict(protocol) for name, protocol in protocols.items()},
+    }
+    if where is not None:
+        settings |= {"links": f"emulated: {where.name}", "ranks": ranks}
     show_record("engines", settings, measure(), output, as_json=as_json)
 
 

@@ -139,6 +139,11 @@ def predict(
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
     longest: bool = typer.Option(False, "--longest", help="The longest sequences that fit, by what saves memory."),
     host_gb: float = typer.Option(None, min=0.0, metavar="GIB", help="--longest: host memory of a node; else enough."),
+    on: str | None = typer.Option(
+        None, metavar="gpu", help="Run a rank on this GPU, with the cluster's links emulated."
+    ),
+    steps: int = typer.Option(8, min=2, help="--on gpu: steps that are timed."),
+    late: float = typer.Option(0.0, min=0.0, metavar="MS", help="--on gpu: how late the last rank is on average."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster."""
@@ -147,6 +152,8 @@ def predict(
     from paceline.plan.workload import layout_label
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
+    if on not in (None, "gpu"):
+        raise UsageError(f"--on {on}\n  a prediction is a dry run, or runs one rank on a GPU\n  take --on gpu")
     slow_ranks, slow_links = read_slow(slow)
     if slow_links:
         raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
@@ -160,8 +167,11 @@ def predict(
         ladder = climb(chosen, where, count, host_bytes=host_bytes if host_gb is None else host_gb * 2**30)
         print_json(ladder.to_json()) if as_json else echo(ladder.to_text())
         return
-    keeps, is_open = trace is not None, chosen.is_open
+    keeps, is_open = trace is not None and on is None, chosen.is_open
     chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
+    if on is not None:
+        _show_emulated(chosen, found, as_json=as_json, rank=rank or 0, steps=steps, lateness_s=late / 1e3, trace=trace)
+        return
     batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
     if trace is not None:
         from paceline.predict.replay.replayed import write_trace
@@ -181,6 +191,15 @@ def predict(
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
+        raise typer.Exit(1)
+
+
+def _show_emulated(config: Config, found: ReplayedStep, *, as_json: bool, **how: Any) -> None:
+    from paceline.rehearse.emulate import emulate
+
+    emulated = emulate(config, found, **how)
+    print_json(emulated.to_json()) if as_json else echo(emulated.to_text())
+    if emulated.problem:
         raise typer.Exit(1)
 
 

@@ -230,9 +230,14 @@ def _ll_most(group: Group, cluster: Cluster) -> float:
     return rates[min(group.nodes - 1, 2)] * 1e9
 
 
+def num_channels(cluster: Cluster) -> int:
+    """Returns how many multiprocessors of a device NCCL has at work in a collective."""
+    return _CHANNELS.get(cluster.device.generation, 24)
+
+
 def _channel_most(cluster: Cluster) -> float:
     generation = cluster.device.generation
-    return _CHANNELS.get(generation, 24) * _LL128_CHANNEL.get(generation, 20.0) * 1e9
+    return num_channels(cluster) * _LL128_CHANNEL.get(generation, 20.0) * 1e9
 
 
 def _link_kind(cluster: Cluster) -> str:

@@ -57,6 +57,8 @@ class KeptJournal:
 class DryWorld:
     """Some ranks of a world, run one after another, and the messages of those that were run."""
 
+    device, backend = META, "virtual"
+
     def __init__(self, size: int, device_kind: str = "cuda") -> None:
         """Takes the type of device to imitate: engines do some things differently on a CPU."""
         if size < 1:
@@ -97,25 +99,27 @@ class DryCommunicator(Communicator):
     takes_real_time = False
 
     def __init__(self, own: _DryRank, ranks: tuple[int, ...], lane: str) -> None:
-        super().__init__(ranks.index(own.number), ranks, META, backend="virtual")
+        super().__init__(ranks.index(own.number), ranks, own.world.device, backend=own.world.backend)
         self.device_kind = own.world.device_kind
-        self._own = own
-        self._lane = lane
+        self.own, self.lane = own, lane
 
     def issue(self, call: Call) -> Work:
         if not call.tensor.is_meta:
             self.set_values(call)
-        if call.kind in ("send", "recv"):
-            own, other = self._own.number, self.ranks[call.peer]
-            sender, receiver = (own, other) if call.kind == "send" else (other, own)
-            # On a lane of its pair: messages of one pair do not wait for those of another.
-            pair = {"ranks": (sender, receiver), "lane": f"{sender} to {receiver}", "tag": call.tag}
-            return self.record(call.kind, call.tensor.nbytes, **pair)
-        return self.record(call.kind, call.whole.nbytes)
+        return self.record(call.kind, call.whole.nbytes, **self.pair(call))
+
+    def pair(self, call: Call) -> dict[str, Any]:
+        """Returns the fields of an ``Issue`` that a message has and a collective has not."""
+        if call.kind not in ("send", "recv"):
+            return {}
+        own, other = self.own.number, self.ranks[call.peer]
+        sender, receiver = (own, other) if call.kind == "send" else (other, own)
+        # On a lane of its pair: messages of one pair do not wait for those of another.
+        return {"ranks": (sender, receiver), "lane": f"{sender} to {receiver}", "tag": call.tag}
 
     def set_values(self, call: Call) -> None:
         """Gives tensors that the host reads their values."""
-        output, tensor, own = call.output.detach(), call.tensor.detach(), self._own
+        output, tensor, own = call.output.detach(), call.tensor.detach(), self.own
         if call.kind == "all_reduce":
             tensor.copy_(self._reduced(tensor, call.op))
         elif call.kind == "reduce_scatter":
@@ -134,7 +138,8 @@ class DryCommunicator(Communicator):
             theirs, ours = call.splits
             mine = torch.split(tensor, ours)[self.rank].clone()
             for piece, rows in zip(torch.split(output, theirs), theirs, strict=True):
-                piece.copy_(mine[:rows])
+                # As many rows as are expected: more, where it sends others more, are these again.
+                piece.copy_(mine[torch.arange(rows) % len(mine)]) if len(mine) else piece.zero_()
         elif call.kind == "send":  # kept for the rank that receives it
             own.sent.append(tensor.clone())
             own.world.mail.setdefault((own.number, self.ranks[call.peer], call.tag), deque()).append(own.sent[-1])
@@ -158,12 +163,12 @@ class DryCommunicator(Communicator):
 
     def split(self, ranks: Sequence[int]) -> DryCommunicator:
         check_split(ranks, self.rank, self.size)
-        self._own.num_groups += 1
-        return DryCommunicator(self._own, tuple(self.ranks[r] for r in ranks), f"group {self._own.num_groups}")
+        self.own.num_groups += 1
+        return type(self)(self.own, tuple(self.ranks[r] for r in ranks), f"group {self.own.num_groups}")
 
     def record(self, kind: str, num_bytes: int, **more: Any) -> Work:
         """Records an operation, by default a collective of this group; ``more`` are fields of an ``Issue``."""
-        own, more = self._own, {"ranks": self.ranks, "lane": self._lane} | more
+        own, more = self.own, {"ranks": self.ranks, "lane": self.lane} | more
         own.journal.issue(Issue(number=own.num_issued, kind=kind, num_bytes=num_bytes, **more))
         own.num_issued += 1
         return _DryWork(own.journal, own.num_issued - 1)

@@ -89,6 +89,18 @@ def replay(
     )
 
 
+def cost_in_training(cluster: Cluster, ranks: int, *, is_compiled: bool) -> WireCost:
+    """Returns what operations take in the midst of a step: more than alone, by the fitted constants."""
+    framework = "compiled" if is_compiled else "eager"
+    constants, _ = constants_for(fitted_constants(), cluster.device.generation, framework)
+    alone = wire_cost(cluster, ranks)
+    return lambda kind, num_bytes, group: _in_training(alone(kind, num_bytes, group), cluster, constants)
+
+
+def _in_training(alone: float, cluster: Cluster, constants: Constants) -> float:
+    return (alone + (0.0 if cluster.device.is_cpu else CALL_S)) * constants.slowdown
+
+
 def check_slow(slow: Mapping[int, float], ranks: int) -> None:
     """Raises UsageError for a slow rank that is none of so many, and for a factor that is not above 0."""
     for rank, factor in slow.items():
@@ -318,8 +330,7 @@ class _Actor:
 class _Actors:
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
         self._actors, self._wires, self._cluster = actors, wires, cluster
-        self._extra = 0.0 if cluster.device.is_cpu else CALL_S
-        self._slowdown, self._bus = constants.slowdown, bus_bytes_per_s(cluster)
+        self._constants, self._bus = constants, bus_bytes_per_s(cluster)
         self._open: dict[tuple[object, ...], _Meeting] = {}
 
     def run(self) -> None:
@@ -389,7 +400,7 @@ class _Actors:
                 alone = algorithm_cost(self._cluster, event.algorithm, event.kind, event.num_bytes, event.ranks)
             else:
                 alone = self._wires(event.kind, event.num_bytes, event.ranks)
-            seconds = (alone + self._extra) * self._slowdown * event.share
+            seconds = _in_training(alone, self._cluster, self._constants) * event.share
         elif event.kind in COPIES:
             seconds = event.num_bytes / self._bus
         meeting.end, meeting.has_end = meeting.start + seconds, True

@@ -1,0 +1,1 @@
+"""Ranks whose links are emulated on one real device."""
