@@ -42,13 +42,13 @@ LINES = {
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_240,  # experts: tiles of rows, uneven loads; the worst moments of long contexts; whole gradients
+    "predict": 4_270,  # what snapshots cost
     "profile": 570,
     "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 7_900,  # keeper.py
+    "run": 7_920,  # keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
-    "search": 2_570,
+    "search": 2_585,  # what snapshots take
     "train": 5_405,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Config, load_config
+from paceline.config.sections import SnapshotConfig
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, read_records
 from paceline.run import processes, worker
@@ -79,6 +80,9 @@ def test_a_rank_of_a_launcher_trains_and_returns_the_result(
 def test_virtual_ranks_are_no_ranks_of_a_launcher(config: Config) -> None:
     with pytest.raises(UsageError, match=r"comm.backend = virtual under a launcher of processes"):
         run_under_launcher(config.with_values("comm", backend="virtual"), RunOptions())
+    keeps = config.checkpoint.model_copy(update={"memory": SnapshotConfig(every_steps=10)})
+    with pytest.raises(UsageError, match=r"checkpoint.memory under a launcher of processes"):
+        run_under_launcher(config.model_copy(update={"checkpoint": keeps}), RunOptions())
     assert not Path("runs").exists()
 
 

@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.run.decide import check_host
-from paceline.search.expect import host_problems
+from paceline.search.expect import host_problems, snapshot_cost
 from paceline.units import GIB
 
 GPT = ("model={kind: gpt, size: gpt-1.1b}", "data={kind: synthetic_tokens, vocab_size: 50304, context: 2048}")
@@ -63,3 +63,37 @@ def test_a_run_is_refused_that_no_host_could_hold() -> None:
     with pytest.raises(ConfigError, match=r"1 rank keeps .* on this host"):
         check_host(_config(shape, ranks=1))
     check_host(_config(shape, "memory.offload=[]", ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_ranks", "copies", "states"), [(4, 4, 1, 3.0), (4, 2, 1, 5 / 2), (4, 1, 2, 7 / 4), (4, 2, 2, 5 / 2)]
+)
+def test_hosts_hold_two_snapshots_of_their_ranks_and_of_each_copy(
+    ranks: int, node_ranks: int, copies: int, states: float
+) -> None:
+    """One host of several has a part of the state; there are no more copies than other hosts."""
+    config = _config("checkpoint.memory.every_steps=10", f"checkpoint.memory.copies={copies}", ranks=ranks)
+    found = snapshot_cost(config, node_ranks=node_ranks, bytes_per_s=1e12)
+    model = describe_model(config, config.parallel.device)
+    assert found is not None
+    assert model is not None
+    whole = 12 * model.parameters + model.buffer_bytes  # in float32, with two moments
+    assert found.host_bytes == pytest.approx(states * whole)
+    assert found.rank_bytes == pytest.approx(whole / ranks)
+    assert found.blocked_s == pytest.approx(2e-12 * whole / ranks)
+    assert snapshot_cost(_config(ranks=ranks), node_ranks=node_ranks) is None
+
+
+def test_a_host_without_room_for_snapshots_is_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(
+        None,
+        [*GPT, "parallel={device: cpu, ranks: 2}", "checkpoint.memory.copies=0", "checkpoint.memory.every_steps=10"],
+    )
+
+    class Usage:
+        def __init__(self, _: object) -> None:
+            self.free = 2**16  # as in a container without --shm-size
+
+    monkeypatch.setattr("shutil.disk_usage", Usage)
+    with pytest.raises(ConfigError, match=r"checkpoint.memory.every_steps = 10: .* 64.0 KiB of /dev/shm are free"):
+        check_host(config)

@@ -15,7 +15,6 @@ longer than it stalls: the interval is never shorter than that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -24,6 +23,7 @@ from typing import Any, Literal
 from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault, Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
+from paceline.predict.formulas.saving import best_interval, refined_interval
 from paceline.records.records import StepRecord
 from paceline.records.summary import RankAttempt, RunRecords, StepTable, add_up, final_steps
 from paceline.terminal import table_lines
@@ -113,9 +113,7 @@ class Report:
 def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool) -> Interval:
     """Returns how often to save, by Young and Daly."""
     cost = max(save.stall_s, 1e-6)
-    young = math.sqrt(2.0 * cost * mtbf_s)
-    ratio = cost / (2.0 * mtbf_s)
-    daly = young * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost if ratio < 1.0 else mtbf_s
+    young, daly = best_interval(cost, mtbf_s), refined_interval(cost, mtbf_s)
     interval = max(daly, save.total_s)
     steps = max(1, round(interval / step_s)) if step_s > 0 else 1
     return Interval(mtbf_s=mtbf_s, is_observed=is_observed, young_s=young, daly_s=daly, steps=steps)

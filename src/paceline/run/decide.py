@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.devices import load_cluster
 from paceline.comm.base import Communicator
+from paceline.comm.control.kept import FOLDER
 from paceline.config import Config, check_hosts, check_ranks, dump_yaml, why_by_blocks, why_not_sharded, with_precision
 from paceline.config.settings import check_exported, check_interfaces, config_settings, exported_settings, variables_of
 from paceline.engines import precision
@@ -43,6 +45,7 @@ from paceline.search.expectation import FILE, Expectation
 from paceline.search.request import make_plan, with_context_method
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.rehearse.dryrun.expected import Background
@@ -111,7 +114,9 @@ def decide_run(
     reasons = why_not_sharded(config, ranks), why_by_blocks(config)
     method = config.parallel.context_method
     took = None if method == asked.parallel.context_method else f"parallel.context_method = auto takes {method}"
-    notes = filter(None, [*precision_notes(asked, config), *reasons, took])
+    need = expect.snapshot_cost(config, node_ranks=here or ranks)
+    told = None if need is None else f"checkpoint.memory takes {format_bytes(need.host_bytes)} of each host's memory"
+    notes = filter(None, [*precision_notes(asked, config), *reasons, took, told])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 
 
@@ -204,9 +209,19 @@ def check_attention(config: Config) -> None:
 
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
-    """Raises ConfigError where this host cannot hold what its ranks would offload; None: it has all of them."""
+    """Raises ConfigError where this host cannot hold what its ranks would offload or keep; None: it has all of them."""
     ranks = ranks_of_host or config.parallel.decided_ranks
-    _refuse(expect.host_problems(config, node_ranks=ranks, free_bytes=free_memory.free_host_bytes()))
+    free, every = free_memory.free_host_bytes(), config.checkpoint.memory.every_steps
+    problems = expect.host_problems(config, node_ranks=ranks, free_bytes=free)
+    if every is not None and (need := expect.snapshot_cost(config, node_ranks=ranks)) is not None:
+        shared = shutil.disk_usage(FOLDER).free if FOLDER.is_dir() else 0
+        if need.host_bytes > min(free, shared):
+            few = f"{format_bytes(shared)} of {FOLDER}" if shared < free else f"{format_bytes(free)} of its memory"
+            what = f"checkpoint.memory.every_steps = {every}: snapshots take {format_bytes(need.host_bytes)} of a host"
+            rule = "a host keeps two snapshots of its ranks' states, as many for each copy, and one that is being taken"
+            fix = f"give {FOLDER} more room (docker run --shm-size), set checkpoint.memory.copies = 0, or save to disk"
+            problems.append(Problem(what=f"{what}, and {few} are free", rule=rule, fix=fix))
+    _refuse(problems)
 
 
 def check_memory(config: Config, *, is_told: bool = True) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.comm.control.kept import ROOT, Kept
+from paceline.comm.control.kept import FOLDER, ROOT, Kept
 from paceline.comm.control.server import ControlServer
 from paceline.comm.control.wire import Address, listen, secret_of
 from paceline.run.signals import ENDING, PREEMPTING, polling, scratch_folder
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from paceline.run.whereami import Surroundings
 
 MEMORY = "PACELINE_MEMORY"  # for ranks: the folder of their host
-_WHERE = Path("/dev/shm")  # nosec B108  # a folder there is its user's alone
 _LOOK_S, _PATIENCE_S, _LAST_S = 0.2, 5.0, 2.0
 
 
@@ -88,7 +87,7 @@ def keeping(nodes: Surroundings | None, *, is_wanted: bool = True) -> Iterator[K
     if not is_wanted:
         yield None
         return
-    with scratch_folder(_WHERE) as folder:
+    with scratch_folder(FOLDER) as folder:
         root = folder / ROOT
         Kept(root).make(secret_of(os.environ))
         address = Address(str(folder / "keeper") if nodes is None else nodes.own_address())

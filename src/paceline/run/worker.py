@@ -336,6 +336,11 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
             "  start it with paceline train alone, or set comm.backend = auto"
         )
+    if asked.checkpoint.memory.every_steps is not None:
+        raise UsageError(
+            "checkpoint.memory under a launcher of processes\n  snapshots are held by a keeper on each host, which "
+            "Paceline's own launcher starts\n  start the run with paceline train, or leave checkpoint.memory out"
+        )
     machine = None if processes.uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
     cores = usable_cores()
     processes.keep_cores(asked)

@@ -7,12 +7,18 @@ share of its time:
     lost = t_save / I  +  (I / 2 + t_restart) / t_fail          smallest for  I = sqrt(2 t_save t_fail)
 
 This is Young's approximation (1974), which Daly (2006) refines; it holds where I is much shorter than t_fail. Devices
-fail independently: of N devices one fails N times as often.
+fail independently: of N devices one fails N times as often. A save in the background takes longer than it stops
+training, and the interval is never shorter than that.
+
+Snapshots in the memory of hosts: two of what a host's ranks hold, the newest and the one that is being made, as many
+for each copy that it has of another host's, and the memory that its ranks copy to. Training waits until the state is
+copied once: read and written where it lies.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
@@ -30,6 +36,31 @@ def best_interval(save_s: float, failure_s: float) -> float:
     _check_positive("time of a save", save_s)
     _check_positive("time between failures", failure_s)
     return math.sqrt(2 * save_s * failure_s)
+
+
+def refined_interval(save_s: float, failure_s: float) -> float:
+    """Returns the interval between saves that loses least, by Daly's formula."""
+    ratio = save_s / (2.0 * failure_s)
+    root = best_interval(save_s, failure_s)
+    return root * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - save_s if ratio < 1.0 else failure_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotCost:
+    """What snapshots take: bytes that a rank copies, bytes of a host, and seconds in which training stands still."""
+
+    rank_bytes: float
+    host_bytes: float
+    blocked_s: float
+
+    @classmethod
+    def of(
+        cls, state_bytes: float, *, ranks: int, node_ranks: int, copies: int, bytes_per_s: float = math.inf
+    ) -> SnapshotCost:
+        """Prices snapshots of a state that all ``ranks`` write together; ``bytes_per_s`` is a device's memory."""
+        own, hosts = state_bytes / ranks, max(1, ranks // node_ranks)
+        generations = 1 + 2 * (1 + min(copies, hosts - 1))
+        return cls(rank_bytes=own, host_bytes=own * node_ranks * generations, blocked_s=2.0 * own / bytes_per_s)
 
 
 def lost_share(interval_s: float, *, save_s: float, failure_s: float, restart_s: float = 0.0) -> float:

@@ -106,6 +106,8 @@ class Snapshots:
         """Begins at a step, or again where the run went back to it: what is of later ones is no longer the run's."""
         if self._pending is not None:
             self._pending.join()
+        if not self._token:
+            self._stage.reserve(own_shares(trainer.collect_state().shards))
         self._pending, self._is_due = None, False
         self._token = ask_first_rank(trainer.parts.engine.world, lambda: secrets.token_hex(4))
         for folder in self.kept.held():
@@ -114,8 +116,7 @@ class Snapshots:
         self._stay = {name for name in self.kept.held() if name.startswith(f".step-{step:08d}.")}
 
     def _take(self, trainer: Trainer) -> None:
-        comm, meter = trainer.parts.engine.world, trainer.parts.meter
-        meter.enter("checkpoint")
+        comm = trainer.parts.engine.world
         begun = time.perf_counter()
         where: dict[str, Any] = {"folder": self.kept.root, "storage": HostMemory()}
         target = SaveTarget(step=trainer.step, rank=comm.rank, world=comm.size, token=self._token, **where)
@@ -126,7 +127,6 @@ class Snapshots:
         state = trainer.state() if self._side is None else trainer.collect_state()
         pending.start(replace(state, about=self._about), self._stage, self._side)
         pending.stall_s = time.perf_counter() - begun
-        meter.start()
 
 
 class Snapshot:
