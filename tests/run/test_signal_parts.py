@@ -212,7 +212,6 @@ def test_a_scratch_folder_is_its_users_and_locked_while_it_is_there(
 def test_a_folder_is_left_over_when_nobody_holds_its_lock_or_made_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     ages = {"paceline-run-young": 59.0, "paceline-run-old": 61.0, "other": 99.0}
     monkeypatch.setattr("time.time", lambda: 1000.0)
     for name, age in ages.items():
@@ -221,7 +220,7 @@ def test_a_folder_is_left_over_when_nobody_holds_its_lock_or_made_none(
     (tmp_path / "paceline-run-unlocked").mkdir()
     (tmp_path / "paceline-run-unlocked" / ".lock").touch()
     (tmp_path / "paceline-run-link").symlink_to(tmp_path / "other")
-    signals._remove_leftovers()
+    signals._remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "paceline-run-link", "paceline-run-young"]
 
 

@@ -185,7 +185,7 @@ class Selector:
 def server(clients: dict[int, socket.socket]) -> WarmServer:
     """A server that has forked ranks before: its constructor would take this process's input and signals."""
     made = WarmServer.__new__(WarmServer)
-    made._clients, made._ended = clients, set()
+    made._clients, made._ended, made._ranks = clients, set(), {}
     made._selector = Selector()  # type: ignore[assignment]
     return made
 

@@ -19,7 +19,6 @@ communicators of NCCL first, for which a device may wait. Operations of Gloo end
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -39,6 +38,7 @@ import psutil
 from paceline.health.exit_codes import FAILED
 from paceline.run.processes import end_children, leave_process
 from paceline.run.warm_client import LENGTH, receive
+from paceline.untrusted import parse_json_object
 
 STAYS: Final = "PACELINE_STAYS"  # in the environment of a process that may stay: seconds for it to end an attempt
 CODE: Final = struct.Struct("!i")
@@ -129,7 +129,7 @@ class StayingProcess:
             if len(head) < LENGTH.size:
                 return  # whoever has started this process is gone: see end_with_parent
             if length := LENGTH.unpack(head)[0]:
-                self._requests.put((json.loads(receive(self._link, length)), output))
+                self._requests.put((parse_json_object(receive(self._link, length), length), output))
             elif not self._is_over.is_set():
                 threading.Thread(target=self._end, name="stay", daemon=True).start()
 
