@@ -142,6 +142,14 @@ def test_losses_are_those_of_a_run_without_the_fault(train: Call, tmp_path: Path
     assert not any(psutil.pid_exists(pid) for pid, _ in first + second)
 
 
+def test_a_death_during_a_save_in_the_background_leaves_no_thread_that_waits(train: Call, tmp_path: Path) -> None:
+    arguments = ["checkpoint.asynchronous=true"]
+    assert train("faults", ["1 4 kill", "1 8 kill"], *arguments).code == DONE
+    assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "kept", "kept"]
+    assert train("none", []).code == DONE
+    assert losses(tmp_path / "faults") == losses(tmp_path / "none")
+
+
 def test_a_process_whose_threads_go_on_does_not_stay(train: Call, tmp_path: Path) -> None:
     assert train("faults", ["0 2 run_on", "1 2 kill"]).code == DONE
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]

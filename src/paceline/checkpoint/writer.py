@@ -47,6 +47,7 @@ from paceline.shards import FlatLayout, Shard, flat_layout
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
 _LOOK_EVERY_S = 0.02
+_LEAVE_S = 0.3  # for the parts of others that were as good as there
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
 
 
@@ -104,11 +105,12 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Waits for what is being written. Raises CheckpointError, on all ranks, if one of them could not."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         pending.written.wait()
         problems = gather_objects(self._comm, pending.problem)
+        self._pending = None
         reasons = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
         if reasons:
             if self._comm.rank == 0:
@@ -118,6 +120,11 @@ class CheckpointWriter:
         pending.complete_agreed()
         ask_first_rank(self._comm, pending.check_committed)
         self._reports += pending.report(is_done=True)
+
+    def leave(self) -> None:
+        """Ends the thread that writes, soon: others have failed, and their parts may never come. Nothing is sent."""
+        if self._pending is not None:
+            self._pending.leave()
 
     def reports(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns what saves took that came to an end since it was last asked, by step, as records have it."""
@@ -258,6 +265,11 @@ class _PendingSave:
             self._is_abandoned.set()
             self._thread.join()
             discard(self.target)
+
+    def leave(self) -> None:
+        if self._thread is not None:
+            self._thread.join(_LEAVE_S)
+            self._is_abandoned.set()
 
     def complete_agreed(self) -> None:
         self._is_agreed.set()

@@ -210,6 +210,7 @@ def load_compiler() -> None:
     def load() -> None:
         with contextlib.suppress(Exception):  # whoever compiles says what is missing
             importlib.import_module("torch._inductor.compile_fx")
+            importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()  # not in the warm server: here
 
     if not _loading:
         _loading.append(threading.Thread(target=load, name="compiler", daemon=True))

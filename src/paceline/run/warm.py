@@ -51,6 +51,10 @@ CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every mach
 
 # What a rank needs, loaded once before ranks are forked; optimizers load the last, which takes as long as torch itself.
 _RANK_MODULES = ("paceline.run.worker", "torch._dynamo")
+_COMPILER = "torch._inductor.compile_fx"
+# Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one, and the compiler
+# may start workers, who would belong to the server.
+_WITHOUT_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
 _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 PARENT = "PACELINE_PARENT"
@@ -87,8 +91,7 @@ class WarmRanks:
             told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
             return subprocess.Popen(
                 [sys.executable, "-u", "-m", "paceline.run.warm", str(self.address), str(number), *self._modules],
-                # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
-                env={**os.environ, **allocator_variables(), **told, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                env={**os.environ, **allocator_variables(), **told, **_WITHOUT_DEVICE},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[number],
@@ -116,6 +119,7 @@ class WarmRanks:
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:
     """Starts a server for the ranks of a config, if it asks for one; ``ranks``: those of this host, where given."""
     modules = [*_RANK_MODULES, *(["sklearn.datasets"] if config.data.kind == "digits" else [])]
+    modules += [] if config.model.compile in (False, "none") else [_COMPILER]
     return warm_ranks(modules, is_wanted=config.recovery.warm, threads=rank_threads(config, ranks))
 
 
@@ -382,6 +386,10 @@ def main() -> None:
             with contextlib.suppress(ImportError):  # a rank that needs it says so
                 importlib.import_module(name)
         system.prctl(_PARENT_DEATH_SIGNAL, 0)
+        if _COMPILER in modules and _has_device():
+            listener.set_inheritable(True)
+            without = [each for each in sys.argv[1:] if each != _COMPILER]
+            os.execv(sys.executable, [sys.executable, "-u", "-m", "paceline.run.warm", *without])  # nosec B606
         gc.collect()
         gc.freeze()  # so that collections in ranks leave out what all of them share: faster, and no page is copied
         server = os.getpid()
@@ -390,6 +398,12 @@ def main() -> None:
         _run(*forked, server)
     with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
+
+
+def _has_device() -> bool:
+    """Whether this process has asked CUDA's driver for a device, as only its own file for memory tells."""
+    found = [Path("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]  # noqa: PTH208  # one of them closes
+    return any("nvidia-uvm" in os.readlink(each) for each in found if each.is_symlink())  # noqa: PTH115
 
 
 def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> NoReturn:

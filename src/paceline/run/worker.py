@@ -277,6 +277,8 @@ class RankRunner:
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
+            for saver in [hook for hook in trainer.hooks if isinstance(hook, Saver)]:
+                saver.leave()  # so that this process can stay
             raise
         trainer.sink.write(records.end_record("done", trainer.step, time.monotonic() - started, trainer.end_reason))
 

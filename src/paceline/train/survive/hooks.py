@@ -135,6 +135,11 @@ class Saver:
             if self._trainer is not None:
                 self._tell(self._trainer)
 
+    def leave(self) -> None:
+        """Ends the thread that writes, soon: others have failed. Nothing is sent."""
+        if self._writer is not None:
+            self._writer.leave()
+
     def _prepare(self, trainer: Trainer) -> CheckpointWriter:
         """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
         self._writer = CheckpointWriter(self.folder, trainer.parts.engine.world, self._retention, self._storage)
