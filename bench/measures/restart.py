@@ -1,9 +1,14 @@
-"""How long a killed rank stops a run: from SIGKILL to the first new step, beside a bare script under torchrun.
+"""How long a killed rank stops a run: from SIGKILL to the first new step, beside torchrun.
 
-Both train the same small classifier on two Gloo ranks, save every ten steps and resume by themselves. A rank is killed
-once it is past a step between two saves; the time runs until a restarted rank has trained its first step. The arms take
-turns, so that the ratio stands when the machine is noisy. A round counts as failed where the run does not come back: a
-rank under torchrun may find the address that a dead one left in the store, and use up all restarts that way.
+On CPU ranks all arms train the same small classifier on Gloo, save every ten steps and resume by themselves; ours once
+with processes that stay and once without; torchrun's is a bare script. On a GPU they train a compiled GPT of 124
+million parameters on two NCCL ranks that share the device, each a host of its own; torchrun starts ranks of ours, with
+the same checkpoints and the same cache of the compiler, which the first arm fills.
+
+A rank is killed once it is past a step between two saves; the time runs until a restarted rank has trained its first
+step (on a GPU has issued its third, which waits for the first). The arms take turns, so that the ratio stands when the
+machine is noisy. A round counts as failed where the run does not come back: a rank under torchrun may find the address
+that a dead one left in the store, and use up all restarts that way.
 """
 
 from __future__ import annotations
@@ -11,22 +16,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.health.diagnosis import TrainedSteps
+from paceline.records.records import RunRecord, read_records
 from paceline.run.notes import noted_processes, read_progress
 
 _KILL_AFTER = 35
-_PATIENCE_S = 120.0
+_PATIENCE_S = 180.0
+_KEPT, _NEW = "paceline train, kept processes", "paceline train, new processes"
 
 _CONFIG = """
 name: run
@@ -79,32 +88,77 @@ while True:
         torch.distributed.barrier()
 """
 
+_GPT = """
+name: run
+model: {kind: gpt, size: gpt-124m, vocab_size: 50304, compile: true}
+data: {kind: synthetic_tokens, vocab_size: 50304, context: 1024, samples: 8192, eval_fraction: 0.0}
+train: {steps: 1000000, global_batch: 8, precision: bf16_master}
+optim: {kind: adamw, lr: 0.0001}
+checkpoint: {every_steps: 10}
+recovery: {max_restarts: 3}
+monitor: {tensorboard: false, console: false, folder: .}
+"""
+
+# One of torchrun's ranks, on the first GPU as all of them.
+_RANK = """
+import os, runpy, sys
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NCCL_HOSTID="host" + os.environ["RANK"])
+sys.argv = ["paceline", "train", "config.yaml"]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    sys.argv += ["--resume", "auto"]
+runpy.run_module("paceline", run_name="__main__")
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """One kill: how long until the first new step, and between which steps."""
+    """One kill: how long until the first new step, between which steps, and memory of the GPU before and after."""
 
     seconds: float
     killed_after: int
     resumed_from: int
+    gib: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartArm:
+    """What is started, and after which step a rank is killed; a new step counts when so many others are issued."""
+
+    name: str
+    start: Starter
+    kill_after: int = _KILL_AFTER
+    steps_behind: int = 0
+
+
+def restart_arms(device: str) -> list[RestartArm]:
+    """Returns the arms on a device. The last is the one that the others are compared with."""
+    if device == "cpu":
+        kept, new, bare = _start_ours, partial(_start_ours, keeps=False), _start_bare
+        names, others = (_KEPT, _NEW, "torchrun, bare DDP script"), {}
+    else:
+        kept, new, bare = _start_hosts, partial(_start_hosts, keeps=False), _start_elastic
+        names, others = (_KEPT, _NEW, "torchrun, ranks of paceline"), {"kill_after": 15, "steps_behind": 2}
+    return [RestartArm(name=name, start=start, **others) for name, start in zip(names, (kept, new, bare), strict=True)]
 
 
 def bench_restart(
-    ranks: int, rounds: int, environment: Mapping[str, str], tell: Callable[[str], None]
+    arms: Sequence[RestartArm], ranks: int, rounds: int, environment: Mapping[str, str], tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Measures both arms in turn; returns a row for each, with the ratio of medians in ours."""
-    arms = {"paceline train": _start_ours, "torchrun, bare DDP script": _start_bare}
-    found: dict[str, list[Restarted]] = {name: [] for name in arms}
+    """Measures arms in turn; returns a row for each, with the ratio of its median to that of torchrun's."""
+    found: dict[str, list[Restarted]] = {arm.name: [] for arm in arms}
     for number in range(rounds):
-        for name, start in arms.items():
+        for arm in arms:
+            began = time.monotonic()
             try:
-                result = _measure(start, ranks, environment)
+                result = _measure(arm, ranks, environment)
             except LaunchError as error:
-                tell(f"round {number + 1}: {name}: {error}")
+                tell(f"round {number + 1}: {arm.name}: {error}")
                 continue
-            found[name].append(result)
-            tell(f"round {number + 1}: {name}: {result.seconds:.2f} s")
-    bare = found["torchrun, bare DDP script"]
+            found[arm.name].append(result)
+            memory = "" if result.gib is None else f", {result.gib[0]:.2f} GiB before and {result.gib[1]:.2f} after"
+            took = f"{time.monotonic() - began:.0f} s with its start"
+            tell(f"round {number + 1}: {arm.name}: {result.seconds:.2f} s ({took}{memory})")
+    bare = next((results for name, results in found.items() if name.startswith("torchrun")), [])
     base = median(each.seconds for each in bare) if bare else None
     return [_row(name, results, rounds, base) for name, results in found.items()]
 
@@ -114,6 +168,9 @@ def _row(name: str, results: Sequence[Restarted], rounds: int, base: float | Non
     if not results:
         return row
     seconds = sorted(each.seconds for each in results)
+    memory = [each.gib for each in results if each.gib is not None]
+    if memory:
+        row["gib_before"], row["gib_after"] = (round(median(column), 2) for column in zip(*memory, strict=True))
     return {
         **row,
         "median_s": round(median(seconds), 3),
@@ -124,51 +181,108 @@ def _row(name: str, results: Sequence[Restarted], rounds: int, base: float | Non
     }
 
 
-Starter = Callable[[Path, int, Mapping[str, str]], "subprocess.Popen[bytes]"]
+Starter = Callable[[Path, int, Mapping[str, str]], "list[subprocess.Popen[bytes]]"]
 
 
-def _measure(start: Starter, ranks: int, environment: Mapping[str, str]) -> Restarted:
+def _measure(arm: RestartArm, ranks: int, environment: Mapping[str, str]) -> Restarted:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        process = start(Path(scratch), ranks, environment)
+        processes = arm.start(Path(scratch), ranks, environment)
         try:
-            before = _wait(process, folder, lambda found: found.last_step >= _KILL_AFTER)
-            os.kill(noted_processes(folder)[1], signal.SIGKILL)
+            before = _wait(processes, folder, lambda found: found.last_step >= arm.kill_after)
+            used = _used_gib() if arm.steps_behind else None
+            os.kill(_process_of(folder), signal.SIGKILL)
             began = time.perf_counter()
-            after = _wait(process, folder, lambda found: 0 < found.first_step < found.last_step)
+            behind = arm.steps_behind
+            after = _wait(processes, folder, lambda found: 0 < found.first_step < found.last_step - behind)
             seconds = time.perf_counter() - began
-            return Restarted(seconds=seconds, killed_after=before.last_step, resumed_from=after.first_step)
+            gib = None
+            if used is not None:
+                _wait(
+                    processes, folder, lambda found: found.last_step >= arm.kill_after
+                )  # as far as when it was killed
+                gib = used, _used_gib()
+            return Restarted(seconds=seconds, killed_after=before.last_step, resumed_from=after.first_step, gib=gib)
         finally:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30.0)
-            with contextlib.suppress(ProcessLookupError):  # ranks that a launcher has left behind go with it
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30.0)
+                with contextlib.suppress(ProcessLookupError):  # ranks that a launcher has left behind go with it
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, is_met: Callable[[TrainedSteps], bool]) -> TrainedSteps:
+def _process_of(folder: Path) -> int:
+    """Returns the process of rank 1: as it has noted it, or as its records begin under another launcher."""
+    if 1 in (noted := noted_processes(folder)):
+        return noted[1]
+    starts = [each for each in read_records(folder / "records" / "rank-1.jsonl") if isinstance(each, RunRecord)]
+    return starts[-1].pid
+
+
+def _used_gib() -> float:
+    """Returns what all processes hold of the first GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**30
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], folder: Path, is_met: Callable[[TrainedSteps], bool]
+) -> TrainedSteps:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         found = read_progress(folder).get(1)
         if found is not None and is_met(found):
             return found
-        if process.poll() is not None:
-            raise LaunchError(f"{process.args!r} left with exit code {process.returncode} and did not come back")
+        for process in processes:
+            if process.poll() is not None:
+                raise LaunchError(f"{process.args!r} left with exit code {process.returncode} and did not come back")
         time.sleep(0.002)
-    raise LaunchError(f"{process.args!r} did not get there within {_PATIENCE_S:g} s")
+    raise LaunchError(f"{processes[0].args!r} did not get there within {_PATIENCE_S:g} s")
 
 
-def _start_ours(scratch: Path, ranks: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_ours(
+    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True
+) -> list[subprocess.Popen[bytes]]:
     (scratch / "config.yaml").write_text(_CONFIG.replace("RANKS", str(ranks)), encoding="utf-8")
-    return _start([sys.executable, "-m", "paceline", "train", "config.yaml"], scratch, environment)
+    return [_start([*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}"], scratch, environment)]
 
 
-def _start_bare(scratch: Path, ranks: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_bare(scratch: Path, ranks: int, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
     (scratch / "run" / "logs").mkdir(parents=True)
     (scratch / "bare.py").write_text(_SCRIPT, encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    return _start([*launcher, "--nproc-per-node", str(ranks), "bare.py", str(scratch / "run")], scratch, environment)
+    return [_start([*_TORCHRUN, str(ranks), "bare.py", str(scratch / "run")], scratch, environment)]
+
+
+def _start_hosts(
+    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True
+) -> list[subprocess.Popen[bytes]]:
+    """Starts a launcher for each rank, which NCCL takes for a host of its own."""
+    (scratch / "config.yaml").write_text(_GPT, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    hosts = ["--nnodes", str(ranks), "--node-ranks", "1", "--rdzv", place]
+    command = [*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}", *hosts]
+    return [
+        _start(command, scratch, {**environment, **_ON_LOOPBACK, "NCCL_HOSTID": f"host{number}"})
+        for number in range(ranks)
+    ]
+
+
+def _start_elastic(scratch: Path, ranks: int, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
+    (scratch / "config.yaml").write_text(_GPT, encoding="utf-8")
+    (scratch / "rank.py").write_text(_RANK, encoding="utf-8")
+    return [_start([*_TORCHRUN, str(ranks), "rank.py"], scratch, {**environment, **_ON_LOOPBACK})]
+
+
+_TRAIN = [sys.executable, "-m", "paceline", "train", "config.yaml"]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3", "--nproc-per-node"]
+_ON_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def _start(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -7,24 +7,16 @@ with which code it leaves. All runs go on at the same time, as most of their tim
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from fork_server import plain_popen
-from free_ports import free_port
 from gone_processes import wait_until_gone
-from nccl_cases import NCCL, mean_losses
-from nccl_pool import own_host
+from nccl_cases import NCCL
+from nccl_launchers import PATIENCE_S, Launchers, Left
 
 from paceline.health.exit_codes import DONE, FAILED, HUNG
-from paceline.records.records import RunRecord, StepRecord, read_records
-from paceline.run.seen_ranks import STACK_SIGNAL
+from paceline.records.records import RunRecord, read_records
 
 STEPS = 6
 GPT = f"""
@@ -63,86 +55,6 @@ class Net(torch.nn.Linear):
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
 """
-PATIENCE_S = {"nccl": 55.0, "gloo": 400.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
-    """How the launchers of a run left, and what they said, in the order of their start."""
-
-    folder: Path
-    codes: list[int | None]
-    said: list[str]
-
-    @property
-    def run(self) -> Path:
-        return next(path.parent for path in self.folder.glob("runs/*/config.yaml"))
-
-    def losses(self) -> list[float]:
-        paths = sorted((self.run / "records").glob("rank-*.jsonl"))
-        return mean_losses([[each for each in read_records(path) if isinstance(each, StepRecord)] for path in paths])
-
-    def told(self) -> str:
-        """Returns what is known, for a test that fails."""
-        logs = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in _logs(self.folder)]
-        return "\n".join([f"codes {self.codes}", *self.said, *logs])
-
-
-class Launchers:
-    """The launchers of one run, which is under way."""
-
-    def __init__(self, folder: Path, backend: str, config: str, hosts: int, fault: str = "") -> None:
-        folder.mkdir()
-        (folder / "run.yaml").write_text(config)
-        (folder / "user_code.py").write_text(USER_CODE)
-        self.folder = folder
-        command = [sys.executable, "-m", "paceline", "train", "run.yaml"]
-        command += ["parallel.device=cpu", "parallel.threads=1"] if backend == "gloo" else []
-        if hosts > 1:
-            command += ["--nnodes", str(hosts), "--node-ranks", "1", "--rdzv", f"127.0.0.1:{free_port()}"]
-        else:
-            command += ["parallel.ranks=1"]
-        path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-        told = {name: value for name, value in os.environ.items() if name != "RANK"}
-        told |= {"FAULT": fault, "PYTHONPATH": path}
-        self._outputs = [(folder / f"launcher-{number}.txt").open("wb") for number in range(hosts)]
-        self.processes = [
-            plain_popen(command, cwd=folder, env={**told, **own_host(number)}, stdout=output, stderr=output)
-            for number, output in enumerate(self._outputs)
-        ]
-
-    def wait(self, deadline: float) -> Left:
-        """Waits until all have left; those that have not by the deadline are asked where they stand, and ended."""
-        codes: list[int | None] = []
-        for process in self.processes:
-            try:
-                codes.append(process.wait(max(0.1, deadline - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
-        if None in codes:
-            _ask_for_stacks(self.folder)
-        self.close()
-        said = [Path(output.name).read_text(errors="replace") for output in self._outputs]
-        return Left(folder=self.folder, codes=codes, said=said)
-
-    def close(self) -> None:
-        for process, output in zip(self.processes, self._outputs, strict=True):
-            process.kill()
-            process.wait()
-            output.close()
-
-
-def _logs(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("runs/*/logs/rank-*.log"), *folder.glob("runs/*/health/process-*.stack")])
-
-
-def _ask_for_stacks(folder: Path) -> None:
-    for path in folder.glob("runs/*/health/process-*.stack"):
-        try:
-            os.kill(int(path.stem.removeprefix("process-")), STACK_SIGNAL)
-        except OSError:
-            continue
-    time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +64,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     started = {
         "alone": Launchers(folder / "alone", backend, GPT, hosts=1),
         "pair": Launchers(folder / "pair", backend, GPT, hosts=2),
-        "kill": Launchers(folder / "kill", backend, FAULTY, hosts=2, fault="kill"),
-        "hang": Launchers(folder / "hang", backend, FAULTY, hosts=2, fault="hang"),
+        "kill": Launchers(folder / "kill", backend, FAULTY, hosts=2, code=USER_CODE, fault="kill"),
+        "hang": Launchers(folder / "hang", backend, FAULTY, hosts=2, code=USER_CODE, fault="hang"),
     }
     try:
         deadline = time.monotonic() + PATIENCE_S[backend]
