@@ -133,12 +133,15 @@ class RestartArm:
 def restart_arms(device: str) -> list[RestartArm]:
     """Returns the arms on a device. The last is the one that the others are compared with."""
     if device == "cpu":
-        kept, new, bare = _start_ours, partial(_start_ours, keeps=False), _start_bare
-        names, others = (_KEPT, _NEW, "torchrun, bare DDP script"), {}
-    else:
-        kept, new, bare = _start_hosts, partial(_start_hosts, keeps=False), _start_elastic
-        names, others = (_KEPT, _NEW, "torchrun, ranks of paceline"), {"kill_after": 15, "steps_behind": 2}
-    return [RestartArm(name=name, start=start, **others) for name, start in zip(names, (kept, new, bare), strict=True)]
+        starts: list[Starter] = [_start_ours, partial(_start_ours, keeps=False), _start_bare]
+        names = (_KEPT, _NEW, "torchrun, bare DDP script")
+        return [RestartArm(name=name, start=start) for name, start in zip(names, starts, strict=True)]
+    starts = [_start_hosts, partial(_start_hosts, keeps=False), _start_elastic]
+    names = (_KEPT, _NEW, "torchrun, ranks of paceline")
+    return [
+        RestartArm(name=name, start=start, kill_after=15, steps_behind=2)
+        for name, start in zip(names, starts, strict=True)
+    ]
 
 
 def bench_restart(
