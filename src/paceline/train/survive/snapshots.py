@@ -55,7 +55,6 @@ class Snapshots:
 
     def __init__(self, root: Path, every_steps: int, copies: int = 1, about: Mapping[str, Any] | None = None) -> None:
         self.kept = Kept(root)
-        self.num_whole = 0
         self._every, self._copies, self._about = every_steps, copies, dict(about or {})
         self._token = ""
         self._last_step = 0
@@ -79,6 +78,11 @@ class Snapshots:
             self._is_due = False
             self._take(trainer)
 
+    def join(self) -> None:
+        """Waits for what is under way."""
+        if self._pending is not None:
+            self._pending.join()
+
     def progress(self) -> tuple[bool, bool]:
         """Returns whether this rank's part of the snapshot under way is kept, and whether it cannot be."""
         pending = self._pending
@@ -95,7 +99,6 @@ class Snapshots:
             why = pending.problem or "another rank could not keep its part"
             trainer.note("no_snapshots", {"reason": why, "ranks": num_failed}, step=step)
             return
-        self.num_whole += 1
         self._stay = {pending.target.partial.name}
         detail = pending.detail()
         if self._side is not None:
@@ -104,8 +107,7 @@ class Snapshots:
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         """Begins at a step, or again where the run went back to it: what is of later ones is no longer the run's."""
-        if self._pending is not None:
-            self._pending.join()
+        self.join()
         if not self._token:
             self._stage.reserve(own_shares(trainer.collect_state().shards))
         self._pending, self._is_due = None, False
@@ -153,11 +155,13 @@ class Snapshot:
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             self.problem = f"{type(error).__name__}: {error}"
             return
-        name = f"snapshot {self.target.step}"
-        self._thread = threading.Thread(target=self._run, args=(staged, values, side), name=name, daemon=True)
+        # Shares that are no views are there until their copies are.
+        args, name = (staged, values, side, shares), f"snapshot {self.target.step}"
+        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
         self._thread.start()
 
     def join(self) -> None:
+        """Waits until the thread has ended, if there is one."""
         if self._thread is not None:
             self._thread.join()
 
@@ -166,7 +170,7 @@ class Snapshot:
         missing = {"without_copy": self.without_copy} if self.without_copy else {}
         return {**times, "bytes": self._num_bytes, **missing}
 
-    def _run(self, shares: list[Shard], state: State, side: _SideStream | None) -> None:
+    def _run(self, shares: list[Shard], state: State, side: _SideStream | None, _: list[Shard]) -> None:
         try:
             if side is not None:
                 state = side.wait(state)
