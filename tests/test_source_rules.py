@@ -49,7 +49,7 @@ LINES = {
     "run": 8_070,  # own loops whose ranks stay; keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_585,  # what snapshots take
-    "train": 5_410,  # snapshots.py
+    "train": 5_415,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
