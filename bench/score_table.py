@@ -27,6 +27,7 @@ FAMILIES = {
     "megh100": "Megatron 2024, H100",
     "bridge": "Megatron-Bridge, Llama and MoE, Hopper and Blackwell",
     "nemo": "NeMo 2024, H100",
+    "dgxc": "DGX Cloud Benchmarking, Megatron on H100 and GB200",
     "dle": "DeepLearningExamples, V100 and A100",
     "vtrain": "vTrain, 256 A100",
     "vtrain1n": "vTrain, one node",

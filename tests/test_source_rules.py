@@ -32,7 +32,7 @@ LINES = {
     "checkpoint": 5_005,  # memory.py: snapshots in the memory of hosts
     "classic": 1_560,
     "cli": 3_510,  # completion.py; checkpoint upcycle
-    "cluster": 1_880,  # what attention over ranks costs
+    "cluster": 1_885,  # what attention over ranks costs; its tiles
     "comm": 7_590,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_740,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
@@ -42,7 +42,7 @@ LINES = {
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_270,  # what snapshots cost
+    "predict": 4_275,  # what snapshots cost; whole gradients
     "profile": 570,
     "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 3_010,  # one of many ranks on a real GPU

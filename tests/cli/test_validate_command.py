@@ -54,7 +54,7 @@ def test_the_rows_behind_the_headline_come_with_the_package(
         "internevo",
         "Spearman",
         "that ran out of memory were predicted to fit",
-        "split dev: 385 rows",
+        "split dev: 479 rows",
     ):
         assert part in shown.out
     assert "fitted on the very rows it is scored on" in shown.out

@@ -126,3 +126,12 @@ def test_what_a_processor_emulates_takes_its_own_rate_in_small_products_and_in_a
     assert times == pytest.approx(device.ceiling("fp32") / device.ceiling("bf16"))
     assert device.peak("bf16") == device.peak("fp32")  # what an MFU is a share of
     assert load_cluster("1x h200").device.peak("bf16") > load_cluster("1x h200").device.peak("fp32")
+
+
+def test_attention_computes_whole_tiles_of_scores() -> None:
+    """A ViT's 197 tokens are 2 tiles of 128 queries and 4 of 64 keys: 256 by 256 scores."""
+    device = load_cluster("1x h100-sxm").device
+    odd = Operation(name="attention", family="attention", dtype="bf16", sizes=(8, 12, 197, 64), is_causal=False)
+    assert work_seconds(device, odd) == pytest.approx((256 / 197) ** 2 * odd.flops / (0.4 * device.ceiling("bf16")))
+    even = replace(odd, sizes=(8, 12, 1024, 64), keys=640)
+    assert work_seconds(device, even) == even.flops / (0.4 * device.ceiling("bf16"))

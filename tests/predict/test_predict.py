@@ -15,7 +15,7 @@ from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import Constants, Domain, constants_for
-from paceline.predict.formulas.step import predict
+from paceline.predict.formulas.step import StepParts, predict
 from paceline.predict.memory.memory import footprint
 from paceline.units import GIB
 
@@ -232,6 +232,48 @@ def test_slices_of_hybrid_sharding_are_summed_among_replicas() -> None:
 
     assert sent("fsdp", 8) == pytest.approx(sent("hybrid", 8))
     assert sent("hybrid", 8) < sent("hybrid", 16) < sent("hybrid", 32)
+
+
+def test_collectives_that_ranks_wait_for_are_not_slowed_as_hidden_ones_are() -> None:
+    def step(slowdown: float) -> StepParts:
+        sets = {("ampere", "eager"): Constants(slowdown=slowdown)}
+        return predict(workload(data=2, tensor=4), cluster(8), sets).step
+
+    assert step(1.4).tensor_wait == step(1.0).tensor_wait > 0
+    assert step(1.4).exposed + step(1.4).hidden > step(1.0).exposed + step(1.0).hidden
+
+
+def test_an_interleaved_pipeline_hides_reductions_behind_the_chunks_of_its_other_ranks() -> None:
+    one = workload(data=32, pipeline=4, sharding="zero1")
+    one = replace(one, run=replace(one.run, framework="megatron", global_batch=2048, micro_batch=1, seq_len=256))
+    sets = {("ampere", "megatron"): Constants(launch_us=1.0)}
+    plain, interleaved = (
+        predict(replace(one, layout=replace(one.layout, chunks=chunks)), cluster(128), sets).step for chunks in (1, 2)
+    )
+    assert interleaved.exposed < plain.exposed
+    assert interleaved.exposed + interleaved.hidden == pytest.approx(plain.exposed + plain.hidden)
+
+
+def test_a_row_goes_once_to_each_rank_that_holds_its_experts() -> None:
+    def wait(active: int, *, is_ours: bool) -> float:
+        model = replace(SHAPE, mlp="swiglu", experts=64, active=active)
+        one = replace(workload(data=8, sharding="zero1"), model=model)
+        one = replace(one, layout=replace(one.layout, expert=8), run=replace(one.run, framework="megatron"))
+        return predict(one, cluster(8), SETS, is_ours=is_ours).step.tensor_wait
+
+    few, many = (wait(active, is_ours=False) for active in (1, 8))
+    assert many < 6 * few  # of 8 ranks, 5.3 have one of 8 experts that are chosen evenly
+    assert wait(8, is_ours=True) > wait(8, is_ours=False)
+
+
+def test_autocast_computes_the_softmax_of_scores_in_four_bytes() -> None:
+    one = workload(data=1, sharding="none")
+    one = replace(one, run=replace(one.run, fused_attention=False))
+    plain, wide = (
+        predict(replace(one, run=replace(one.run, autocast=is_wide)), cluster(1), SETS).step.compute
+        for is_wide in (False, True)
+    )
+    assert plain < wide < 2 * plain
 
 
 def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:

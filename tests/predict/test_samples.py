@@ -34,6 +34,13 @@ def test_sixteen_bits_are_faster_and_no_step_beats_the_memory(name: str) -> None
     assert narrow.total > 4096 * model.activations * 2 / ONE.device.memory_bandwidth
 
 
+@pytest.mark.parametrize(("compute", "is_product"), [("fp32", True), ("tf32", False), ("fp16", False)])
+def test_convolutions_without_tensor_units_run_as_products_do(compute: Compute, is_product: bool) -> None:
+    slow = replace(CONSTANTS, convolution=0.1, convolution_wide=0.1)
+    fast, slower = (sample_step(work("ResNet-50", 64, compute), ONE, each).compute for each in (CONSTANTS, slow))
+    assert (fast == slower) is is_product
+
+
 def test_small_batches_wait_for_the_host() -> None:
     step = sample_step(work("EfficientNet-B4", 1), ONE, CONSTANTS)
     assert step.launch_wait > step.compute

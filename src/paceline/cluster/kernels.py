@@ -39,6 +39,7 @@ from paceline.cluster.costs import figure_between
 from paceline.cluster.devices import Device, ShapeRate
 
 TILE = 128
+_KEYS = 64  # of a tile of FlashAttention, and of cuDNN's (arXiv 2307.08691)
 _FITTED_TOKENS = 8192
 # Forward and backward of causal attention on heads of 128: an H200 at 8,192 tokens (catalog/h200-measured.yaml), and an
 # A100 at 16,384 by FlashAttention-2 (arXiv 2307.08691), are within a tenth of these.
@@ -186,9 +187,17 @@ def work_seconds(device: Device, operation: Operation) -> float:
         return max(operation.flops / rate, operation.num_bytes / (device.memory_bandwidth * device.memory_share))
     if operation.family in ("attention", "attention_backward"):
         found = attention_rate(device, operation.sizes, operation.family, operation.dtype)
-        return operation.flops / (found or 0.4 * device.ceiling(operation.dtype))
+        computed = operation.flops * (1.0 if device.is_cpu else _in_tiles(operation))
+        return computed / (found or 0.4 * device.ceiling(operation.dtype))
     share = _POOLING_BACKWARD if operation.name == "max_pool2d_with_indices_backward" and not device.is_cpu else 1.0
     return operation.num_bytes / (share * memory_rate(device, operation.family, operation.num_bytes))
+
+
+def _in_tiles(operation: Operation) -> float:
+    """Scores that attention computes over those that count: whole tiles of queries and of keys (197 tokens are 256)."""
+    queries = operation.sizes[2]
+    keys = operation.keys or queries
+    return math.ceil(queries / TILE) * TILE / queries * (math.ceil(keys / _KEYS) * _KEYS / keys)
 
 
 def memory_rate(device: Device, family: str, num_bytes: float) -> float:

@@ -248,7 +248,8 @@ class BlockModel:
         length = self.run.seq_len
         products = matmul_seconds(self.device, self.constants, length, length, head, self.other, batch)
         products += matmul_seconds(self.device, self.constants, length, head, length, self.other, batch)
-        scores = self._memory_seconds(self.passes.scores * batch * length * length * self.width)
+        width = 4 if self.run.autocast else self.width  # autocast computes the softmax in fp32
+        scores = self._memory_seconds(self.passes.scores * batch * length * length * width)
         return products + scores, 2 * products + BACKWARD_PASSES * scores
 
     def _memory(self, *, mlp_alone: bool = False) -> float:
@@ -288,7 +289,8 @@ class BlockModel:
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
         else:
             each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
-        return 2 * (each + CALL_S) * self.constants.slowdown * (0.5 if self.run.overlaps_tensor else 1.0)
+        # Ranks wait for each, so that no computation is in its way.
+        return 2 * (each + CALL_S) * (0.5 if self.run.overlaps_tensor else 1.0)
 
     def _waits(self, attention: float) -> tuple[float, float]:
         """In forward and in backward: for tensor-parallel ranks; for tokens on their way to experts; for the keys and
@@ -296,7 +298,9 @@ class BlockModel:
         layout, model, waits = self.layout, self.model, self._tensor_wait()
         if layout.expert > 1:
             group = group_of(self.cluster, layout.expert, layout.tensor)
-            num_bytes = self.tokens / layout.tensor * model.active * model.width * self.width * self._busiest()
+            # Megatron's dispatchers send a row once to each of the ranks that hold its experts.
+            copies = model.active if self.is_ours else layout.expert * (1 - (1 - 1 / layout.expert) ** model.active)
+            num_bytes = self.tokens / layout.tensor * copies * model.width * self.width * self._busiest()
             moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
             each = (moved + CALL_S) * self.constants.slowdown
             # Tokens pass the shared experts while their rows are on the way there.

@@ -92,7 +92,7 @@ CONSTANT_NAMES = tuple(
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
-CUDNN_ATTENTION = 0.40
+CUDNN_ATTENTION = 0.45
 ConstantSets: TypeAlias = Mapping[tuple[str, str], Constants]
 
 
