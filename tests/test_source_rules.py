@@ -46,7 +46,7 @@ LINES = {
     "profile": 570,
     "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_070,  # own loops whose ranks stay; keeper.py: a host's snapshots
+    "run": 8_115,  # own loops whose ranks stay; keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_585,  # what snapshots take
     "train": 5_415,  # snapshots.py

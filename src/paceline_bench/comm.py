@@ -18,7 +18,7 @@ from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline_bench.timing import Timing, Turns, interleave
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB

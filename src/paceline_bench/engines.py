@@ -24,7 +24,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.predict.replay.replay import cost_in_training
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline_bench.arms import (
     SHARED,
     Arm,

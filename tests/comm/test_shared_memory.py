@@ -29,7 +29,7 @@ from paceline.comm.shared.segment import FOLDER, Process, SharedSegment, remove_
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
 

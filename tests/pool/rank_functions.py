@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+import paceline
 from paceline.comm.base import Communicator
+from paceline.comm.objects import gather_objects
 
 
 class UnpicklableError(Exception):
@@ -71,3 +76,49 @@ def groups_in_any_order(comm: Communicator) -> list[tuple[int, tuple[int, ...], 
         assert inner.ranks == group.ranks
         found.append((group.rank, group.ranks, gathered.tolist()))
     return found
+
+
+def note_exit(path: Path) -> None:
+    path.touch()
+
+
+def train_until_told(comm: Communicator, folder: Path, deaths: dict[int, int]) -> tuple[list[float], int]:
+    """Trains and saves after each step; a rank of ``deaths`` dies once in that step. Goes on from what is saved."""
+    with (folder / f"calls-{comm.rank}").open("a") as calls:
+        calls.write(f"{os.getpid()}\n")
+    atexit.register(note_exit, folder / f"exits-{comm.rank}-{time.monotonic_ns()}")
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    engine = paceline.parallelize(model, comm, strategy="fsdp")
+    optimizer = torch.optim.Adam(engine.parameters(), lr=0.01)
+    with paceline.Run(comm, "loop", engine, optimizer, monitor={"folder": str(folder / "runs")}) as run:
+        losses: list[float] = list(run.resume().get("losses", []))
+        while len(losses) < 6:
+            step = len(losses) + 1
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + comm.rank))
+            loss = engine(inputs).square().mean()
+            loss.backward()
+            mark = folder / f"died-{step}"
+            if deaths.get(step) == comm.rank and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses = [*losses, sum(gather_objects(comm, loss.item()))]
+            run.save(losses=losses)
+    return losses, os.getpid()
+
+
+def die_after_others_return(comm: Communicator, folder: Path) -> int:
+    """Rank 0 returns at once; rank 1 dies, once."""
+    calls = len(list(folder.glob(f"call-{comm.rank}-*")))
+    (folder / f"call-{comm.rank}-{calls}").touch()
+    if comm.rank == 1 and not calls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return calls
+
+
+def always_die(comm: Communicator) -> None:
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()

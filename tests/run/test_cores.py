@@ -13,7 +13,8 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.config import Config
-from paceline.run.processes import allocator_variables, keep_cores, keep_to_own_cores, run_processes, share_of_cores
+from paceline.run.function_ranks import run_processes
+from paceline.run.processes import allocator_variables, keep_cores, keep_to_own_cores, share_of_cores
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such call")
 

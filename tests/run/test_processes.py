@@ -18,7 +18,8 @@ import torch
 
 import paceline
 from paceline.errors import LaunchError, LostRankError, RankFailedError, UsageError
-from paceline.run.processes import RankHost, _first_cause, loopback_interface, run_processes
+from paceline.run.function_ranks import RankHost, _first_cause, run_processes
+from paceline.run.processes import loopback_interface
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.errors import CommunicationError, UsageError
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.units import KIB, MIB
 
 _TIMEOUT_S = 600.0

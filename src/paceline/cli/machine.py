@@ -261,7 +261,7 @@ def _test_ranks(ranks: int) -> list[MachineFinding]:
     """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
     from paceline.comm.torch_dist import connect, disconnect
     from paceline.doctor.self_test import PATIENCE_S, failed_test, report_findings, self_test
-    from paceline.run.processes import run_processes
+    from paceline.run.function_ranks import run_processes
 
     try:
         if "RANK" not in os.environ:

@@ -183,7 +183,7 @@ def sample(
 
     from paceline.comm.solo import SoloCommunicator
     from paceline.comm.torch_dist import connect, disconnect, launched_rank
-    from paceline.run.processes import run_processes
+    from paceline.run.function_ranks import run_processes
     from paceline.train.sampling import SampleOptions, write_together
 
     check_word("--spread", spread, ("fsdp", "tensor"))

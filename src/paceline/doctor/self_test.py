@@ -25,7 +25,7 @@ from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
 from paceline.errors import CommunicationError, PacelineError
-from paceline.run.processes import RankHost, run_processes
+from paceline.run.function_ranks import RankHost, run_processes
 from paceline.units import format_seconds
 
 PATIENCE_S = 240.0  # interpreters that import torch, on a machine that may be busy

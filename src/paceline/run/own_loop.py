@@ -44,9 +44,9 @@ from paceline.comm.traced import LedgerCommunicator
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import AT_ONCE, MISMATCHES, HangLimits, HangVerdict, judge
+from paceline.run.function_ranks import run_processes
 from paceline.run.notes import VERDICTS, forget
 from paceline.run.other_hosts import LeftRanks, PairedHosts
-from paceline.run.processes import run_processes
 from paceline.run.seen_ranks import look_at_process, stack_path
 from paceline.run.warm import CPU_RANKS
 from paceline.run.watch import Watch, WatchPolicy, make_ledger, start_watch
@@ -109,6 +109,7 @@ def run_ranks(
     backend: Literal["auto", "nccl", "gloo", "shared_memory"] = "auto",
     device: str | None = None,
     timeout_s: float = math.inf,
+    restarts: int = 0,
 ) -> list[Any]:
     """Runs ``function(comm, *args)`` on new processes of this machine; returns what each returned, by rank.
 
@@ -116,12 +117,16 @@ def run_ranks(
     is one for each GPU by default, and 2 without GPUs. ``comm`` is what ``paceline.connect(backend, device=device)``
     returns. What ranks print is seen in the cell. The first rank to fail ends the others, and RankFailedError has its
     traceback. A script calls this below ``if __name__ == "__main__":``, since every rank imports it.
+
+    A call of ``function`` is one attempt. When a rank dies, up to ``restarts`` times, a new process takes its place and
+    all ranks call ``function`` again, with a new ``comm``; it goes on from what it has saved, say by ``run.resume()``.
+    The processes of the other ranks stay, with what they have loaded and compiled.
     """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     count = (gpus or CPU_RANKS) if ranks is None else ranks
     threads = max(1, len(usable_cores()) // max(1, count))
     join = partial(connect, backend, device=device)
-    return run_processes(function, count, args=args, timeout_s=timeout_s, threads=threads, join=join)
+    return run_processes(function, count, args=args, timeout_s=timeout_s, threads=threads, join=join, restarts=restarts)
 
 
 def setup_distributed(
@@ -238,13 +243,7 @@ class OwnLoop:
         """Stops following; safe to call twice. Raises CollectiveMismatchError where ranks end in other steps."""
         if not self._is_open or os.getpid() != self._pid:
             return
-        self._is_open = False
-        atexit.unregister(self._leave)
-        for hook in self._hooks:
-            hook.remove()
-        if sys.excepthook == self._explain:
-            sys.excepthook = self._hook_before
-        self._watch.end_thread()
+        self._release()
         verdict = self._pairing.finish()
         self._ledger.finish()
         try:
@@ -252,6 +251,22 @@ class OwnLoop:
         finally:
             self._watch.leave()
             self._clear()
+
+    def abandon(self) -> None:
+        """Stops following without a word: another rank has failed, and this process stays."""
+        if self._is_open:
+            self._release()
+            self._watch.stop()
+            self._clear()
+
+    def _release(self) -> None:
+        self._is_open = False
+        atexit.unregister(self._leave)
+        for hook in self._hooks:
+            hook.remove()
+        if sys.excepthook == self._explain:
+            sys.excepthook = self._hook_before
+        self._watch.end_thread()
 
     def _leave(self) -> None:
         """Closes at the end of the process; what is raised there would not change its exit code."""

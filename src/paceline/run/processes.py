@@ -1,4 +1,4 @@
-"""The processes that ranks are: their cores, memory and output, how they end, and N of them for one function.
+"""The processes that ranks are: their cores, memory and output, and how they end.
 
 **Cores.** Each rank on a CPU keeps to its share of the host's cores. It and the threads of its backend wake one another
 all the time; free to go anywhere, they wait on the cores of other ranks while their own has nothing to do.
@@ -15,32 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import linecache
-import math
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-from paceline.comm.control.server import private_server
-from paceline.comm.control.wire import SECRET_FILE
-from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
-from paceline.run.signals import interrupts_withheld, scratch_folder
-
 if TYPE_CHECKING:
-    from paceline.comm.base import Communicator
     from paceline.config import Config
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -48,155 +36,9 @@ PROFILE = "PACELINE_PROFILE"  # the folder that profiled ranks leave what they s
 MACHINE = "PACELINE_MACHINE"  # a file that says what this machine can do
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankHost:
-    """Where a rank runs: Gloo talks over ``interface``, and ``enter`` moves its new process there; None: it stays."""
-
-    interface: str
-    enter: Callable[[], None] | None = None
-
-
-def run_processes(
-    function: Callable[..., Any],
-    ranks: int,
-    *,
-    args: Sequence[Any] = (),
-    timeout_s: float = 600.0,
-    threads: int = 1,
-    places: Sequence[RankHost] | None = None,
-    join: Callable[[], Communicator] | None = None,
-) -> list[Any]:
-    """Runs ``function(comm, *args)`` on ``ranks`` new processes connected by Gloo; returns what each returned.
-
-    ``function``, ``args`` and the results must be picklable; what a cell or a function defines is sent by value. The
-    first rank to fail ends the others; its error is raised as RankFailedError with its traceback. No process outlives
-    the call. ``places`` has one for each rank; None: this host. ``join`` connects a rank in another way.
-    """
-    if ranks < 1:
-        raise UsageError(f"ranks = {ranks}: at least one process is needed")
-    context = multiprocessing.get_context("spawn")
-    # The lines of cells are in no file: for tracebacks of ranks.
-    cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-    try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
-        task = _pickled((cells, function, tuple(args), join))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process reads the function, all that it names and the arguments from a pickle\n"
-            "  pass plain data, and open files, locks and connections inside the function"
-        ) from error
-    where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    with scratch_folder() as folder, private_server(folder) as (address, secret):
-        meeting = {"MASTER_ADDR": str(address), "MASTER_PORT": "0", SECRET_FILE: str(secret)}
-        processes = [
-            context.Process(target=_rank_main, args=(task, rank, ranks, meeting, threads, pipes[rank][1], where[rank]))
-            for rank in range(ranks)
-        ]
-        try:
-            with interrupts_withheld():
-                for process in processes:
-                    process.start()
-            for _, sender in pipes:
-                sender.close()  # the child has its own end: ours must not keep the pipe open when it dies
-            return _collect([receiver for receiver, _ in pipes], processes, timeout_s)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-            for process in processes:
-                if process.pid is not None:  # started
-                    process.join()
-
-
-def _pickled(value: Any) -> bytes:
-    """Pickles a value, and functions and classes of a notebook, a script or another function with their code."""
-    try:
-        from cloudpickle import dumps
-    except ImportError:  # what comes with scikit-learn has it in another place
-        from joblib.externals.cloudpickle import dumps
-    found: bytes = dumps(value)
-    return found
-
-
 def loopback_interface() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")
-
-
-def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
-    results: dict[int, Any] = {}
-    while len(results) < len(receivers):
-        pending = {receivers[rank]: rank for rank in range(len(receivers)) if rank not in results}
-        left_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-        ready: list[Any] = wait(list(pending), timeout=left_s)
-        if not ready:
-            raise LaunchError(f"ranks {sorted(pending.values())} did not finish within {timeout_s:g} s")
-        failures = []
-        for receiver in ready:
-            rank = pending[receiver]
-            try:
-                is_ok, value = pickle.loads(receiver.recv_bytes())  # nosec B301  # from a child
-            except EOFError:
-                processes[rank].join()
-                raise LaunchError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
-            if is_ok:
-                results[rank] = value
-            else:
-                failures.append((rank, *value))
-        if failures:
-            raise _first_cause(failures)
-    return [results[rank] for rank in range(len(receivers))]
-
-
-def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineError:
-    """Picks the failure that is not a consequence of another: a lost connection is one."""
-    rank, error, text = min(failures, key=lambda failure: isinstance(failure[1], CommunicationError))
-    failure = RankFailedError(rank, error, text)
-    failure.__cause__ = error
-    return failure
-
-
-def _rank_main(
-    task: bytes, rank: int, ranks: int, meeting: dict[str, str], threads: int, sender: Connection, where: bytes
-) -> None:
-    end_with_parent(os.getppid())
-    place: RankHost | None = pickle.loads(where)  # nosec B301  # from the parent
-    if place is not None and place.enter is not None:
-        place.enter()
-    keep_to_own_cores(rank, ranks, threads)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        GLOO_SOCKET_IFNAME=loopback_interface() if place is None else place.interface,
-        OMP_NUM_THREADS=str(threads),  # read when torch is loaded, by libraries that do not ask torch later
-        **meeting,
-        **allocator_variables(),
-    )
-    import torch
-
-    from paceline.comm.torch_dist import connect, disconnect
-
-    torch.set_num_threads(threads)
-    try:
-        sources, function, args, join = pickle.loads(task)  # nosec B301  # from the parent
-        linecache.cache.update(sources)
-        result = function(connect("gloo", device="cpu") if join is None else join(), *args)
-        # Plain pickle: multiprocessing's own would pass tensors as shared memory, which dies with this process.
-        sender.send_bytes(_pickled((True, result)))
-        disconnect()
-    except BaseException as error:
-        sender.send_bytes(_pickled((False, (_portable(error), traceback.format_exc()))))
-
-
-def _portable(error: BaseException) -> BaseException:
-    try:
-        pickle.loads(_pickled(error))  # nosec B301  # its own
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def profile_request() -> Path | None:

@@ -1,12 +1,12 @@
 """A rank that is well stays: when another one fails, its process waits for the next attempt, with all that is dear.
 
 What is dear stays: the process with its imports, the CUDA context, what was compiled. What belongs to an attempt goes:
-communicators are aborted, the trainer with its engine, tensors and graphs is freed, loader workers are ended, modules
-of the user's own are forgotten. The next attempt is built from the config, as in a new process, so that nothing of a
-step that was half done can be left. A process that cannot be cleared so (a thread of the attempt still runs, the device
-does not answer) ends, and a new one takes its place.
+communicators are aborted, the trainer with its engine, tensors and graphs is freed, loader workers are ended, what was
+to be done at the end of the process is done, modules of the user's own are forgotten. The next attempt begins as in a
+new process, so that nothing of a step that was half done can be left. A process that cannot be cleared so (a thread of
+the attempt still runs, the device does not answer) ends, and a new one takes its place.
 
-    the rank                     whoever has started it: ``warm.py``
+    the rank                     whoever has started it: ``warm.py``, or ``run_processes``
     a peer is lost:  code   ->   the attempt is over here, as if the process had ended with that code
                             <-   nothing: a peer failed, this attempt is over everywhere
     code                    ->
@@ -18,6 +18,7 @@ communicators of NCCL first, for which a device may wait. Operations of Gloo end
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -27,7 +28,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -65,13 +67,19 @@ class StayingProcess:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._modules, self._path, self._cores = set(sys.modules), list(sys.path), os.sched_getaffinity(0)
-        self._requests: SimpleQueue[tuple[dict[str, Any], list[int]]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[dict[str, Any], list[int]] | None] = SimpleQueue()
         self._is_heard, self._is_over = threading.Event(), threading.Event()
+        self._exits: list[partial[Any]] = []  # what code of the attempt wants done at the end of the process
+        self._at_exit = atexit.register, atexit.unregister
+        atexit.register, atexit.unregister = self._register, self._unregister  # type: ignore[assignment]
         signal.signal(_SIGNAL, self._interrupt)
         threading.Thread(target=self._listen, name="stay", daemon=True).start()
 
     def end_attempt(self, code: int) -> tuple[dict[str, Any], list[int]]:
-        """Clears what the attempt has left, tells that it is over, and returns the next one's request and output."""
+        """Clears what the attempt has left, tells that it is over, and returns the next one's request and output.
+
+        Where there is no other one, because whoever has started this process is gone, the process ends.
+        """
         self._is_over.set()
         try:
             self._clear()
@@ -79,6 +87,8 @@ class StayingProcess:
             leave_process(code)
         self._link.sendall(CODE.pack(code))
         request = self._requests.get()
+        if request is None:
+            leave_process(code)
         self._is_heard.clear()
         self._is_over.clear()
         return request
@@ -87,6 +97,8 @@ class StayingProcess:
         from paceline.comm.meeting import abort
 
         abort()
+        while self._exits:
+            self._exits.pop()()
         end_children()
         for child in psutil.Process().children():
             if not any(name in word for word in child.cmdline() for name in _HELPERS):
@@ -110,6 +122,20 @@ class StayingProcess:
                 raise TimeoutError
             time.sleep(0.01)
 
+    def _register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Takes the place of ``atexit.register``: what libraries register is left to the end of the process."""
+        module = sys.modules.get(getattr(function, "__module__", ""))
+        file = getattr(module, "__file__", None) or "<frozen "
+        if file.startswith(_PACKAGE) or _is_own(file):
+            self._exits.append(partial(function, *args, **kwargs))
+            return function
+        self._at_exit[0](function, *args, **kwargs)
+        return function
+
+    def _unregister(self, function: Callable[..., Any]) -> None:
+        self._exits = [each for each in self._exits if each.func != function]
+        self._at_exit[1](function)
+
     def _threads(self) -> Iterator[int]:
         """Yields the threads that run code of the attempt: of the user's own, or of ours."""
         staying: set[int | None] = {threading.get_ident()}
@@ -127,7 +153,8 @@ class StayingProcess:
         while True:
             head, output, _, _ = socket.recv_fds(self._link, LENGTH.size, 2)
             if len(head) < LENGTH.size:
-                return  # whoever has started this process is gone: see end_with_parent
+                self._requests.put(None)
+                return
             if length := LENGTH.unpack(head)[0]:
                 self._requests.put((parse_json_object(receive(self._link, length), length), output))
             elif not self._is_over.is_set():

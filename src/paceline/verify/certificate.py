@@ -23,7 +23,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
 from paceline.plan.layout import StrategyName
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.train.randomness import compute_threads
 from paceline.verify import measure as measures
 from paceline.verify.case import Case, FunctionCase, Settings, check_settings, complete
