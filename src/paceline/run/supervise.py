@@ -60,6 +60,7 @@ from paceline.run.whereami import Surroundings, host_name, interface_of
 
 _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
+_STAYS_S, _STAYS_GPU_S = 1.5, 3.0  # for a rank that is well to end its attempt; then it is killed
 
 
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
@@ -184,7 +185,7 @@ class LocalRanks:
         variables = {**rank_variables(config, uses_nccl=uses_nccl(config)), **(secret or {})}
         threads, watch = config.parallel.threads, watch_policy(config)
         if config.recovery.keep_processes and watch is not None:  # it sees what NCCL is told to leave alone
-            variables[STAYS] = "3.0" if uses_gpu(config) else "1.5"
+            variables[STAYS] = str(_STAYS_GPU_S if uses_gpu(config) else _STAYS_S)
         keeps = config.checkpoint.memory.every_steps is not None
         return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, keeps_snapshots=keeps, **others)
 
