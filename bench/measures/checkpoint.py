@@ -41,7 +41,7 @@ from paceline.comm.objects import gather_objects
 from paceline.engines.apply import parallelize
 from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import GPT, gpt_config
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline_bench.timing import ratios_to, rotate, time_step
 
 FAIRNESS = {

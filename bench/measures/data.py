@@ -41,7 +41,7 @@ from paceline.data.prepare import PrepareOptions, prepare
 from paceline.data.tokenizers import TOKENIZER, ByteTokenizer, CharTokenizer
 from paceline.errors import UsageError
 from paceline.records.records import Record, StepRecord
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.train.assemble import build_trainer
 from paceline.units import MIB
 from paceline.untrusted import parse_json_object

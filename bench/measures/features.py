@@ -24,7 +24,7 @@ from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.plan.layout import StrategyName
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import Passes, StepPolicy, accumulate, train_step
 from paceline_bench.arms import SHARED, BenchWorkload

@@ -43,7 +43,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import build_hugging_face, load_transformers
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.units import MIB
 from paceline_bench.timing import ratios_to, rotate
 

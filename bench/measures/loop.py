@@ -20,8 +20,8 @@ from paceline.comm.traced import LedgerCommunicator, Trace, TracedCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.models.mlp import MLPClassifier
+from paceline.run.function_ranks import run_processes
 from paceline.run.own_loop import watch_ranks
-from paceline.run.processes import run_processes
 from paceline.train.step import train_step
 from paceline_bench.timing import Timing, Turns, interleave, rotate, time_step, timing_of
 

@@ -22,7 +22,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config import OptimConfig
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 from paceline.train.step import StepPolicy, train_step

@@ -21,7 +21,7 @@ from measures.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline_bench.arms import BenchWorkload, select

@@ -40,7 +40,7 @@ from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
 from paceline.predict.replay.program import Player, Program, Run
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
-from paceline.run.processes import run_processes
+from paceline.run.function_ranks import run_processes
 from paceline.train.assemble import build_policy
 from paceline.train.loss import build_loss
 from paceline.train.optim import build_optimizer

@@ -21,7 +21,7 @@ from paceline.cluster.costs import ALGORITHMS, Placement
 from paceline.comm.base import Communicator
 from paceline.errors import LaunchError
 from paceline.plan.layout import Compression
-from paceline.run.processes import RankHost, run_processes
+from paceline.run.function_ranks import RankHost, run_processes
 from slow_links.arms import COMPUTE, Workbench
 from slow_links.meeting import Meeting
 from slow_links.network import INTERFACE, Network, enter, hosts
