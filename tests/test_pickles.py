@@ -43,7 +43,7 @@ ALLOWED = {
         1,
         "an answer to an exercise: the Python file that its reader names, to be run",
     ),
-    ("run.processes", "pickle.loads"): (4, "over pipes from and to processes that this one has started"),
+    ("run.function_ranks", "pickle.loads"): (4, "over pipes from and to processes that this one has started"),
 }
 
 
