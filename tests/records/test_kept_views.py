@@ -260,13 +260,16 @@ def test_goodput_is_told_where_something_was_lost(tmp_path: Path) -> None:
         return [row for table in plain_tables(changed) if table.title.startswith("goodput") for row in table.rows]
 
     assert told() == []
-    assert [row[0] for row in told(restarts=1)] == ["steps that count", "steps made again", "down"]
+    names = ["steps that count", "steps made again", "down", "waiting for saves"]
+    assert [row[0] for row in told(restarts=1)] == names
+    assert told(restarts=1, saving_s=2.5)[-1] == ("waiting for saves", "2.5 s", "checkpoints and snapshots")
     assert [row[2] for row in told(repeated_steps=1200, roll_backs=2)][1:] == [
         "1,200 steps",
         "0 restarts, 2 roll-backs",
+        "checkpoints and snapshots",
     ]
     assert told(skipped_steps=3)[-1] == ("updates left out", "", "3 steps were not finite")
-    assert len(told(skipped_steps=3)) == 4
+    assert len(told(skipped_steps=3)) == 5
 
 
 def test_the_last_attempt_of_the_lowest_rank_counts() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.cluster.devices import load_cluster
 from paceline.config import Config, layout_of, load_config
 from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.run.decide import check_host
-from paceline.search.expect import host_problems, snapshot_cost
+from paceline.search.expect import host_problems
+from paceline.search.snapshots import choose_interval, describe_snapshots, snapshot_cost
 from paceline.units import GIB
 
 GPT = ("model={kind: gpt, size: gpt-1.1b}", "data={kind: synthetic_tokens, vocab_size: 50304, context: 2048}")
@@ -73,7 +75,7 @@ def test_hosts_hold_two_snapshots_of_their_ranks_and_of_each_copy(
 ) -> None:
     """One host of several has a part of the state; there are no more copies than other hosts."""
     config = _config("checkpoint.memory.every_steps=10", f"checkpoint.memory.copies={copies}", ranks=ranks)
-    found = snapshot_cost(config, node_ranks=node_ranks, bytes_per_s=1e12)
+    found = snapshot_cost(config, ranks=ranks, node_ranks=node_ranks, device="cuda", bytes_per_s=1e12)
     model = describe_model(config, config.parallel.device)
     assert found is not None
     assert model is not None
@@ -81,7 +83,6 @@ def test_hosts_hold_two_snapshots_of_their_ranks_and_of_each_copy(
     assert found.host_bytes == pytest.approx(states * whole)
     assert found.rank_bytes == pytest.approx(whole / ranks)
     assert found.blocked_s == pytest.approx(2e-12 * whole / ranks)
-    assert snapshot_cost(_config(ranks=ranks), node_ranks=node_ranks) is None
 
 
 def test_a_host_without_room_for_snapshots_is_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,3 +98,22 @@ def test_a_host_without_room_for_snapshots_is_refused_before_any_rank_starts(mon
     monkeypatch.setattr("shutil.disk_usage", Usage)
     with pytest.raises(ConfigError, match=r"checkpoint.memory.every_steps = 10: .* 64.0 KiB of /dev/shm are free"):
         check_host(config)
+
+
+def test_the_interval_between_snapshots_follows_failures_and_is_no_shorter_than_one_takes() -> None:
+    config, cluster = _config(), load_cluster("h200")
+    often, told = choose_interval(config, cluster, 4, 0.2, 600.0)
+    seldom, _ = choose_interval(config, cluster, 4, 0.2, 100 * 600.0)
+    assert often < seldom < 10 * often * 1.01
+    assert told.startswith(f"with a failure every 10 min 0 s: checkpoint.memory.every_steps = {often}; ")
+    cost = snapshot_cost(config, ranks=4, node_ranks=4, device="cuda")
+    assert cost is not None
+    assert choose_interval(config, cluster, 4, 0.2, 1.0)[0] == round(cost.rank_bytes / 1e9 / 0.2)
+
+
+def test_a_prediction_tells_what_snapshots_take() -> None:
+    cluster = load_cluster("h200")
+    assert describe_snapshots(_config(), cluster, 4, 0.2) == []
+    (line,) = describe_snapshots(_config("checkpoint.memory.every_steps=10"), cluster, 4, 0.2)
+    assert line.startswith("snapshots     every 10 steps: ")
+    assert "of each host's memory" in line

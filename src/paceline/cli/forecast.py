@@ -35,6 +35,7 @@ def plan(
     price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
     precision: str | None = typer.Option(None, metavar="auto|NAME", help="In place of the config's; auto: the best."),
     host_gb: float | None = typer.Option(None, metavar="GIB", help="Host memory of a node, for offload; else enough."),
+    mtbf: float | None = typer.Option(None, min=1e-6, metavar="HOURS", help="Between failures: how often to snapshot."),
     top: int = typer.Option(5, min=1, help="How many plans to show."),
     output: Path | None = typer.Option(
         None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
@@ -51,6 +52,9 @@ def plan(
     found = find(
         source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
     )
+    interval = ""
+    if mtbf is not None and found.winner is not None:
+        found, interval = found.with_snapshots(3600.0 * mtbf)
     if output is not None and found.request.no_config:
         raise UsageError(f"{output} is not written: {found.request.no_config}\n  no config can\n  leave --output out")
     if output is not None and found.winner is not None:
@@ -66,6 +70,8 @@ def plan(
         print_json(found.to_json(top) | replayed)
     else:
         echo(found.to_text(top))
+        if interval:
+            echo(f"\n{interval}")
         if traced_s is not None:
             echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
         if output is not None and found.winner is not None:
@@ -151,6 +157,7 @@ def predict(
     from paceline.config import config_batch, layout_of, why_not_sharded
     from paceline.plan.workload import layout_label
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
+    from paceline.search.snapshots import describe_snapshots
 
     if on not in (None, "gpu"):
         raise UsageError(f"--on {on}\n  a prediction is a dry run, or runs one rank on a GPU\n  take --on gpu")
@@ -187,6 +194,7 @@ def predict(
         if is_open:
             echo(f"auto takes {layout_label(layout_of(chosen, count))}\n")
         lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, where.name)]
+        lines += describe_snapshots(chosen, where, count, found.seconds)
         echo("\n".join(lines))
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")

@@ -107,6 +107,8 @@ _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
     "checkpoint": "{bytes:B} saved to {folder} in {seconds:S}, "
     "[{background:?}in the background; training waited {stall_seconds:S}|while training waited]",
     "not_saved": "{reason}",
+    "snapshot": "{bytes:B} kept in memory in {seconds:S}; training waited {stall_seconds:S}[; {without_copy}]",
+    "no_snapshots": "none from here on, on {ranks:n rank}: {reason}",
     "roll_back": _roll_back,
     "skipped": _skipped,
     "spike": "loss {loss:.4g} after a median of {median:.4g}",

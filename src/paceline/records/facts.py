@@ -52,6 +52,7 @@ class Goodput:
     roll_backs: int
     repeated_steps: int
     skipped_steps: int
+    saving_s: float = 0.0  # in which training waited for checkpoints and snapshots
 
     @property
     def share(self) -> float:
@@ -87,6 +88,12 @@ def find_goodput(attempts: Sequence[RankAttempt]) -> Goodput:
         repeated_s=max(0.0, sum(record.step_s * record.steps for record in made) - useful_s),
         down_s=down_s,
         evaluation_s=sum(record.seconds for attempt in attempts for record in attempt.evaluations),
+        saving_s=sum(
+            float(event.detail.get("stall_seconds", 0.0))
+            for attempt in attempts
+            for event in attempt.events
+            if event.name in ("checkpoint", "snapshot")
+        ),
         restarts=restarts,
         roll_backs=sum(event.name == "roll_back" for attempt in attempts for event in attempt.events),
         repeated_steps=sum(record.steps for record in made) - sum(record.steps for record in kept.values()),

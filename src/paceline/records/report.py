@@ -401,6 +401,7 @@ def _goodput_table(goodput: Goodput | None) -> PlainTable:
             ("steps that count", format_seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
             ("steps made again", format_seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
             ("down", format_seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
+            ("waiting for saves", format_seconds(goodput.saving_s), "checkpoints and snapshots"),
         ]
     if goodput is not None and goodput.skipped_steps:
         rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))

@@ -35,6 +35,7 @@ from paceline.config.settings import check_exported, check_interfaces, config_se
 from paceline.engines import precision
 from paceline.errors import ConfigError, ForeignAttentionError, PacelineError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
+from paceline.predict.formulas.saving import SnapshotCost
 from paceline.records.records import RunRecord, follow_records
 from paceline.run.logs import say
 from paceline.run.processes import MACHINE, machine_entry, node_ranks
@@ -43,6 +44,7 @@ from paceline.run.warm import CPU_RANKS, WarmRanks
 from paceline.search import expect
 from paceline.search.expectation import FILE, Expectation
 from paceline.search.request import make_plan, with_context_method
+from paceline.search.snapshots import snapshot_cost
 from paceline.terminal import new_console
 from paceline.train.resolve import resolve_strategy, resolve_together
 from paceline.units import format_bytes
@@ -114,7 +116,7 @@ def decide_run(
     reasons = why_not_sharded(config, ranks), why_by_blocks(config)
     method = config.parallel.context_method
     took = None if method == asked.parallel.context_method else f"parallel.context_method = auto takes {method}"
-    need = expect.snapshot_cost(config, node_ranks=here or ranks)
+    need = _snapshots(config, here or ranks) if config.checkpoint.memory.every_steps else None
     told = None if need is None else f"checkpoint.memory takes {format_bytes(need.host_bytes)} of each host's memory"
     notes = filter(None, [*precision_notes(asked, config), *reasons, took, told])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
@@ -213,7 +215,7 @@ def check_host(config: Config, ranks_of_host: int | None = None) -> None:
     ranks = ranks_of_host or config.parallel.decided_ranks
     free, every = free_memory.free_host_bytes(), config.checkpoint.memory.every_steps
     problems = expect.host_problems(config, node_ranks=ranks, free_bytes=free)
-    if every is not None and (need := expect.snapshot_cost(config, node_ranks=ranks)) is not None:
+    if every is not None and (need := _snapshots(config, ranks)) is not None:
         shared = shutil.disk_usage(FOLDER).free if FOLDER.is_dir() else 0
         if need.host_bytes > min(free, shared):
             few = f"{format_bytes(shared)} of {FOLDER}" if shared < free else f"{format_bytes(free)} of its memory"
@@ -222,6 +224,11 @@ def check_host(config: Config, ranks_of_host: int | None = None) -> None:
             fix = f"give {FOLDER} more room (docker run --shm-size), set checkpoint.memory.copies = 0, or save to disk"
             problems.append(Problem(what=f"{what}, and {few} are free", rule=rule, fix=fix))
     _refuse(problems)
+
+
+def _snapshots(config: Config, node_ranks: int) -> SnapshotCost | None:
+    ranks, device = config.parallel.decided_ranks, config.parallel.device
+    return snapshot_cost(config, ranks=ranks, node_ranks=node_ranks, device=device)
 
 
 def check_memory(config: Config, *, is_told: bool = True) -> None:

@@ -17,7 +17,6 @@ bytes of a rank there x ranks of the host <= what is free.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -30,7 +29,6 @@ from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import MARGIN, MemoryEstimate
 from paceline.plan.workload import config_values, layout_text
-from paceline.predict.formulas.saving import SnapshotCost
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
@@ -269,17 +267,6 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
         "parallel.strategy = auto, which takes what fits",
     )
     return [problem]
-
-
-def snapshot_cost(config: Config, *, node_ranks: int, bytes_per_s: float = math.inf) -> SnapshotCost | None:
-    """Prices the snapshots of a config whose device and ranks are settled; None: none are asked for, or not known."""
-    model = describe_model(config, config.parallel.device)
-    if config.checkpoint.memory.every_steps is None or model is None:
-        return None
-    states = StateFacts.of(config, config.parallel.device)
-    whole = model.parameters * states.itemsize * (1 + states.optimizer_slots) + model.buffer_bytes
-    ranks, copies = config.parallel.decided_ranks, config.checkpoint.memory.copies
-    return SnapshotCost.of(whole, ranks=ranks, node_ranks=node_ranks, copies=copies, bytes_per_s=bytes_per_s)
 
 
 def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:

@@ -39,6 +39,7 @@ from paceline.search.search import (
     smallest_changes,
     what_would_fit,
 )
+from paceline.search.snapshots import choose_interval
 from paceline.units import format_bytes, format_count, format_seconds
 
 
@@ -118,6 +119,13 @@ class PlanResult(Shown):
             f"{winner.tokens_per_s:,.0f} {winner.unit}/s, {format_bytes(winner.memory_bytes)} of a device's "
             f"{format_bytes(cluster.device.memory_bytes)}.\n"
         ) + dump_values(values)
+
+    def with_snapshots(self, failure_s: float) -> tuple[PlanResult, str]:
+        """Returns the plan with the interval of snapshots that loses least, where a failure comes so often, and why."""
+        winner, config = self.plans[0], self.request.config
+        every, why = choose_interval(config, self.request.cluster, winner.layout.ranks, winner.seconds, failure_s)
+        memory = config.checkpoint.memory.model_copy(update={"every_steps": every or None})
+        return replace(self, request=replace(self.request, config=config.with_values("checkpoint", memory=memory))), why
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
         request, found, task = self.request, self.found, self.request.tasks[0]
