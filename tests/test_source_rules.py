@@ -44,11 +44,11 @@ LINES = {
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_275,  # what snapshots cost; whole gradients
     "profile": 570,
-    "records": 3_950,  # samples.py; loads of experts, and ranks that are late by them
+    "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_115,  # own loops whose ranks stay; keeper.py: a host's snapshots
+    "run": 8_120,  # keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
-    "search": 2_585,  # what snapshots take
+    "search": 2_640,  # what snapshots take
     "train": 5_415,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
