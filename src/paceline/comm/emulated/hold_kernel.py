@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-_BLOCK, _WARPS = 4096, 16  # 16 warps hold so many registers that no large matrix product runs beside them
+_BLOCK, _WARPS = 16384, 16  # 16 warps hold so many registers that no large matrix product runs beside them
 _MOST = 2**30  # places, each of four bytes, that the kernel counts
 
 
