@@ -46,6 +46,7 @@ from paceline.shards import FlatLayout, Shard, flat_layout
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
+_PIECE = 2**22  # elements that are copied at once
 _LOOK_EVERY_S = 0.02
 _LEAVE_S = 0.3  # for the parts of others that were as good as there
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
@@ -199,7 +200,9 @@ class StagingBuffer:
         staged = []
         for share, view in zip(shares, places.views(self.buffer), strict=True):
             place = view.view(share.tensor.dtype)
-            place.copy_(share.tensor, non_blocking=True)
+            pieces = (torch.split(each.view(-1), _PIECE) for each in (place, share.tensor))
+            for piece, source in zip(*pieces, strict=True):  # between them, what a step sends to the host comes through
+                piece.copy_(source, non_blocking=True)
             staged.append(replace(share, tensor=place))
         if device is not None and waits:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied

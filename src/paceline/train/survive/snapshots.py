@@ -19,10 +19,10 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
@@ -39,6 +39,7 @@ from paceline.shards import Shard
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer
 
+Fetch: TypeAlias = Callable[[], tuple[list[Shard], State]]  # waits for copies, and returns them on the host
 _ATTEMPTS, _PAUSE_S = 5, 0.5  # to have a copy made, while a keeper that was killed is started again
 _SPARE_BYTES = 2**30  # of a device: where less would be left, no copy is made on it
 
@@ -150,14 +151,14 @@ class Snapshot:
             shares = own_shares(state.shards)
             if side is None:
                 staged, values = stage.copy(shares), plain_state(state)
+                fetch: Fetch = lambda: (staged, values)  # noqa: E731
             else:
-                staged, values = side.copy(state, shares, stage)
+                fetch = side.copy(state, shares, stage)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             self.problem = f"{type(error).__name__}: {error}"
             return
-        # Shares that are no views are there until their copies are.
-        args, name = (staged, values, side, shares), f"snapshot {self.target.step}"
-        self._thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
+        name = f"snapshot {self.target.step}"
+        self._thread = threading.Thread(target=self._run, args=(fetch,), name=name, daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -170,11 +171,9 @@ class Snapshot:
         missing = {"without_copy": self.without_copy} if self.without_copy else {}
         return {**times, "bytes": self._num_bytes, **missing}
 
-    def _run(self, shares: list[Shard], state: State, side: _SideStream | None, _: list[Shard]) -> None:
+    def _run(self, fetch: Fetch) -> None:
         try:
-            if side is not None:
-                state = side.wait(state)
-            self._write(shares, state)
+            self._write(*fetch())
             self.is_kept = True
         except Exception as error:  # training goes on, and all ranks hear of it
             self.problem = str(error).splitlines()[0] or type(error).__name__
@@ -225,32 +224,35 @@ class _SideStream:
         held = [shard.tensor if shard.parameter is None else shard.parameter for shard in parts.engine.shards()]
         self._is_written_early = parts.compressor is not None or not all(each.requires_grad for each in held)
         self._copied: torch.cuda.Event | None = None  # what was read from the tensors of the run
-        self._ready: torch.cuda.Event | None = None  # on the host
+        self._has_room: bool | None = None  # for a copy on the device; None: not known yet
         self._waits: list[torch.cuda.Event] = []
         parts.optimizer.register_step_pre_hook(self._before_update)
 
-    def copy(self, state: State, shares: Sequence[Shard], stage: StagingBuffer) -> tuple[list[Shard], State]:
-        """Issues copies to the host; returns what will have them, and the plain values but those to be ``found``."""
+    def copy(self, state: State, shares: list[Shard], stage: StagingBuffer) -> Fetch:
+        """Issues copies, and returns what waits for them on the host: the training thread does not.
+
+        Copies to the host are left to that, in pieces: what a step sends there meanwhile stands in the same queue.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._waits = []
         with torch.cuda.stream(self._stream):
-            sources = self._clones(shares)
-            found = tree_map(lambda each: _on_host(each) if isinstance(each, torch.Tensor) else each, state.found)
-            if sources is not None:
-                self._copied = self._stream.record_event()
-            staged = stage.copy(sources or shares, waits=False)
-            self._ready = self._stream.record_event()
-            self._copied = self._ready if sources is None else self._copied
-        may_replay = self._graphs is not None and self._graphs.may_replay
-        if self._is_written_early or may_replay:
+            clones = self._clones(shares)
+            found = _of_tensors(torch.clone, state.found)
+            staged = stage.copy(shares, waits=False) if clones is None else []
+            self._copied = self._stream.record_event()
+        if self._is_written_early or (self._graphs is not None and self._graphs.may_replay):
             self._before_update()
-        return staged, replace(plain_state(replace(state, found={})), found=found)
+        plain, sources = plain_state(replace(state, found={})), shares if clones is None else clones
 
-    def wait(self, state: State) -> State:
-        """Waits for the copies; returns the state with all of its plain values."""
-        assert self._ready is not None
-        self._ready.synchronize()
-        return replace(state, found={name: encode(value, name) for name, value in state.found.items()})
+        def fetch() -> tuple[list[Shard], State]:
+            torch.cuda.set_device(self._device)  # a new thread has the first one
+            with torch.cuda.stream(self._stream):
+                copies = staged or stage.copy(sources, waits=False)
+                values = _of_tensors(torch.Tensor.cpu, found)
+            self._stream.synchronize()  # sync point, of this thread
+            return copies, replace(plain, found={name: encode(value, name) for name, value in values.items()})
+
+        return fetch
 
     def waited_s(self) -> float:
         """Returns how long the device has waited before the update behind the last snapshot."""
@@ -258,9 +260,11 @@ class _SideStream:
         return self._waits[0].elapsed_time(self._waits[1]) / 1000.0 if is_known else 0.0
 
     def _clones(self, shares: Sequence[Shard]) -> list[Shard] | None:
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        free -= torch.cuda.memory_allocated(self._device)
-        if sum(share.tensor.nbytes for share in shares) + _SPARE_BYTES > free:
+        if self._has_room is None:
+            free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+            free -= torch.cuda.memory_allocated(self._device)
+            self._has_room = sum(share.tensor.nbytes for share in shares) + _SPARE_BYTES <= free
+        if not self._has_room:
             return None
         try:
             return [replace(share, tensor=share.tensor.clone()) for share in shares]
@@ -276,7 +280,8 @@ class _SideStream:
             self._waits[1].record(stream)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = tree_map(
+        lambda each: change(each) if isinstance(each, torch.Tensor) else each, dict(values)
+    )
+    return changed
