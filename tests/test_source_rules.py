@@ -37,7 +37,7 @@ LINES = {
     "config": 3_740,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_585,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_600,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_620,  # verdicts on experts
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
@@ -49,7 +49,7 @@ LINES = {
     "run": 8_125,  # keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_640,  # what snapshots take
-    "train": 5_415,  # snapshots.py
+    "train": 5_420,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }
