@@ -42,7 +42,7 @@ LINES = {
     "launch": 2_965,
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_275,  # what snapshots cost; whole gradients
+    "predict": 4_300,  # what snapshots cost; whole gradients; what is least certain
     "profile": 570,
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU

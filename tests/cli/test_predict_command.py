@@ -38,6 +38,7 @@ def test_a_step_is_told_part_by_part(call: Call, config: str, tmp_path: Path) ->
     for part in ("step ", "tokens ", "MFU", "USD a step", "exposed", "backward", "all_gather", "framework", "fits"):
         assert part in shown.out
     assert "What binds: " in shown.out
+    assert "What is least certain: " in shown.out
     assert "rank 2, which is 1.5x as slow" in shown.out
     assert "of rank 2, 1.5x as slow" in shown.out
     assert "in nine of ten runs of this kind" in shown.out

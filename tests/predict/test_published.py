@@ -192,7 +192,8 @@ def test_a_microbatch_may_be_a_number_or_a_remark(
     ("cells", "recompute", "framework", "sharding"),
     [
         ({"activation_recompute": "full (activation checkpointing)"}, "full", "eager", "fsdp"),
-        ({"activation_recompute": "selective(op)", "compile": "nvFuser"}, "selective", "compiled", "fsdp"),
+        ({"activation_recompute": "selective(op)", "compile": "torch.compile"}, "selective", "compiled", "fsdp"),
+        ({"activation_recompute": "none", "compile": "nvFuser"}, "none", "eager", "fsdp"),
         ({"activation_recompute": "any", "compile": "false"}, "none", "eager", "fsdp"),
         ({"activation_recompute": "not stated", "zero_stage_or_fsdp": ""}, "none", "megatron", "none"),
         ({"zero_stage_or_fsdp": "zero2"}, "none", "eager", "zero2"),

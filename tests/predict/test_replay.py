@@ -90,6 +90,17 @@ def test_communication_that_is_waited_for_at_once_is_exposed() -> None:
     assert found.longest.hidden == pytest.approx(0.0)
 
 
+def test_what_is_least_certain_is_told_with_what_would_tell_it() -> None:
+    waits = replay(program([gather(0), Wait(0)]), cluster(), constants=PLAIN)
+    assert waits.doubt == "communication, by about 30% of the step; ten steps on two nodes of such links would tell"
+    kernels = replay(program([kernel()]), cluster(), constants=PLAIN)
+    assert kernels.doubt == "kernels, by about 13% of the step; paceline calibrate on one device would tell"
+    measured = replay(program([kernel(16384 * MIB)]), load_cluster("1x dgx-h200"))
+    assert measured.doubt.startswith(
+        "kernels, by about 5% of the step; ten steps on one device, and paceline calibrate"
+    )
+
+
 def test_a_collective_starts_when_compute_has_come_so_far() -> None:
     found = replay(program([kernel(), gather(0), Wait(0)]), cluster(), constants=PLAIN)
     assert found.seconds == pytest.approx(alone(kernel()) + alone(gather(0)))
@@ -118,6 +129,7 @@ def test_a_host_that_launches_slowly_holds_the_device_up() -> None:
     found = replay(program([kernel(MIB)] * 10), slow_host, constants=PLAIN)
     assert found.seconds == pytest.approx(10e-3 + alone(kernel(MIB)))
     assert "the host" in found.binds
+    assert found.doubt.startswith("the host, by about ")
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])

@@ -243,6 +243,7 @@ def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, 
     if price is not None:
         lines.append(f"cost          {found.usd_per_step(price):.4g} USD a step at {price:g} USD an hour and device")
     lines += ["", *_breakdown(found), "", *_memory(found, bound), "", f"What binds: {found.binds}."]
+    lines += [f"What is least certain: {found.doubt}."]
     lines += [f"Outside the calibrated domain: {each}." for each in found.outside]
     return lines
 

@@ -2,12 +2,13 @@
 
 A row that cannot be predicted says why, naming its line and column; the others are not affected.
 
-Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
-DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older;
-Megatron's loss is fused with eight-bit layers and on Blackwell; a recompute that is "not stated" is none, but for the
-question whether a run fits; a microbatch or a number of chunks that is not stated and the ranks that share a layer's
-experts are chosen by prediction. A word that none of this knows is refused; of a sentence, what is known in it counts.
-Models that tables name without printing their sizes have their shapes in known_models.yaml.
+Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so (not where
+functions alone are scripted), *eager* under DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under
+megatron and for Volta, whose code is older; Megatron's loss is fused with eight-bit layers and on Blackwell; a
+recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of chunks
+that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this knows
+is refused; of a sentence, what is known in it counts. Models that tables name without printing their sizes have their
+shapes in known_models.yaml.
 
 Predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed forward where
 everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model FLOPs; both count
@@ -43,7 +44,8 @@ _DOCUMENT_TOKENS = 400
 _COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
 _NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
 _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
-_COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|nvfuser|xla|jit|torchscript|dynamo)\b")
+_COMPILED = re.compile(r"(yes|true|compiled?|torch\.?compile|inductor|xla|dynamo)\b")
+_SCRIPTED = re.compile(r"(nvfuser|jit|torchscript)\b")  # which fuse chains of a few functions: the rest runs eagerly
 _NOT_SHARDED = re.compile(r"(none|no|ddp|n/a|not stated)\b")
 _STAGE = re.compile(r"zero(?:[-_ ]?(?:stage[-_ ]?)?(\d+)|\b)")
 
@@ -252,9 +254,10 @@ def _sharing(row: Row, data: int) -> tuple[Strategy, int, bool]:
 def _framework(row: Row) -> Framework:
     text = row.text["compile"].lower()
     if text and not _NOT_COMPILED.match(text):
-        if _is_word(text) and not _COMPILED.match(text):
+        if _is_word(text) and not (_COMPILED.match(text) or _SCRIPTED.match(text)):
             raise RowError(f"column compile: {row.text['compile']!r} is neither yes, no, nor a compiler that is known")
-        return "compiled"
+        if not _SCRIPTED.match(text):
+            return "compiled"
     low = row.text["zero_stage_or_fsdp"].lower()
     if "distributed optimizer" in low or "megatron" in low:
         return "megatron"

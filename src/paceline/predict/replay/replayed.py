@@ -22,6 +22,11 @@ from paceline.predict.replay.program import Program
 from paceline.schedule.clock import Span
 from paceline.units import format_bytes, format_seconds
 
+# How far off each part may be: kernels outside the calibrated domain, and of a device that was measured (bench/results/
+# predict-h200.json); small collectives, which vTrain's traces have a third slower, and the hosts of other machines.
+_KERNELS = (0.13, 0.05)
+_WAITS = 0.3
+
 
 @dataclass(slots=True, kw_only=True)
 class ReplayedRank:
@@ -150,6 +155,23 @@ class ReplayedStep(Shown):
         return told
 
     @property
+    def doubt(self) -> str:
+        """Says which part makes most of the uncertainty, and the smallest measurement that tells it."""
+        rank, is_measured = self.longest, bool(self.cluster.device.memory_rates)
+        one = "ten steps on one device, and paceline calibrate --from RUN"
+        parts = (
+            (
+                rank.compute * _KERNELS[is_measured],
+                "kernels",
+                one if is_measured else "paceline calibrate on one device",
+            ),
+            ((rank.exposed + rank.contention) * _WAITS, "communication", "ten steps on two nodes of such links"),
+            ((rank.launch_wait + rank.loop + rank.on_host) * _WAITS, "the host", one),
+        )
+        seconds, what, measurement = max(parts)
+        return f"{what}, by about {seconds / self.seconds:.0%} of the step; {measurement} would tell"
+
+    @property
     def outside(self) -> tuple[str, ...]:
         found = [self.rough] if self.rough else []
         if not self.is_fitted:
@@ -193,6 +215,7 @@ class ReplayedStep(Shown):
             "fits": self.fits,
             "fitted": self.is_fitted,
             "binds": self.binds,
+            "doubt": self.doubt,
             "outside_calibration": list(self.outside),
         }
 
