@@ -247,7 +247,7 @@ def test_a_dry_run_sees_the_ways_there_and_back() -> None:
     engine = parallelize(model, comm, strategy="fsdp", expert=2)
     inputs, targets = (each.to("meta") for each in make_batch(0, 4))
     engine.run_microbatches([(inputs, targets)], lambda model, batch: summed(model(batch[0]), batch[1]), 1.0)
-    sent = [each.num_bytes for each in comm._own.journal.operations if each.kind == "all_to_all"]
+    sent = [each.num_bytes for each in comm.own.journal.operations if each.kind == "all_to_all"]
     rows = 4 * inputs.shape[1] * 2 * 16 * 4  # samples, tokens, experts of each, width, bytes
     assert sent == [EXPERTS * 8, rows, rows] * 2 + [rows] * 4
 

@@ -275,7 +275,7 @@ def _traced(path: Path | None) -> Iterator[torch.profiler.profile | None]:
     if path is None:
         yield None
         return
-    look = torch.profiler.profile()
+    look = torch.profiler.profile(acc_events=True)  # else torch 2.10 warns of one cycle
     yield look
     look.export_chrome_trace(str(path))
 

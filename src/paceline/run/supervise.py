@@ -60,7 +60,8 @@ from paceline.run.whereami import Surroundings, host_name, interface_of
 
 _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
-_STAYS_S, _STAYS_GPU_S = 1.5, 3.0  # for a rank that is well to end its attempt; then it is killed
+# For a rank that is well to end its attempt; then it is killed. On a GPU a new process takes longer than this.
+_STAYS_S, _STAYS_GPU_S = 1.5, 8.0
 
 
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
