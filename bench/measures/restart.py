@@ -1,9 +1,10 @@
 """How long a killed rank stops a run: from SIGKILL to the first new step, beside torchrun.
 
-On CPU ranks all arms train the same small classifier on Gloo, save every ten steps and resume by themselves; ours once
-with processes that stay and once without; torchrun's is a bare script. On a GPU they train a compiled GPT of 124
-million parameters on two NCCL ranks that share the device, each a host of its own; torchrun starts ranks of ours, with
-the same checkpoints and the same cache of the compiler, which the first arm fills.
+On CPU ranks all arms train the same small classifier on Gloo, save every ten steps and resume by themselves; ours with
+processes that stay, with these and snapshots in memory in place of the disk, and with new processes; torchrun's is a
+bare script. On a GPU they train a compiled GPT of 124 million parameters on two NCCL ranks that share the device, each
+a host of its own; torchrun starts ranks of ours, with the same checkpoints and the same cache of the compiler, which
+the first arm fills.
 
 A rank is killed once it is past a step between two saves; the time runs until a restarted rank has trained its first
 step (on a GPU has issued its third, which waits for the first). The arms take turns, so that the ratio stands when the
@@ -36,6 +37,7 @@ from paceline.run.notes import noted_processes, read_progress
 _KILL_AFTER = 35
 _PATIENCE_S = 180.0
 _KEPT, _NEW = "paceline train, kept processes", "paceline train, new processes"
+_MEMORY = ("checkpoint.every_steps=1000000", "checkpoint.memory.every_steps=10")
 
 _CONFIG = """
 name: run
@@ -133,8 +135,9 @@ class RestartArm:
 def restart_arms(device: str) -> list[RestartArm]:
     """Returns the arms on a device. The last is the one that the others are compared with."""
     if device == "cpu":
-        starts: list[Starter] = [_start_ours, partial(_start_ours, keeps=False), _start_bare]
-        names = (_KEPT, _NEW, "torchrun, bare DDP script")
+        in_memory = partial(_start_ours, settings=_MEMORY)
+        starts: list[Starter] = [_start_ours, in_memory, partial(_start_ours, keeps=False), _start_bare]
+        names = (_KEPT, f"{_KEPT}, snapshots in memory", _NEW, "torchrun, bare DDP script")
         return [RestartArm(name=name, start=start) for name, start in zip(names, starts, strict=True)]
     starts = [_start_hosts, partial(_start_hosts, keeps=False), _start_elastic]
     names = (_KEPT, _NEW, "torchrun, ranks of paceline")
@@ -249,10 +252,10 @@ def _wait(
 
 
 def _start_ours(
-    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True
+    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True, settings: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
     (scratch / "config.yaml").write_text(_CONFIG.replace("RANKS", str(ranks)), encoding="utf-8")
-    return [_start([*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}"], scratch, environment)]
+    return [_start([*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}", *settings], scratch, environment)]
 
 
 def _start_bare(scratch: Path, ranks: int, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:

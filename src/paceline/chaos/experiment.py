@@ -68,7 +68,8 @@ def prepare_run(
     def is_open(key: str) -> bool:
         return loaded.sources.get(key, "default") == "default"
 
-    if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
+    saving = config.checkpoint
+    if saving.every_steps is None and saving.every_minutes is None and saving.memory.every_steps is None:
         changes.append(f"checkpoint.every_steps={_SAVE_EVERY}")
         say(f"the config saves nothing on the way: saving every {_SAVE_EVERY} steps (checkpoint.every_steps)")
     if is_open("monitor.hang_s"):
