@@ -47,6 +47,14 @@ def main():
     if deed == "answer":
         signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"."))
         print("ready", flush=True)
+    if deed in ("stay", "ignore"):
+        Path(f"pid-{os.getpid()}-{time.monotonic_ns()}").touch()
+        while True:
+            try:
+                time.sleep(600)
+            except BaseException:
+                if deed == "stay":
+                    raise
     if deed == "wait":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path("pids.partial").write_text(f"{os.getpid()} {child.pid}")
@@ -195,6 +203,61 @@ def test_a_client_that_is_ended_takes_the_rank_and_its_children_along(
     process.send_signal(number)
     assert process.wait(240) == -number
     wait_until_gone([*map(int, pids.split())])
+
+
+def attempts_in(folder: Path, count: int) -> list[int]:
+    """Waits for so many attempts to have begun; returns the process of each, in order."""
+    deadline = time.monotonic() + 240
+    while len(found := sorted(folder.glob("pid-*"), key=lambda path: int(path.name.split("-")[2]))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(path.name.split("-")[1]) for path in found]
+
+
+def test_a_rank_that_may_stay_does_what_its_next_client_asks_for(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STAYS", "60")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for count, number in enumerate((signal.SIGTERM, signal.SIGTERM), start=1):
+        process = client("stay")
+        pids = attempts_in(tmp_path, count)
+        process.send_signal(number)
+        assert process.wait(240) == -number  # as if the rank had ended
+    assert pids[0] == pids[1]
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which another process is
+    other = client("leave", "3")
+    assert other.communicate(timeout=240)[0].startswith("so long green")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    last = client("leave", "4")
+    assert last.communicate(timeout=240)[0] == f"so long green {tmp_path.name} True\n"  # into the output of this client
+    assert last.returncode == 4
+    wait_until_gone(pids)
+
+
+def test_a_rank_that_waits_and_is_killed_is_replaced(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STAYS", "60")
+    process = client("stay")
+    (first,) = attempts_in(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == -signal.SIGTERM
+    os.kill(first, signal.SIGKILL)
+    process = client("stay")
+    assert attempts_in(tmp_path, 2)[1] != first
+    process.kill()  # a client that is gone ends the attempt too
+
+
+def test_a_rank_that_does_not_end_its_attempt_is_killed(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STAYS", "0.3")
+    process = client("ignore")
+    (pid,) = attempts_in(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == -signal.SIGTERM
+    wait_until_gone([pid])
 
 
 def test_a_rank_that_was_dead_before_its_client_was_ended_has_ended_by_itself(client: Client, tmp_path: Path) -> None:

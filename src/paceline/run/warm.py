@@ -421,6 +421,11 @@ def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> No
             code = over.code
         if staying is None:
             sys.exit(code)
+        sys.stdout.flush()
+        nothing = os.open(os.devnull, os.O_WRONLY)  # who reads the output of the attempt waits for its end
+        for place in (1, 2):
+            os.dup2(nothing, place)
+        os.close(nothing)
         request, output = staying.end_attempt(code)
         since = ["--since", str(time.monotonic())]
         for descriptor, place in zip(output, (1, 2), strict=True):
