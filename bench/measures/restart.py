@@ -137,7 +137,7 @@ def restart_arms(device: str) -> list[RestartArm]:
     if device == "cpu":
         in_memory = partial(_start_ours, settings=_MEMORY)
         starts: list[Starter] = [_start_ours, in_memory, partial(_start_ours, keeps=False), _start_bare]
-        names = (_KEPT, f"{_KEPT}, snapshots in memory", _NEW, "torchrun, bare DDP script")
+        names: tuple[str, ...] = (_KEPT, f"{_KEPT}, snapshots in memory", _NEW, "torchrun, bare DDP script")
         return [RestartArm(name=name, start=start) for name, start in zip(names, starts, strict=True)]
     starts = [_start_hosts, partial(_start_hosts, keeps=False), _start_elastic]
     names = (_KEPT, _NEW, "torchrun, ranks of paceline")
