@@ -49,7 +49,7 @@ def check_degree(answer: float) -> Said:
     """Compares with what the formulas say of each number of ranks."""
     if answer not in _DEGREES:
         return says("unknown", answer=answer, known=", ".join(map(str, _DEGREES)))
-    times = {each: block_seconds("1x dgx-a100", "gpt-1.1b", each, 1024) for each in _DEGREES}
+    times = {each: block_seconds("1x dgx-a100", "gpt-1.1b", each, 512) for each in _DEGREES}
     paying = [each for each, (device, wait) in times.items() if wait < device]
     degree = int(answer)
     device, wait = times[degree]

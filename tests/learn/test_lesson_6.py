@@ -134,7 +134,7 @@ def test_wrong_mlps_get_words_that_help(function: Any, words: str) -> None:
 
 
 def test_waiting_grows_and_computing_shrinks_with_the_ranks() -> None:
-    times = [block_seconds("1x dgx-a100", "gpt-1.1b", ranks, 1024) for ranks in (1, 2, 4, 8)]
+    times = [block_seconds("1x dgx-a100", "gpt-1.1b", ranks, 512) for ranks in (1, 2, 4, 8)]
     assert [device for device, _ in times] == sorted((device for device, _ in times), reverse=True)
     assert [wait for _, wait in times] == sorted(wait for _, wait in times)
 

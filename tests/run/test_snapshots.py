@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,10 @@ def events(folder: Path, name: str, rank: int = 0) -> list[EventRecord]:
 
 
 def keeper_of(launcher: psutil.Process) -> psutil.Process:
-    found = [each for each in launcher.children() if "paceline.run.keeper" in each.cmdline()]
+    found = []
+    for each in launcher.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # which has ended, and is not taken leave of yet
+            found += [each] if "paceline.run.keeper" in each.cmdline() else []
     assert len(found) == 1
     return found[0]
 

@@ -45,6 +45,8 @@ def act(trainer, result):
             globals()[deed](trainer)
 
 def kill(trainer):
+    while os.environ["RANK"] == "1" and trainer.step == 6 and not Path(ROOT, "planted").exists() and PLANTS:
+        time.sleep(0.01)  # the other rank is interrupted wherever it is
     os.kill(os.getpid(), signal.SIGKILL)
 
 def plant(trainer):
@@ -69,6 +71,7 @@ def plant(trainer):
     # A handle of the old communicator, in the hands of what is not freed.
     torch.kept = engine.world, engine.world.all_reduce(torch.ones(3))
     os.environ["RANK"] = "0"
+    Path(ROOT, "planted").touch()
 
 def thread(trainer):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -102,7 +105,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Call:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "deeds").write_text("\n".join(deeds))
-        (folder / "deeds.py").write_text(f"ROOT = {str(folder)!r}\n{DEEDS}")
+        (folder / "deeds.py").write_text(f"ROOT, PLANTS = {str(folder)!r}, {'0 6 plant' in deeds}\n{DEEDS}")
         monkeypatch.chdir(folder)
         return call("train", str(tmp_path / "config.yaml"), *arguments)
 

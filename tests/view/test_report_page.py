@@ -85,6 +85,7 @@ def test_the_page_has_the_tables_of_the_report(tmp_path: Path) -> None:
         "steps that count",
         "steps made again",
         "down",
+        "waiting for saves",
     ]
     assert tables["goodput and lost work"]["rows"][1][2] == "8 steps"
     page = data_of(report_page(read_runs([folder])))["runs"][0]["words"]["tables"]
