@@ -58,7 +58,7 @@ class Fabric:
     ) -> None:
         """``lateness_s``: by how much the last rank comes late on average, exponentially distributed."""
         self.device, self._price, self._node_ranks, self._channels = device, price, node_ranks, channels
-        self._lateness_s, self._random = lateness_s, random.Random(seed)
+        self._lateness_s, self._random = lateness_s, random.Random(seed)  # nosec B311  # lateness is no secret
         self._clock = DeviceClock(device)
         self.is_free, self.keeps = False, True  # links that take no time; whether traffic is kept for ``take_traffic``
         self._wires: dict[bool, _Wire | _GpuWire] = {}
