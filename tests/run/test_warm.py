@@ -254,6 +254,7 @@ def test_a_rank_that_does_not_end_its_attempt_is_killed(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_STAYS", "0.3")
+    monkeypatch.setenv("LOCAL_RANK", "3")  # a rank of its own: one that waits would have the time of its first client
     process = client("ignore")
     (pid,) = attempts_in(tmp_path, 1)
     process.send_signal(signal.SIGTERM)

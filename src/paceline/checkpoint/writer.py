@@ -67,6 +67,7 @@ class CheckpointWriter:
         self._target = SaveTarget(folder=folder, step=0, rank=rank, world=world, token=token, storage=self._storage)
         self._stage = StagingBuffer()
         self._pending: _PendingSave | None = None
+        self._newest: _PendingSave | None = None
         self._reports: list[tuple[int, dict[str, Any]]] = []
 
     def save(self, state: State, *, in_background: bool = False) -> Path:
@@ -76,7 +77,7 @@ class CheckpointWriter:
         """
         self.finish()
         target = replace(self._target, step=state.step)
-        self._pending = save = _PendingSave(target, self._retention)
+        self._pending = self._newest = save = _PendingSave(target, self._retention)
         try:
             save.plain = plain_state(state)
             if self._comm.rank == 0 and state.line is None:
@@ -124,8 +125,8 @@ class CheckpointWriter:
 
     def leave(self) -> None:
         """Ends the thread that writes, soon: others have failed, and their parts may never come. Nothing is sent."""
-        if self._pending is not None:
-            self._pending.leave()
+        if self._newest is not None:  # also one that the ranks have agreed on, and that waits for a part to be seen
+            self._newest.leave()
 
     def reports(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns what saves took that came to an end since it was last asked, by step, as records have it."""

@@ -46,7 +46,7 @@ STAYS: Final = "PACELINE_STAYS"  # in the environment of a process that may stay
 CODE: Final = struct.Struct("!i")
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
 _HEARD_S, _AGAIN_S = 0.05, 1.0
-_THREADS_S = 1.0  # for the threads of an attempt to end with it
+_THREADS_S = 1.0  # for the threads of an attempt to end with it, where nobody says how long the attempt may take to end
 _STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
 _HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -116,7 +116,7 @@ class StayingProcess:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
         os.sched_setaffinity(0, self._cores)
-        deadline = time.monotonic() + _THREADS_S
+        deadline = time.monotonic() + float(os.environ.get(STAYS, _THREADS_S))
         while any(self._threads()):
             if time.monotonic() > deadline:
                 raise TimeoutError
