@@ -18,7 +18,6 @@ ROWS = """
 56 1068 cli one file for each command: parse, call, print
 
 56 400 view the live page, the report
-500 400 classic class names of earlier versions
 
 56 184 verify many ranks = one process
 264 184 profile traces of real ranks

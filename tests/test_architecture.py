@@ -52,7 +52,7 @@ TORCH_FREE = (
     "chaos.faults",
     "chaos.notes",
     "chaos.report",
-    "classic.analysis",
+    "classic",
     "cluster",
     "config",
     "errors",
@@ -79,7 +79,13 @@ TORCH_FREE = (
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
 # What stands outside the package, and who may import it: the first two are of the top-level bench/, not in the wheel.
-OUTSIDE = {"measures": (), "slow_links": (), "paceline_bench": ("cli",), "paceline_course": ("cli", "learn")}
+OUTSIDE = {
+    "measures": (),
+    "slow_links": (),
+    "paceline_bench": ("cli",),
+    "paceline_course": ("cli", "learn"),
+    "paceline_classic": ("", "classic"),
+}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
@@ -397,11 +403,11 @@ for name in sys.argv[1:]:
 """
 
 
-def import_without_torch(package: Path) -> str:
+def import_without_torch(package: Path, *others: str) -> str:
     """Imports the torch-free modules in a process of its own; returns what went wrong, if anything did."""
     modules = [f"paceline.{file.name}" for file in Tree(package).files if is_below(file.name, TORCH_FREE)]
     found = subprocess.run(
-        [sys.executable, "-c", IMPORTER, *modules],
+        [sys.executable, "-c", IMPORTER, *modules, *others],
         env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
@@ -420,7 +426,11 @@ RULES_OF_FILES = (environment, names, docstrings, sizes)
 
 @pytest.mark.parametrize(
     ("package", "rules"),
-    [("paceline_bench", RULES_OF_FILES), ("paceline_course", (*RULES_OF_FILES, only_comm_talks, peers))],
+    [
+        ("paceline_bench", RULES_OF_FILES),
+        ("paceline_course", (*RULES_OF_FILES, only_comm_talks, peers)),
+        ("paceline_classic", (*RULES_OF_FILES, only_comm_talks, peers)),
+    ],
 )
 def test_the_packages_beside_it_keep_the_rules_of_files(package: str, rules: tuple[Rule, ...]) -> None:
     tree = Tree(SOURCE.with_name(package))
@@ -430,7 +440,7 @@ def test_the_packages_beside_it_keep_the_rules_of_files(package: str, rules: tup
 
 
 def test_torch_free_modules_load_without_torch() -> None:
-    assert import_without_torch(SOURCE) == ""
+    assert import_without_torch(SOURCE, "paceline_classic.analysis") == ""
 
 
 # The rules can fail.
@@ -493,6 +503,7 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("verify/runs.py", "from measures.loop import bench_loop", 2, "outside"),
         ("verify/runs.py", "from paceline_bench.arms import select", 2, "outside"),
         ("view/page.py", "from paceline_course.play import curves_for", 2, "outside"),
+        ("view/page.py", "from paceline_classic.analysis import TrainingMetrics", 2, "outside"),
         ("learn.py", "from paceline_bench.arms import select", 2, "outside"),
         ("engines/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
         ("engines/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
@@ -573,6 +584,7 @@ def test_what_is_allowed_is_not_named(plant: Plant) -> None:
         "cli/bench.py": "from paceline_bench.arms import select",
         "cli/learn.py": "from paceline_course.play import make_play_app",
         "learn.py": "from paceline_course.course import check",
+        "classic.py": FOR_TYPES.format("from paceline_classic.trainer import DistributedTrainer"),
     }
     assert Tree(plant(files)).violations() == []
 

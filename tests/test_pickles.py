@@ -17,6 +17,7 @@ from paceline.checkpoint.tools.incoming import format_of, open_incoming
 from paceline.errors import CheckpointError
 
 SOURCE = Path(paceline.__file__).parent
+PACKAGES = ("paceline", "paceline_classic", "paceline_course")
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas"}
 WORDS = (
     *MODULES,
@@ -87,7 +88,7 @@ def dotted(node: ast.expr) -> str | None:
 
 def test_every_place_that_loads_a_pickle_is_known() -> None:
     found: dict[tuple[str, str], int] = {}
-    for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.with_name("paceline_course").rglob("*.py")]):
+    for path in sorted(path for name in PACKAGES for path in SOURCE.with_name(name).rglob("*.py")):
         inside = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else SOURCE.parent)
         module, text = ".".join(inside.with_suffix("").parts), path.read_text()
         if any(word in text for word in WORDS):  # to parse all files takes seconds

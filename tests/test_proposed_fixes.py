@@ -21,6 +21,7 @@ from proposed_fixes import COMMANDS, FILLED, unreadable_commands, unreadable_fix
 import paceline
 
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+PACKAGES = ("paceline", "paceline_classic", "paceline_course")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
@@ -54,7 +55,7 @@ def messages() -> tuple[Message, ...]:
 
 
 def _messages() -> Iterator[Message]:
-    for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.with_name("paceline_course").rglob("*.py")]):
+    for path in sorted(path for name in PACKAGES for path in SOURCE.with_name(name).rglob("*.py")):
         for node in strings_of(ast.parse(path.read_text())):
             text = text_of(node)
             if " " in text:

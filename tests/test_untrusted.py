@@ -180,6 +180,7 @@ def test_one_reader_for_json_and_one_for_yaml() -> None:
     source = Path(paceline.__file__).parent
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
     assert found <= OWN_READERS.keys()
-    beside = [path for name in ("paceline_bench", "paceline_course") for path in source.with_name(name).rglob("*.py")]
+    packages = ("paceline_bench", "paceline_classic", "paceline_course")
+    beside = [path for name in packages for path in source.with_name(name).rglob("*.py")]
     others = [path.relative_to(source.parent) for path in beside if words.search(path.read_text())]
     assert others == [Path("paceline_bench/gpu/loops.py")]  # its own command line

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from paceline import learn as learn
     from paceline.checkpoint.writer import load as load
     from paceline.checkpoint.writer import save as save
-    from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
-    from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
-    from paceline.classic.communication import auto_scale_batch_size as auto_scale_batch_size
-    from paceline.classic.communication import cleanup_distributed as cleanup_distributed
-    from paceline.classic.communication import compress_gradients as compress_gradients
-    from paceline.classic.monitor import DistributedMonitor as DistributedMonitor
-    from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
-    from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
-    from paceline.classic.trainer import DistributedConfig as DistributedConfig
-    from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
-    from paceline.classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
     from paceline.comm.base import Communicator as Communicator
     from paceline.comm.objects import gather as gather
     from paceline.comm.objects import mean as mean
@@ -59,6 +48,17 @@ if TYPE_CHECKING:
     from paceline.train.muon.muon import Muon as Muon
     from paceline.train.run_state import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
+    from paceline_classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
+    from paceline_classic.communication import CommunicationOptimizer as CommunicationOptimizer
+    from paceline_classic.communication import auto_scale_batch_size as auto_scale_batch_size
+    from paceline_classic.communication import cleanup_distributed as cleanup_distributed
+    from paceline_classic.communication import compress_gradients as compress_gradients
+    from paceline_classic.monitor import DistributedMonitor as DistributedMonitor
+    from paceline_classic.simulated import MockDistributedTrainer as MockDistributedTrainer
+    from paceline_classic.simulated import SimulatedTrainer as SimulatedTrainer
+    from paceline_classic.trainer import DistributedConfig as DistributedConfig
+    from paceline_classic.trainer import DistributedTrainer as DistributedTrainer
+    from paceline_classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
 
 _NAMES = {
     "paceline.run.own_loop": ("connect", "run_ranks", "watch_ranks", "watch", "setup_distributed"),
@@ -80,11 +80,11 @@ _NAMES = {
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
     "paceline": ("errors", "learn", "classic"),
-    "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
-    "paceline.classic.monitor": ("DistributedMonitor",),
-    "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
-    "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
-    "paceline.classic.communication": (
+    "paceline_classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
+    "paceline_classic.monitor": ("DistributedMonitor",),
+    "paceline_classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
+    "paceline_classic.analysis": ("DistributedTrainingAnalyzer",),
+    "paceline_classic.communication": (
         *("CommunicationOptimizer", "cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
     ),
     "paceline.models.attention": ("attention", "positions"),

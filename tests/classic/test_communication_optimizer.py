@@ -218,7 +218,7 @@ def test_across_hosts_every_rank_sends_its_slice_alone() -> None:
 def test_without_groups_the_hosts_are_asked_for(node_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Virtual ranks are all on this host.
     monkeypatch.setattr(
-        "paceline.classic.communication.detect_topology", lambda comm: state_topology(comm.size, node_ranks)
+        "paceline_classic.communication.detect_topology", lambda comm: state_topology(comm.size, node_ranks)
     )
 
     def work(comm: Communicator) -> torch.Tensor:

@@ -20,13 +20,13 @@ from covering import covering
 from torch import nn
 
 import paceline
-from paceline.classic.monitor import StepMetrics
-from paceline.classic.trainer import DistributedConfig, DistributedTrainer
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, ConfigError, RankFailedError, TrainingError, UsageError
+from paceline_classic.monitor import StepMetrics
+from paceline_classic.trainer import DistributedConfig, DistributedTrainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 ACCUMULATE = 4
@@ -427,7 +427,7 @@ def test_the_usual_script_runs_with_everything_switched_on(
 ) -> None:
     """Sharded or not: mixed precision, accumulation, clipping, checkpointed activations, offload, saving."""
     loader = [b for group in ragged(2) for b in group[0]]
-    monkeypatch.setattr("paceline.classic.config.bf16_instructions", lambda: ("bf16",))
+    monkeypatch.setattr("paceline_classic.config.bf16_instructions", lambda: ("bf16",))
 
     def work(comm: Communicator) -> dict[str, Any]:
         trainer = DistributedTrainer(

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import paceline
-from paceline.classic.trainer import DistributedTrainer
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.doctor.findings import DoctorInputs
 from paceline.doctor.machine import half_precision
 from paceline.errors import UsageError
+from paceline_classic.trainer import DistributedTrainer
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -186,7 +186,7 @@ def test_nothing_to_gain_by_checkpointing_is_told_and_trains() -> None:
 def test_mixed_precision_on_a_cpu_is_decided_by_what_the_processor_has(
     instructions: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.classic.config.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("paceline_classic.config.bf16_instructions", lambda: instructions)
     monkeypatch.setattr("paceline.doctor.machine.bf16_instructions", lambda: instructions)
     import warnings
 

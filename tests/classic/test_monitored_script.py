@@ -35,7 +35,7 @@ def test_a_script_with_every_argument_trains_saves_and_logs(tmp_path: Path, monk
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.classic.config.bf16_instructions", tuple)
+    monkeypatch.setattr("paceline_classic.config.bf16_instructions", tuple)
     model, loader = make_model(), make_batches(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with warnings.catch_warnings(record=True) as told:
@@ -131,7 +131,7 @@ class OneGpu:
 def test_a_monitor_measures_gpus_or_leaves_them_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: OneGpu | None
 ) -> None:
-    monkeypatch.setattr("paceline.classic.monitor.open_gpus", lambda: (gpus, "no driver"))
+    monkeypatch.setattr("paceline_classic.monitor.open_gpus", lambda: (gpus, "no driver"))
     monitor = DistributedMonitor(log_dir=tmp_path)
     for _ in range(2):
         monitor.log_training_step(loss=0.5, batch_size=8, step_time=0.1, comm_time=0.01)

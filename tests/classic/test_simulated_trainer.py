@@ -10,11 +10,11 @@ import torch
 from made_records import END, RUN, STEP, write_records
 
 import paceline
-from paceline.classic.analysis import TrainingMetrics
 from paceline.config import config_from_dict
 from paceline.errors import RunFolderError, UsageError
 from paceline.records.records import HostRecord, to_line
 from paceline.records.summary import RunRecords
+from paceline_classic.analysis import TrainingMetrics
 
 
 def small(**settings: object) -> paceline.DistributedConfig:

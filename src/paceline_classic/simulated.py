@@ -14,8 +14,6 @@ from pathlib import Path
 
 from torch import nn
 
-from paceline.classic.analysis import TrainingMetrics
-from paceline.classic.config import DistributedConfig
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config
 from paceline.errors import UsageError
@@ -25,6 +23,8 @@ from paceline.rehearse.simulate.recording import write_records, write_trace
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
+from paceline_classic.analysis import TrainingMetrics
+from paceline_classic.config import DistributedConfig
 
 _GPU = "a100-sxm-80gb"
 _STEPS_ALONE = 20

@@ -21,7 +21,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.classic.config import check_count, expect, plain_number, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import Communicator
@@ -30,6 +29,7 @@ from paceline.comm.single_tensors import GradientOwners, OwedTensor, Way, connec
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, disconnect, is_outside
 from paceline.errors import Problem, UsageError
+from paceline_classic.config import check_count, expect, plain_number, refuse
 
 T = TypeVar("T")
 
