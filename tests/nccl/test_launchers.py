@@ -7,13 +7,11 @@ with which code it leaves. All runs go on at the same time, as most of their tim
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
 from gone_processes import wait_until_gone
-from nccl_cases import NCCL
-from nccl_launchers import PATIENCE_S, Launchers, Left
+from nccl_launchers import LAUNCHER_BACKENDS, Launchers, Left, until_left
 
 from paceline.health.exit_codes import DONE, FAILED, HUNG
 from paceline.records.records import RunRecord, read_records
@@ -67,18 +65,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "kill": Launchers(folder / "kill", backend, FAULTY, hosts=2, code=USER_CODE, fault="kill"),
         "hang": Launchers(folder / "hang", backend, FAULTY, hosts=2, code=USER_CODE, fault="hang"),
     }
-    try:
-        deadline = time.monotonic() + PATIENCE_S[backend]
-        yield {name: each.wait(deadline) for name, each in started.items()}
-    finally:
-        for each in started.values():
-            each.close()
+    with until_left(started, backend) as left:
+        yield left
 
 
-BACKENDS = [pytest.param("gloo", marks=[pytest.mark.soak, pytest.mark.timeout(600)]), NCCL]
-
-
-@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+@pytest.mark.parametrize("runs", LAUNCHER_BACKENDS, indirect=True, scope="module")
 def test_two_hosts_train_as_one_rank_does(runs: dict[str, Left], request: pytest.FixtureRequest) -> None:
     alone, pair = runs["alone"], runs["pair"]
     assert alone.codes == [DONE], alone.told()
@@ -90,7 +81,7 @@ def test_two_hosts_train_as_one_rank_does(runs: dict[str, Left], request: pytest
     assert (start.backend == "nccl") == (request.node.callspec.params["runs"] == "nccl")
 
 
-@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+@pytest.mark.parametrize("runs", LAUNCHER_BACKENDS, indirect=True, scope="module")
 def test_the_rank_that_was_killed_is_named(runs: dict[str, Left]) -> None:
     left = runs["kill"]
     assert None not in left.codes, left.told()
@@ -102,7 +93,7 @@ def test_the_rank_that_was_killed_is_named(runs: dict[str, Left]) -> None:
         assert "rank 1" in said, left.told()
 
 
-@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+@pytest.mark.parametrize("runs", LAUNCHER_BACKENDS, indirect=True, scope="module")
 def test_the_rank_that_hangs_is_named_with_its_line(runs: dict[str, Left]) -> None:
     left = runs["hang"]
     assert left.codes == [HUNG, HUNG], left.told()

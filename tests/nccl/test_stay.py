@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 from nccl_cases import NCCL
-from nccl_launchers import PATIENCE_S, Launchers, Left
+from nccl_launchers import LAUNCHER_BACKENDS, Launchers, Left, until_left
 
 from paceline.health.exit_codes import DONE
 from paceline.records.records import EventRecord, RunRecord, StepRecord, read_records
@@ -49,18 +48,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     started = {
         name: Launchers(folder / name, backend, CONFIG, hosts=2, code=CODE, fault=name) for name in ("whole", "killed")
     }
-    try:
-        deadline = time.monotonic() + PATIENCE_S[backend]
-        yield {name: each.wait(deadline) for name, each in started.items()}
-    finally:
-        for each in started.values():
-            each.close()
+    with until_left(started, backend) as left:
+        yield left
 
 
-BACKENDS = [pytest.param("gloo", marks=[pytest.mark.soak, pytest.mark.timeout(600)]), NCCL]
-
-
-@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+@pytest.mark.parametrize("runs", LAUNCHER_BACKENDS, indirect=True, scope="module")
 def test_the_process_of_the_other_host_stays_and_losses_are_the_same(runs: dict[str, Left]) -> None:
     found: dict[str, list[object]] = {}
     for name, left in runs.items():

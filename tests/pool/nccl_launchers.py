@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from fork_server import plain_popen
 from free_ports import free_port
-from nccl_cases import mean_losses
+from nccl_cases import NCCL, mean_losses
 from nccl_pool import own_host
 
 from paceline.records.records import StepRecord, read_records
 from paceline.run.seen_ranks import STACK_SIGNAL
 
 PATIENCE_S = {"nccl": 55.0, "gloo": 400.0}
+LAUNCHER_BACKENDS = [pytest.param("gloo", marks=[pytest.mark.soak, pytest.mark.timeout(600)]), NCCL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,17 @@ class Launchers:
             process.kill()
             process.wait()
             output.close()
+
+
+@contextlib.contextmanager
+def until_left(started: dict[str, Launchers], backend: str) -> Iterator[dict[str, Left]]:
+    """Yields what all of these runs have left; none of their launchers outlives this."""
+    try:
+        deadline = time.monotonic() + PATIENCE_S[backend]
+        yield {name: each.wait(deadline) for name, each in started.items()}
+    finally:
+        for each in started.values():
+            each.close()
 
 
 def _logs(folder: Path) -> list[Path]:

@@ -66,14 +66,20 @@ def keeper_of(launcher: psutil.Process) -> psutil.Process:
     return found[0]
 
 
+KILLED = (
+    "train.steps=40",
+    "checkpoint.memory.every_steps=4",
+    "checkpoint.every_steps=1000",
+    "recovery.max_restarts=1",
+    "--faults",
+    "kill:rank=1@step=31",
+    "--compare",
+    "--json",
+)
+
+
 def test_a_killed_ranks_successors_go_on_from_memory(project: Path, call: Call) -> None:
-    settings = (
-        "train.steps=40",
-        "checkpoint.memory.every_steps=4",
-        "checkpoint.every_steps=1000",
-        "recovery.max_restarts=1",
-    )
-    called = call("chaos", "tiny.yaml", *settings, "--faults", "kill:rank=1@step=31", "--compare", "--json")
+    called = call("chaos", "tiny.yaml", *KILLED)
     assert called.code == DONE, called.err
     report = json.loads(called.out)
     assert (report["handled"], report["undisturbed"]["is_same"]) == (True, True)
@@ -95,15 +101,8 @@ def test_losses_are_those_of_a_run_without_the_fault(call: Call, strategy: str) 
     spread = (
         ["parallel.pipeline=2", "train.accumulate=2"] if strategy == "pipeline" else [f"parallel.strategy={strategy}"]
     )
-    settings = (
-        *model,
-        *spread,
-        "train.steps=40",
-        "checkpoint.memory.every_steps=4",
-        "checkpoint.every_steps=1000",
-        "recovery.max_restarts=1",
-    )
-    called = call("chaos", "tiny.yaml", *settings, "--faults", "kill:rank=1@step=31", "--compare", "--json")
+    settings = (*model, *spread)
+    called = call("chaos", "tiny.yaml", *settings, *KILLED)
     assert called.code == DONE, called.err
     report = json.loads(called.out)
     assert report["undisturbed"]["is_same"]

@@ -130,7 +130,6 @@ def processes(folder: Path, rank: int) -> list[tuple[int, str]]:
     return list(zip(pids, ["new", *told], strict=True))
 
 
-@pytest.mark.soak  # now and then a process that is well does not stay, and a new one takes its place: losses are right
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_losses_are_those_of_a_run_without_the_fault(train: Call, tmp_path: Path, strategy: str) -> None:
     deeds = ["0 6 plant", "1 6 kill", "0 10 check", "0 10 kill", "1 11 kill"]
@@ -148,7 +147,6 @@ def test_losses_are_those_of_a_run_without_the_fault(train: Call, tmp_path: Path
     assert not any(psutil.pid_exists(pid) for pid, _ in first + second)
 
 
-@pytest.mark.soak
 def test_a_death_during_a_save_in_the_background_leaves_no_thread_that_waits(train: Call, tmp_path: Path) -> None:
     arguments = ["checkpoint.asynchronous=true"]
     assert train("faults", ["1 4 kill", "1 8 kill"], *arguments).code == DONE
@@ -163,6 +161,9 @@ def test_a_process_whose_threads_go_on_does_not_stay(
     monkeypatch.setattr("paceline.run.supervise._STAYS_S", 1.5)
     assert train("faults", ["0 2 run_on", "1 2 kill"]).code == DONE
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]
+    log = tmp_path / "faults" / "runs" / "tiny" / "logs" / "rank-0.log"
+    assert "the process of rank 0 cannot stay for another attempt, so a new one takes its place" in log.read_text()
+    assert "deeds.py:" in log.read_text()
 
 
 def test_nothing_stays_where_that_is_not_wanted(train: Call, tmp_path: Path) -> None:

@@ -253,10 +253,16 @@ def test_a_rank_that_waits_and_is_killed_is_replaced(
 def test_a_rank_that_does_not_end_its_attempt_is_killed(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_STAYS", "0.3")
-    monkeypatch.setenv("LOCAL_RANK", "3")  # a rank of its own: one that waits would have the time of its first client
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("PACELINE_STAYS", "60")
+    process = client("stay")
+    attempts_in(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    process.wait(240)
+    monkeypatch.setenv("PACELINE_STAYS", "0.3")  # of the client that it has by then, not of its first one
     process = client("ignore")
-    (pid,) = attempts_in(tmp_path, 1)
+    pid, *first = attempts_in(tmp_path, 2)
+    assert first == [pid]
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == -signal.SIGTERM
     wait_until_gone([pid])

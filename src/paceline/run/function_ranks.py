@@ -30,7 +30,7 @@ from paceline.errors import CommunicationError, LaunchError, PacelineError, Rank
 from paceline.health.failure import describe_error
 from paceline.run.processes import allocator_variables, end_with_parent, keep_to_own_cores, loopback_interface
 from paceline.run.signals import interrupts_withheld, scratch_folder
-from paceline.run.stay import CODE, AttemptOverError, StayingProcess
+from paceline.run.stay import CODE, AttemptOverError, StayingProcess, is_told_over
 from paceline.run.warm_client import LENGTH
 from paceline.terminal import echo
 
@@ -259,7 +259,8 @@ def _rank_main(
             code = over.code
         if staying is None:
             return
-        request, _ = staying.end_attempt(code)
+        staying.clear(code)
+        request, _ = staying.wait_for_next(code)
         os.environ.clear()
         os.environ.update(environment, MASTER_PORT=str(request["attempt"]))
         os.chdir(folder)
@@ -279,8 +280,7 @@ def _attempt(task: bytes, rank: int, sender: Connection, *, stays: bool) -> None
         sender.send_bytes(_pickled((True, result)))
         disconnect()
     except BaseException as error:
-        is_lost = isinstance(error, AttemptOverError) or describe_error(rank, error).cause == "lost"
-        if stays and is_lost:
+        if stays and (is_told_over() or describe_error(rank, error).cause == "lost"):
             if (loop := getattr(comm, "loop", None)) is not None:
                 loop.abandon()
             raise AttemptOverError from None

@@ -4,7 +4,7 @@ What is dear stays: the process with its imports, the CUDA context, what was com
 communicators are aborted, the trainer with its engine, tensors and graphs is freed, loader workers are ended, what was
 to be done at the end of the process is done, modules of the user's own are forgotten. The next attempt begins as in a
 new process, so that nothing of a step that was half done can be left. A process that cannot be cleared so (a thread of
-the attempt still runs, the device does not answer) ends, and a new one takes its place.
+the attempt still runs, the device does not answer) says why and ends, and a new one takes its place.
 
     the rank                     whoever has started it: ``warm.py``, or ``run_processes``
     a peer is lost:  code   ->   the attempt is over here, as if the process had ended with that code
@@ -19,6 +19,7 @@ communicators of NCCL first, for which a device may wait. Operations of Gloo end
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from typing import Any, Final
 import psutil
 
 from paceline.health.exit_codes import FAILED
+from paceline.run.logs import say
 from paceline.run.processes import end_children, leave_process
 from paceline.run.warm_client import LENGTH, receive
 from paceline.untrusted import parse_json_object
@@ -48,6 +51,7 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
 _HEARD_S, _AGAIN_S = 0.05, 1.0
 _THREADS_S = 1.0  # for the threads of an attempt to end with it, where nobody says how long the attempt may take to end
 _STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
+_TOLD = threading.Event()
 _HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")), "<frozen ")
@@ -61,6 +65,11 @@ class AttemptOverError(BaseException):
         self.code = code
 
 
+def is_told_over() -> bool:
+    """Whether this attempt is over because a peer has failed, whatever it fails with itself from here on."""
+    return _TOLD.is_set()
+
+
 class StayingProcess:
     """This process, from attempt to attempt, with a ``link`` to whoever has started it. Made by the main thread."""
 
@@ -68,29 +77,38 @@ class StayingProcess:
         self._link = link
         self._modules, self._path, self._cores = set(sys.modules), list(sys.path), os.sched_getaffinity(0)
         self._requests: SimpleQueue[tuple[dict[str, Any], list[int]] | None] = SimpleQueue()
-        self._is_heard, self._is_over = threading.Event(), threading.Event()
+        self._is_heard, self._is_over, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._ender: threading.Thread | None = None  # while somebody has this attempt end
         self._exits: list[partial[Any]] = []  # what code of the attempt wants done at the end of the process
         self._at_exit = atexit.register, atexit.unregister
         atexit.register, atexit.unregister = self._register, self._unregister  # type: ignore[assignment]
         signal.signal(_SIGNAL, self._interrupt)
         threading.Thread(target=self._listen, name="stay", daemon=True).start()
 
-    def end_attempt(self, code: int) -> tuple[dict[str, Any], list[int]]:
-        """Clears what the attempt has left, tells that it is over, and returns the next one's request and output.
+    def clear(self, code: int) -> None:
+        """Clears what the attempt has left. Where that cannot be, the process says why and ends with that code."""
+        with self._ending:
+            self._is_over.set()
+        try:
+            self._clear()
+        except BaseException as error:  # whatever it is: a process that cannot be cleared does not stay
+            with contextlib.suppress(Exception):
+                rank, why = os.environ.get("RANK", "?"), f"{type(error).__name__}: {error}"
+                say(f"the process of rank {rank} cannot stay for another attempt, so a new one takes its place: {why}")
+            leave_process(code)
+
+    def wait_for_next(self, code: int) -> tuple[dict[str, Any], list[int]]:
+        """Tells that the attempt is over, with that code, and returns the next one's request and output.
 
         Where there is no other one, because whoever has started this process is gone, the process ends.
         """
-        self._is_over.set()
-        try:
-            self._clear()
-        except BaseException:  # whatever it is: a process that cannot be cleared does not stay
-            leave_process(code)
         self._link.sendall(CODE.pack(code))
         request = self._requests.get()
         if request is None:
             leave_process(code)
-        self._is_heard.clear()
-        self._is_over.clear()
+        self._ender = None
+        for each in (self._is_heard, self._is_over, _TOLD):
+            each.clear()
         return request
 
     def _clear(self) -> None:
@@ -98,11 +116,15 @@ class StayingProcess:
 
         abort()
         while self._exits:
-            self._exits.pop()()
+            try:
+                self._exits.pop()()
+            except Exception:  # at the end of a process too, the others are called
+                traceback.print_exc()
         end_children()
         for child in psutil.Process().children():
-            if not any(name in word for word in child.cmdline() for name in _HELPERS):
-                child.kill()
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if not any(name in word for word in child.cmdline() for name in _HELPERS):
+                    child.kill()
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -117,9 +139,13 @@ class StayingProcess:
             torch.set_grad_enabled(True)
         os.sched_setaffinity(0, self._cores)
         deadline = time.monotonic() + float(os.environ.get(STAYS, _THREADS_S))
-        while any(self._threads()):
+        if self._ender is not None:
+            self._ender.join(deadline - time.monotonic())  # it must not interrupt the next attempt
+            if self._ender.is_alive():
+                raise TimeoutError("its communicators could not be aborted")
+        while found := next(self._threads(), ""):
             if time.monotonic() > deadline:
-                raise TimeoutError
+                raise TimeoutError(f"a thread of the attempt still runs, in {found}")
             time.sleep(0.01)
 
     def _register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -136,8 +162,8 @@ class StayingProcess:
         self._exits = [each for each in self._exits if each.func != function]
         self._at_exit[1](function)
 
-    def _threads(self) -> Iterator[int]:
-        """Yields the threads that run code of the attempt: of the user's own, or of ours."""
+    def _threads(self) -> Iterator[str]:
+        """Yields where threads are that run code of the attempt: of the user's own, or of ours."""
         staying: set[int | None] = {threading.get_ident()}
         staying |= {thread.ident for thread in threading.enumerate() if thread.name in _STAYING}
         for ident, frame in sys._current_frames().items():
@@ -145,7 +171,7 @@ class StayingProcess:
             while current is not None and ident not in staying:
                 file = current.f_code.co_filename
                 if file.startswith(_PACKAGE) or _is_own(file):
-                    yield ident
+                    yield f"{file}:{current.f_lineno} {current.f_code.co_name}"
                     break
                 current = current.f_back
 
@@ -157,13 +183,17 @@ class StayingProcess:
                 return
             if length := LENGTH.unpack(head)[0]:
                 self._requests.put((parse_json_object(receive(self._link, length), length), output))
-            elif not self._is_over.is_set():
-                threading.Thread(target=self._end, name="stay", daemon=True).start()
+            else:
+                with self._ending:
+                    if self._ender is None and not self._is_over.is_set():
+                        self._ender = threading.Thread(target=self._end, name="stay", daemon=True)
+                        self._ender.start()
 
     def _end(self) -> None:
         """Interrupts the main thread until its attempt is over: what is raised inside of a destructor is lost."""
         from paceline.comm.meeting import abort
 
+        _TOLD.set()
         main = threading.main_thread().ident
         assert main is not None
         while not self._is_over.is_set():

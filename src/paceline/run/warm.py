@@ -230,7 +230,7 @@ class WarmServer:
             pid = -1
             if len(output) == 2:
                 if may_stay := STAYS in request["environment"]:
-                    pid = self._hand_over(request["environment"].get("LOCAL_RANK", ""), content, output)
+                    pid = self._hand_over(request["environment"], content, output)
                 if pid < 0:
                     links = list(socket.socketpair()) if may_stay else []
                     pid = os.fork()
@@ -259,10 +259,11 @@ class WarmServer:
         self._selector.register(client, selectors.EVENT_READ, data=(self._obey, pid))
         return None
 
-    def _hand_over(self, number: str, content: bytes, output: list[int]) -> int:
-        """Gives a request to the rank of that number on this host that has stayed; returns its process, or -1."""
+    def _hand_over(self, environment: dict[str, str], content: bytes, output: list[int]) -> int:
+        """Gives a request to the rank of its number on this host that has stayed; returns its process, or -1."""
         for pid, rank in self._ranks.items():
-            if rank.waits and rank.number == number:
+            if rank.waits and rank.number == environment.get("LOCAL_RANK", ""):
+                rank.patience_s = float(environment[STAYS])
                 with contextlib.suppress(OSError):  # it has ended
                     socket.send_fds(rank.link, [LENGTH.pack(len(content))], output)
                     rank.link.sendall(content)
@@ -421,12 +422,13 @@ def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> No
             code = over.code
         if staying is None:
             sys.exit(code)
+        staying.clear(code)
         sys.stdout.flush()
         nothing = os.open(os.devnull, os.O_WRONLY)  # who reads the output of the attempt waits for its end
         for place in (1, 2):
             os.dup2(nothing, place)
         os.close(nothing)
-        request, output = staying.end_attempt(code)
+        request, output = staying.wait_for_next(code)
         since = ["--since", str(time.monotonic())]
         for descriptor, place in zip(output, (1, 2), strict=True):
             os.dup2(descriptor, place)

@@ -53,7 +53,7 @@ from paceline.run.logs import rank_logs, say
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.signals import hear_requests
-from paceline.run.stay import STAYS, AttemptOverError
+from paceline.run.stay import STAYS, AttemptOverError, is_told_over
 from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger, watch_itself, watch_policy
 from paceline.search.request import decided_config, make_plan
@@ -252,7 +252,7 @@ class RankRunner:
             write_failure(self.folder, failure)
         finally:
             _LOGGER.critical("this rank fails", exc_info=error, extra={"who": f"rank {self.rank}"})
-            if failure.cause == "lost" and STAYS in os.environ:
+            if STAYS in os.environ and (failure.cause == "lost" or is_told_over()):
                 raise AttemptOverError
             processes.leave_process(REFUSED if failure.is_refusal else FAILED)
 
