@@ -45,7 +45,7 @@ LINES = {
     "profile": 570,
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_130,  # keeper.py: a host's snapshots
+    "run": 8_170,  # keeper.py: a host's snapshots
     "schedule": 1_270,  # the ring on which keys and values travel
     "search": 2_640,  # what snapshots take
     "train": 5_420,  # snapshots.py

@@ -50,6 +50,7 @@ CODE: Final = struct.Struct("!i")
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
 _HEARD_S, _AGAIN_S = 0.05, 1.0
 _THREADS_S = 1.0  # for the threads of an attempt to end with it, where nobody says how long the attempt may take to end
+_CLEARS_SHARE = 0.6  # of the seconds to end an attempt, for its threads: after all of them the process is killed
 _STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
 _TOLD = threading.Event()
 _HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
@@ -138,7 +139,7 @@ class StayingProcess:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
         os.sched_setaffinity(0, self._cores)
-        deadline = time.monotonic() + float(os.environ.get(STAYS, _THREADS_S))
+        deadline = time.monotonic() + _CLEARS_SHARE * float(os.environ.get(STAYS, _THREADS_S))
         if self._ender is not None:
             self._ender.join(deadline - time.monotonic())  # it must not interrupt the next attempt
             if self._ender.is_alive():

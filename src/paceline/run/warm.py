@@ -214,6 +214,7 @@ class WarmServer:
             for pid, rank in self._ranks.items():
                 if rank.until_s <= time.monotonic():
                     rank.until_s = math.inf
+                    say(f"the process of local rank {rank.number} did not end its attempt in {rank.patience_s:g} s")
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
 
