@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from measures.tables import show_table
-from paceline.cli.bench import show_record as show_record_as
 from paceline.cli.bench import tell
 from paceline.errors import UsageError
 from paceline.run.folder import find_write_error
+from paceline_bench.output import show_record as show_record_as
 
 show_record = partial(show_record_as, program="python bench", show=show_table)
 

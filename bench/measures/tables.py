@@ -1,8 +1,8 @@
-"""The tables of ``python bench``: a record's rows for people, in columns as in ``paceline/cli/bench.py``."""
+"""The tables of ``python bench``: a record's rows for people, in columns as in ``paceline_bench/output.py``."""
 
 from __future__ import annotations
 
-from paceline.cli.bench import RATIO, STEPS, Rows, print_table
+from paceline_bench.output import RATIO, STEPS, Rows, print_table
 
 _PARTS = ("speed", "features", "modelled", "bubbles")
 _POLICY = ("<policy: {policy}", "<setting: {setting}", "<feedback: {error_feedback:Y}")

@@ -10,9 +10,10 @@ from pathlib import Path
 import typer
 
 from measures.options import announced, check_scratch, show_record
-from paceline.cli.bench import AsJson, Models, Output, Rounds, Rows, check_device, chosen_of, numbers_of, tell, words_of
+from paceline.cli.bench import AsJson, Models, Output, Rounds, check_device, chosen_of, numbers_of, tell, words_of
 from paceline.cli.options import ConfigPath, Overrides
 from paceline.errors import UsageError
+from paceline_bench.output import Rows
 
 app = typer.Typer(
     no_args_is_help=True,

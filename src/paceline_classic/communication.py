@@ -25,11 +25,11 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import Communicator
 from paceline.comm.compress.policies import num_kept
-from paceline.comm.single_tensors import GradientOwners, OwedTensor, Way, connect_groups, once
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, disconnect, is_outside
 from paceline.errors import Problem, UsageError
 from paceline_classic.config import check_count, expect, plain_number, refuse
+from paceline_classic.single_tensors import GradientOwners, OwedTensor, Way, connect_groups, once
 
 T = TypeVar("T")
 

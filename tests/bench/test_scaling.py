@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.bench import show_table
 from paceline.cluster.devices import load_cluster
 from paceline.config import load_config, run_checks
 from paceline.config.train_checks import short_run
 from paceline.errors import UsageError
+from paceline_bench.output import show_table
 from paceline_bench.scaling import ScalingCase, bench_scaling, cases, config_of, draw_rows, own_strategy, with_speed_up
 
 

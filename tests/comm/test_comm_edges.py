@@ -21,10 +21,10 @@ from paceline.comm.control.wire import Address
 from paceline.comm.shared import segment
 from paceline.comm.shared.progress import CELLS, Fence, Ring
 from paceline.comm.shared.segment import SharedSegment
-from paceline.comm.single_tensors import GradientOwners, connect_groups
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError
+from paceline_classic.single_tensors import GradientOwners, connect_groups
 
 SECRET = b"s" * 32
 
