@@ -30,9 +30,9 @@ LINES = {
     "calibrate": 1_260,
     "chaos": 1_070,
     "checkpoint": 5_005,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_510,  # completion.py; checkpoint upcycle
+    "cli": 3_360,  # completion.py; checkpoint upcycle
     "cluster": 1_885,  # what attention over ranks costs; its tiles
-    "comm": 7_590,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_420,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_740,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
@@ -55,7 +55,7 @@ LINES = {
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 2_810, "paceline_classic": 1_530, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 2_990, "paceline_classic": 1_700, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")
