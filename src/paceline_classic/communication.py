@@ -4,7 +4,7 @@
     average = optimizer.all_reduce_compressed(parameter.grad)
     average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
 
-A thin face over ``comm/single_tensors.py`` (two groups; top-k with error feedback: ratio r sends 6 r bytes an element
+A thin face over ``single_tensors.py`` (two groups; top-k with error feedback: ratio r sends 6 r bytes an element
 in place of 4). Results are new tensors, the same bits on every rank.
 """
 
