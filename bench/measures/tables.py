@@ -17,6 +17,14 @@ _TABLES: dict[str, tuple[str, ...]] = {
         *("at equal steps: {other_loss:.4f}", "off by: {difference:+.2%}", "after: {seconds:.1f} s"),
         *("at equal time: {other_loss_then:.4f}", "off by: {difference_then:+.2%}"),
     ),
+    "emulated": (
+        *("<case: {case}", "<arm: {arm}", "<compiled: {compiled:Y}", "step: {median_ms:.2f} ms", "ratio: {ratio:.3f}"),
+        *("<of: {peer}", "exposed: {exposed_ms:.2f} ms", "hidden: {hidden_share:.1%}", "peak: {peak_bytes:?B}"),
+        *("kernels: {kernels}", "idle: {idle_ms:.2f} ms", "off dry run: {off:+.1%}", "<not run: {error}"),
+    ),
+    "nccl": (
+        *("<model: {model}", "<ranks: {ranks}", "<arm: {arm}", "step: {median_ms:.2f} ms", *RATIO, "<of: {peer}"),
+    ),
     "predict": (
         *("<model: {model}", "<arm: {arm}", "predicted: {error}|{predicted_ms:.2f} ms"),
         *("measured: {measured_ms:.2f} ms", "off by: {step_error:+.1%}"),

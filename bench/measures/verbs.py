@@ -482,3 +482,86 @@ def losses(
     settings = {"device": device, "models": wanted, "steps": steps}
     batches = (bench_losses(known[name], steps, precisions, tell) for name in wanted)
     show_record("gpu losses", settings, batches, output, as_json=as_json)
+
+
+@app.command()
+def emulated(
+    cases: str = typer.Option(None, help="Comma-separated, such as 124m/8,70b/64-100g; default: all twelve."),
+    device: str = typer.Option("cuda", help="cuda; cpu: a trial with tiny models, whose figures mean nothing."),
+    modes: str = typer.Option(None, help="Comma-separated: eager, compiled; default: both, on a CPU eager."),
+    arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
+    strategies: str = typer.Option("ddp,fsdp", help="Of the runs beside their dry runs; none: without them."),
+    rounds: Rounds = None,
+    case_limit: float = typer.Option(150.0, help="Seconds after which a case is ended.", min=1),
+    limit: float = typer.Option(520.0, help="Seconds after which no other case begins.", min=1),
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time engines beside torch's on links that one GPU emulates.
+
+    Twelve cases: four models on 8 and 64 GPUs with 400 Gbit/s a card, and on 64 with 100. Each has a process of its
+    own, and the record is written after each.
+
+    Examples:
+
+      python bench emulated --cases 124m/8,124m/64,124m/64-100g
+
+      python bench emulated --device cpu --cases 7b/8 --rounds 2
+    """
+    from measures.emulated import CASES, TURNS, EmulatedCases, bench_emulated
+    from paceline_bench.arms import arms_on_links, check_words
+
+    check_device(device, "run it where torch reaches a GPU; --device cpu tries the machinery with tiny models")
+    wanted, words = chosen_of("--cases", cases, CASES), words_of(arms)
+    check_words([arm.name for arm in arms_on_links()], words)
+    how = chosen_of("--modes", modes or ("eager" if device == "cpu" else None), ["eager", "compiled"])
+    spread = [] if strategies == "none" else chosen_of("--strategies", strategies, ["ddp", "zero1", "zero2", "fsdp"])
+    asked = EmulatedCases(
+        device=device,
+        turns=replace(TURNS, rounds=rounds or TURNS.rounds),
+        words=words or None,
+        modes=how,
+        strategies=spread,
+        case_limit_s=case_limit,
+    )
+    settings = {**asdict(asked), "workloads": {case: asdict(asked.workload(case)) for case in wanted}}
+    show_record("emulated", settings, bench_emulated(wanted, asked, limit, tell), output, as_json=as_json)
+
+
+@app.command()
+def nccl(
+    models: str = typer.Option(None, help="Comma-separated: 29m, 160m, 62m; default: all."),
+    ranks: str = typer.Option("2,4", help="Comma-separated: numbers of ranks that share the GPU."),
+    device: str = typer.Option("cuda", help="cuda; cpu: a trial over Gloo with tiny models."),
+    arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
+    emulates: bool = typer.Option(True, "--emulated/--no-emulated", help="Also with links as they were measured."),
+    rounds: Rounds = None,
+    limit: float = typer.Option(300.0, help="Seconds after which a model's ranks are ended.", min=1),
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time engines beside torch's over NCCL, on ranks that share a GPU.
+
+    Each rank is a host of its own to NCCL, which then talks over sockets. Its collectives are measured, and the same
+    arms run once more on emulated links that take as long.
+
+    Examples:
+
+      python bench nccl --ranks 2
+
+      python bench nccl --device cpu --models 29m --ranks 2 --rounds 2
+    """
+    from measures.nccl import TURNS, WORKLOADS, NcclCases, bench_nccl
+    from paceline_bench.arms import arms_on_links, check_words
+
+    check_device(device, "run it where torch reaches a GPU; --device cpu tries the machinery with tiny models")
+    wanted, counts, words = chosen_of("--models", models, list(WORKLOADS)), numbers_of("--ranks", ranks), words_of(arms)
+    if not counts or min(counts) < 2:
+        raise UsageError(f"--ranks {ranks}\n  between two ranks and more there is something to send\n  try --ranks 2,4")
+    check_words([arm.name for arm in arms_on_links()], words)
+    turns = replace(TURNS, rounds=rounds or TURNS.rounds)
+    asked = NcclCases(device=device, turns=turns, words=words or None, emulates=emulates, timeout_s=limit)
+    settings = {**asdict(asked), "workloads": {name: asdict(WORKLOADS[name]) for name in wanted}}
+    cases = {f"{name} on {count} ranks": (name, count) for count in counts for name in wanted}
+    batches = (bench_nccl(*cases[name], asked) for name in announced(cases))
+    show_record("nccl", settings, batches, output, as_json=as_json)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
+from paceline.config.sections import GPT_SIZES
 from paceline.engines.apply import parallelize
 from paceline.engines.blocks import compile_model
 from paceline.engines.precision import precision_named
@@ -33,6 +34,7 @@ from paceline.models.gpt import GPT, gpt_config
 from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import StrategyName
+from paceline.plan.model_shape import ModelShape
 from paceline.train.step import update_if_finite
 from paceline_bench.timing import Turns
 
@@ -41,10 +43,11 @@ from paceline_bench.timing import Turns
 class BenchWorkload:
     """A model and a batch that all arms train on."""
 
-    model: str
+    model: str  # mlp, a size of GPT, or a name for one whose ``shape`` says all
     batch: int
     context: int = 0
     tied: bool | None = None  # whether a GPT's output layer uses the embedding's weight; None: as its size has it
+    shape: Mapping[str, Any] = field(default_factory=dict)  # of a GPT: fields that its size does not have so
 
     @property
     def items(self) -> int:
@@ -56,14 +59,19 @@ class BenchWorkload:
         if self.model == "mlp":
             return MLPClassifier(784, 512, 10, dropout=0.0).to(device)
         with device:
-            return GPT(gpt_config(self.model, dropout=0.0, tied=self.tied))
+            return GPT(self.gpt)
+
+    @property
+    def gpt(self) -> ModelShape:
+        size = self.model if self.model in GPT_SIZES or not self.shape else None
+        return gpt_config(size, **{"dropout": 0.0, "tied": self.tied, **self.shape})
 
     def make_batch(self, device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(rank)
         if self.model == "mlp":
             inputs = torch.randn(self.batch, 784, generator=generator)
             return inputs.to(device), torch.randint(0, 10, (self.batch,), generator=generator).to(device)
-        vocab = gpt_config(self.model).vocab_size
+        vocab = self.gpt.vocab_size
         tokens = torch.randint(0, vocab, (self.batch, self.context + 1), generator=generator).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

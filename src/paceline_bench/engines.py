@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.devices import Cluster
-from paceline.cluster.wires import num_channels
 from paceline.comm.base import Communicator
-from paceline.comm.emulated.communicator import EmulatedWorld, Fabric, Traffic
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
-from paceline.predict.replay.replay import cost_in_training
 from paceline.run.function_ranks import run_processes
 from paceline_bench.arms import (
     SHARED,
@@ -32,20 +27,17 @@ from paceline_bench.arms import (
     TrainingStep,
     arms_alone,
     arms_in_bf16,
-    arms_on_links,
     arms_on_ranks,
     select,
     set_up,
     sets_of,
 )
-from paceline_bench.emulated_group import emulated_group
 from paceline_bench.timing import Timing, Turns, interleave
 
 # How far two arms' losses may be apart: orders of summation in fp32; rounding to bf16 at other places.
 FP32_TOLERANCE = 1e-4
 BF16_TOLERANCE = 2e-2
 _TIMEOUT_S = 3600.0
-_FREE = ", free links"
 
 Wanted = Sequence[str] | None
 
@@ -66,7 +58,7 @@ def bench_fp32(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted
         return []
     measured = run_processes(_measure, ranks, args=(arms, workload, turns), timeout_s=_TIMEOUT_S)[0]
     check_losses(workload, measured, FP32_TOLERANCE)
-    return [_row(workload, each, ranks, "gloo" if ranks > 1 else "none") for each in measured]
+    return [row_of(workload, each, ranks, "gloo" if ranks > 1 else "none") for each in measured]
 
 
 def bench_bf16(
@@ -84,7 +76,7 @@ def bench_bf16(
     else:
         measured = run_processes(_measure_bf16, 1, args=args, timeout_s=_TIMEOUT_S)[0]
     check_losses(workload, measured, BF16_TOLERANCE)
-    return [_row(workload, each, 1, "none") for each in measured]
+    return [row_of(workload, each, 1, "none") for each in measured]
 
 
 def _measure_bf16(
@@ -95,77 +87,6 @@ def _measure_bf16(
         found += _measure(comm, arms, workload, turns, compiled=compiled)
         clean_up(comm.device)
     return found
-
-
-def bench_on_links(
-    workload: BenchWorkload,
-    turns: Turns,
-    cluster: Cluster,
-    ranks: int,
-    device: torch.device,
-    wanted: Wanted = None,
-    *,
-    compiled: bool = True,
-) -> list[dict[str, Any]]:
-    """Times one of many ranks of each engine on a real device, with the links of a cluster emulated for all alike.
-
-    Each arm takes its turns twice: with these links, and with links that take no time. What it takes longer is exposed.
-    """
-    node_ranks = min(ranks, cluster.node.devices)
-    fabric = Fabric(
-        cost_in_training(cluster, ranks, is_compiled=compiled),
-        device,
-        node_ranks=node_ranks,
-        channels=num_channels(cluster),
-    )
-    comm, rows = EmulatedWorld(ranks, fabric).rank(0), []
-    with emulated_group(comm):
-        for arms in sets_of(select(arms_on_links(), wanted)):
-            rows += _measure_on_links(comm, fabric, arms, workload, turns, compiled)
-            clean_up(device)
-    return rows
-
-
-def _measure_on_links(
-    comm: Communicator, fabric: Fabric, arms: Sequence[Arm], workload: BenchWorkload, turns: Turns, compiled: bool
-) -> list[dict[str, Any]]:
-    steps: dict[str, Callable[[], None]] = {}
-    peaks: dict[str, int | None] = {}
-    traffic: dict[str, dict[str, Traffic]] = {}
-
-    def step_on_free_links(step: Callable[[], None]) -> None:
-        fabric.is_free = True
-        step()
-        fabric.is_free = False
-
-    for arm in arms:
-        step, peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
-        fabric.take_traffic()
-        step()
-        traffic[arm.name] = fabric.take_traffic()
-        steps[arm.name], steps[f"{arm.name}{_FREE}"] = step, partial(step_on_free_links, step)
-    fabric.keeps = False
-    peers = {arm.name: arm.peer for arm in arms} | {f"{arm.name}{_FREE}": f"{arm.peer}{_FREE}" for arm in arms}
-    timed = interleave(steps, replace(turns, warm_up=0), baseline=peers, device=comm.device)
-    fabric.keeps = True
-    by_name = {each.arm: each for each in timed}
-    rows = []
-    for arm in arms:
-        row = _row(
-            workload, MeasuredArm(timing=by_name[arm.name], losses=[], peak_bytes=peaks[arm.name]), comm.size, ""
-        )
-        sent = traffic[arm.name].values()
-        rows.append(
-            row
-            | {
-                "backend": comm.backend,
-                "exposed_ms": row["median_ms"] - by_name[f"{arm.name}{_FREE}"].median_ms,
-                "on_wires_ms": sum(each.seconds for each in sent) * 1e3,
-                "collectives": sum(each.calls for each in sent),
-                "bytes": sum(each.num_bytes for each in sent),
-            }
-        )
-    return rows
 
 
 def clean_up(device: torch.device) -> None:
@@ -186,7 +107,7 @@ def _measure(
     small = torch.ones(16, 16, device=comm.device, requires_grad=True)
     (small @ small).sum().backward()  # type: ignore[no-untyped-call]
     for arm in arms:
-        steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
+        steps[arm.name], peaks[arm.name] = warm_up(arm, comm, workload, turns.warm_up, compiled)
     warm, peers = replace(turns, warm_up=0), {arm.name: arm.peer for arm in arms}
     return [
         MeasuredArm(timing=timing, losses=steps[timing.arm].losses, peak_bytes=peaks[timing.arm])
@@ -194,7 +115,7 @@ def _measure(
     ]
 
 
-def _warm_up(
+def warm_up(
     arm: Arm, comm: Communicator, workload: BenchWorkload, num_steps: int, compiled: bool
 ) -> tuple[TrainingStep, int | None]:
     """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory."""
@@ -222,7 +143,7 @@ def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], toler
                 )
 
 
-def _row(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: str) -> dict[str, Any]:
+def row_of(workload: BenchWorkload, measured: MeasuredArm, ranks: int, backend: str) -> dict[str, Any]:
     per_second = workload.items * ranks / (measured.timing.median_ms / 1e3)
     return {
         "model": workload.model,

@@ -22,7 +22,7 @@ STEPS = (
     *("<of: {peer}", "items/s: {items_per_s:,.0f}", "peak: {peak_bytes:?B}"),
 )
 _TABLES: dict[str, tuple[str, ...]] = {
-    "engines": (*STEPS, "exposed: {exposed_ms:.2f} ms", "collectives: {collectives}"),
+    "engines": (*STEPS, "exposed: {exposed_ms:.2f} ms", "collectives: {collectives}", "<not run: {error}"),
     "gpu": (
         *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
         *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),

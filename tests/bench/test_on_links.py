@@ -10,7 +10,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.comm.emulated.communicator import EmulatedWorld, Fabric
 from paceline_bench.arms import BenchWorkload, arms_on_links
 from paceline_bench.emulated_group import emulated_group
-from paceline_bench.engines import bench_on_links
+from paceline_bench.on_links import bench_on_links
 from paceline_bench.timing import Turns
 
 CPU = torch.device("cpu")

@@ -124,7 +124,8 @@ def engines(
     from paceline.cluster.devices import load_cluster
     from paceline_bench import arms as known_arms
     from paceline_bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
-    from paceline_bench.engines import bench_bf16, bench_fp32, bench_on_links
+    from paceline_bench.engines import bench_bf16, bench_fp32
+    from paceline_bench.on_links import bench_on_links
 
     check_device(device)
     where = None if cluster is None else load_cluster(cluster)
