@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -39,10 +38,9 @@ from paceline.calibrate.timing import Stopwatch
 from paceline.config import Config, layout_of, load_config
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
-from paceline.records.records import StepRecord, read_records
-from paceline.search.expectation import read_expectation
 from paceline.units import GIB
 from paceline_bench.timing import BenchRecord
+from warm_runs import found_in, with_errors
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "gpt_1b.yaml"
@@ -181,36 +179,10 @@ def run(case: Case, has: float) -> dict[str, Any]:
             options = ["--no-memory-check", "--force"]
         done = train(case, tokens, folder, *options)
         row["ran"] = done.returncode == 0
-        row |= found_in(Path(folder) / case.name)
+        row = with_errors(row | found_in(Path(folder) / case.name))
         if done.returncode:
             row["error"] = (done.stderr or done.stdout)[-600:]
     row["took_s"] = round(time.time() - started, 1)
-    return row
-
-
-def found_in(folder: Path) -> dict[str, Any]:
-    """Returns what a run's folder tells: measured, and predicted before the start."""
-    row: dict[str, Any] = {}
-    expected = read_expectation(folder) if folder.exists() else None
-    if expected is not None and expected.step_s and expected.memory_bytes:
-        row["predicted_step_s"] = round(expected.step_s, 4)
-        row["predicted_gib"] = round(expected.memory_bytes / GIB, 2)
-    path = folder / "records" / "rank-0.jsonl"
-    steps = [each for each in read_records(path) if isinstance(each, StepRecord)] if path.exists() else []
-    if not steps:
-        return row
-    timed = steps[1:] or steps
-    row |= {"steps": len(steps), "first_step_s": round(steps[0].step_s, 3)}
-    row["step_s"] = round(median(each.step_s for each in timed), 4)
-    row["peak_gib"] = round(max(each.peak_bytes or 0 for each in steps) / GIB, 3)
-    row["reserved_gib"] = round(max(each.reserved_bytes or 0 for each in steps) / GIB, 3)
-    row["mfu"] = None if timed[-1].mfu is None else round(timed[-1].mfu, 4)
-    row["losses"] = [each.loss for each in steps]
-    if (
-        "predicted_step_s" in row and len(steps) > 1
-    ):  # without a first step Adam has no moments, and graphs are compiled
-        row["step_error"] = round(row["predicted_step_s"] / row["step_s"] - 1, 4)
-        row["memory_error"] = round(row["predicted_gib"] / row["peak_gib"] - 1, 4)
     return row
 
 
