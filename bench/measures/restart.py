@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.health.diagnosis import TrainedSteps
-from paceline.records.records import RunRecord, read_records
+from paceline.records.records import EventRecord, RunRecord, read_records
 from paceline.run.notes import noted_processes, read_progress
 
 _KILL_AFTER = 35
@@ -120,6 +120,7 @@ class Restarted:
     killed_after: int
     resumed_from: int
     gib: tuple[float, float] | None = None
+    starts: tuple[dict[str, Any], ...] = ()  # of each rank: its process, and what its first step waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,8 @@ def bench_restart(
             memory = "" if result.gib is None else f", {result.gib[0]:.2f} GiB before and {result.gib[1]:.2f} after"
             took = f"{time.monotonic() - began:.0f} s with its start"
             tell(f"round {number + 1}: {arm.name}: {result.seconds:.2f} s ({took}{memory})")
+            for rank, start in enumerate(result.starts):
+                tell(f"  rank {rank}: {start}")
     bare = next((results for name, results in found.items() if name.startswith("torchrun")), [])
     base = median(each.seconds for each in bare) if bare else None
     return [_row(name, results, rounds, base) for name, results in found.items()]
@@ -184,6 +187,7 @@ def _row(name: str, results: Sequence[Restarted], rounds: int, base: float | Non
         "most_s": round(seconds[-1], 3),
         "ratio": None if base is None else round(median(seconds) / base, 3),
         "steps_lost": median(each.killed_after - each.resumed_from for each in results),
+        "starts": list(results[-1].starts),
     }
 
 
@@ -208,7 +212,8 @@ def _measure(arm: RestartArm, ranks: int, environment: Mapping[str, str]) -> Res
                     processes, folder, lambda found: found.last_step >= arm.kill_after
                 )  # as far as when it was killed
                 gib = used, _used_gib()
-            return Restarted(seconds=seconds, killed_after=before.last_step, resumed_from=after.first_step, gib=gib)
+            steps = {"killed_after": before.last_step, "resumed_from": after.first_step}
+            return Restarted(seconds=seconds, **steps, gib=gib, starts=tuple(_starts(folder, ranks)))
         finally:
             for process in processes:
                 process.send_signal(signal.SIGINT)
@@ -226,6 +231,16 @@ def _process_of(folder: Path) -> int:
         return noted[1]
     starts = [each for each in read_records(folder / "records" / "rank-1.jsonl") if isinstance(each, RunRecord)]
     return starts[-1].pid
+
+
+def _starts(folder: Path, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yields of each rank how it began again, as its records tell: on a GPU, where launchers write them."""
+    for rank in range(ranks):
+        path = folder / "records" / f"rank-{rank}.jsonl"
+        found = list(read_records(path)) if path.exists() else []
+        events = [each for each in found if isinstance(each, EventRecord)]
+        told = {each.name: each.detail for each in events if each.name in ("restart", "first_step")}
+        yield {"process": told.get("restart", {}).get("process"), **told.get("first_step", {})}
 
 
 def _used_gib() -> float:

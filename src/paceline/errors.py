@@ -150,5 +150,5 @@ def is_connection_lost(error: BaseException) -> bool:
     """Says whether an error means that another rank is gone; of those that torch raises, only the words tell."""
     if isinstance(error, PacelineError):
         return isinstance(error, LostRankError)
-    signs = ("closed by peer", "reset by peer", "Broken pipe")
+    signs = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")  # the last are NCCL's words
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
