@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
+from paceline.bounded_yaml import load_shipped
 from paceline.config import data_sections as sections
 from paceline.config import train_checks
 from paceline.config.data_sections import known_shape, sources_of
@@ -36,11 +39,12 @@ _MOST_GROWTH = 4  # of a batch that is suggested
 
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
+    checks: list[Check] = [*CHECKS, *(partial(_check_row, row) for row in _rows_together())]
     if sections is None:
-        found = [problem for check in CHECKS for problem in check(config)]
+        found = [problem for check in checks for problem in check(config)]
     else:
         found, sound = [], cast(Config, SimpleNamespace(**{name: getattr(config, name) for name in sections}))
-        for check in CHECKS:
+        for check in checks:
             with contextlib.suppress(AttributeError):  # it reads a section that is broken
                 found += list(check(sound))
     ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
@@ -63,16 +67,6 @@ def check_hosts(config: Config, each: int, hosts: range) -> list[Problem]:
     tried = f"try train.global_batch = {' or '.join(near)}, or " if near else ""
     fix = f"{hosts[0]} to {hosts[-1]} hosts divide multiples of {whole}: {tried}take one number of hosts"
     return [replace(one, fix=fix) if one.what.startswith("train.global_batch = ") else one for one in found.values()]
-
-
-def _refuse(*, when: Callable[[Config], bool], what: str, rule: str, fix: str) -> Check:
-    """Makes a check of one condition. In its texts ``{c}`` is the config: ``train.steps = {c.train.steps}``."""
-
-    def run(config: Config) -> Iterator[Problem]:
-        if when(config):
-            yield Problem(what=what.format(c=config), rule=rule.format(c=config), fix=fix.format(c=config))
-
-    return run
 
 
 def check_name(config: Config) -> Iterator[Problem]:
@@ -313,6 +307,32 @@ def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
     return Problem(what=what, rule=rule, fix=near_files(Path(path), otherwise))
 
 
+def check_best(config: Config) -> Iterator[Problem]:
+    saved = config.checkpoint
+    if saved.keep_best == 0 and (saved.best_metric, saved.best_mode) != ("eval_loss", None):
+        what = "checkpoint.best_metric or best_mode with checkpoint.keep_best = 0"
+        fix = "set checkpoint.keep_best = 1, or leave them out"
+        yield Problem(what=what, rule="they say which are the best ones to keep", fix=fix)
+
+
+@cache
+def _rows_together() -> list[Mapping[str, Any]]:
+    """Returns which values do not go together, and what is said then; read when the first config is checked."""
+    found: list[Mapping[str, Any]] = load_shipped((Path(__file__).parent / "together.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def _check_row(row: Mapping[str, Any], config: Config) -> Iterator[Problem]:
+    if all(_is_so(attrgetter(key)(config), wanted) for key, wanted in row["when"].items()):
+        yield Problem(**{part: row[part].format(c=config) for part in ("what", "rule", "fix")})
+
+
+def _is_so(value: object, wanted: object) -> bool:
+    if isinstance(wanted, str) and wanted.startswith("not "):
+        return str(value) != wanted.removeprefix("not ")
+    return value is not None if wanted == "given" else value == wanted
+
+
 CHECKS: tuple[Check, ...] = (
     train_checks.check_metric_names,
     check_name,
@@ -324,107 +344,16 @@ CHECKS: tuple[Check, ...] = (
     check_gpt,
     check_context,
     check_text_file,
-    _refuse(
-        when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
-        what="comm.backend = nccl with parallel.device = cpu",
-        rule="nccl moves bytes between GPUs only",
-        fix="set comm.backend = auto, or parallel.device = cuda",
-    ),
-    _refuse(
-        when=lambda c: (c.comm.backend, c.parallel.device) == ("shared_memory", "cuda"),
-        what="comm.backend = shared_memory with parallel.device = cuda",
-        rule="ranks on GPUs talk through nccl",
-        fix="set comm.backend = auto, or parallel.device = cpu",
-    ),
-    _refuse(
-        when=lambda c: c.train.fused_loss is True and c.train.loss != "auto",
-        what="train.fused_loss = true with train.loss = {c.train.loss}",
-        rule="it is the cross entropy that is fused with the output layer, and a loss of one's own has logits",
-        fix="set train.loss = auto, or leave train.fused_loss out",
-    ),
-    _refuse(
-        when=lambda c: c.comm.bucket_mb == "auto" and c.train.deterministic,
-        what="comm.bucket_mb = auto with train.deterministic = true",
-        rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",
-        fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
-    ),
-    _refuse(
-        when=lambda c: c.comm.algorithm_table is not None and c.comm.algorithm != "auto",
-        what="comm.algorithm_table = {c.comm.algorithm_table} with comm.algorithm = {c.comm.algorithm}",
-        rule="the table says which algorithm is fastest, and here one is chosen already",
-        fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
-    ),
     check_backend_settings,
     train_checks.check_warmup,
     train_checks.check_optimizer_keys,
-    _refuse(
-        when=lambda c: c.optim.kind == "sgd" and c.optim.nesterov and c.optim.momentum == 0,
-        what="optim.nesterov = true with optim.momentum = 0",
-        rule="Nesterov's method looks ahead along the momentum",
-        fix="try optim.momentum = 0.9, or optim.nesterov = false",
-    ),
-    _refuse(
-        when=lambda c: c.optim.kind == "muon" and c.parallel.tensor > 1,
-        what="optim.kind = muon with parallel.tensor = {c.parallel.tensor}",
-        rule="a matrix is orthogonalised whole, and tensor ranks compute with parts of it that nobody gathers",
-        fix="set parallel.tensor = 1 and shard with parallel.strategy, or set optim.kind = adamw",
-    ),
-    _refuse(
-        when=lambda c: c.optim.lr_scaling != "none" and c.optim.lr_batch is None,
-        what="optim.lr_scaling = {c.optim.lr_scaling} without optim.lr_batch",
-        rule="the rate grows with train.global_batch / optim.lr_batch",
-        fix="set optim.lr_batch to the global batch that optim.lr is meant for",
-    ),
-    _refuse(
-        when=lambda c: c.optim.lr_scaling == "none" and c.optim.lr_batch is not None,
-        what="optim.lr_batch = {c.optim.lr_batch} has no effect with optim.lr_scaling = none",
-        rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
-        fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
-    ),
     train_checks.check_precision,
-    _refuse(
-        when=lambda c: c.parallel.strategy == "auto" and c.comm.compression.policy != "none",
-        what="comm.compression.policy = {c.comm.compression.policy} with parallel.strategy = auto",
-        rule="compression works where replicas average the same gradients: auto may choose a strategy that has none",
-        fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
-    ),
     check_auto_strategy,
     check_schedule_file,
     check_auto_microbatch,
-    _refuse(
-        when=lambda c: (
-            c.checkpoint.keep_best == 0 and (c.checkpoint.best_metric, c.checkpoint.best_mode) != ("eval_loss", None)
-        ),
-        what="checkpoint.best_metric or best_mode with checkpoint.keep_best = 0",
-        rule="they say which are the best ones to keep",
-        fix="set checkpoint.keep_best = 1, or leave them out",
-    ),
-    _refuse(
-        when=lambda c: bool(c.checkpoint.keep_best and c.checkpoint.every_steps) and c.train.eval_every is None,
-        what="checkpoint.keep_best = {c.checkpoint.keep_best} without train.eval_every",
-        rule="the best are told by evaluations on the way",
-        fix="set train.eval_every = {c.checkpoint.every_steps}",
-    ),
-    _refuse(
-        when=lambda c: c.train.early_stop.patience is not None and c.train.eval_every is None,
-        what="train.early_stop.patience = {c.train.early_stop.patience} without train.eval_every",
-        rule="a run stops early by evaluations on the way",
-        fix="set train.eval_every = epoch",
-    ),
-    _refuse(
-        when=lambda c: c.train.ema_eval and c.train.ema_decay is None,
-        what="train.ema_eval = true without train.ema_decay",
-        rule="the average of the parameters is evaluated where one is kept",
-        fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
-    ),
+    check_best,
     train_checks.check_recovery_keys,
     train_checks.check_roll_back,
-    _refuse(
-        when=lambda c: c.train.steps is not None and c.train.epochs is not None,
-        what="train.steps = {c.train.steps} and train.epochs = {c.train.epochs:g} are both given",
-        rule="a run has one length: steps or epochs",
-        fix="remove one of them",
-    ),
     lambda c: _batch_problems(c, None if c.parallel.ranks == "auto" else c.parallel.ranks),
     check_hf_folder,
     check_folder_is_followed,
