@@ -20,10 +20,9 @@ ROWS = """
 56 400 view the live page, the report
 
 56 184 verify many ranks = one process
-264 184 profile traces of real ranks
-472 184 launch runs on other machines
-680 184 calibrate measures this device
-888 236 doctor checks this machine
+264 184 launch runs on other machines
+472 250 calibrate measures this device
+780 344 doctor checks this machine
 
 350 260 run starts, watches, restarts ranks
 

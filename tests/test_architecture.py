@@ -38,10 +38,9 @@ LEVELS = (
     ("train",),
     ("rehearse", "chaos"),
     ("run",),
-    ("calibrate", "verify", "doctor", "profile", "launch"),
-    ("classic",),
+    ("calibrate", "verify", "doctor", "launch"),
     ("view",),
-    ("learn",),
+    ("learn", "classic"),
     ("cli",),
     ("__main__",),
 )

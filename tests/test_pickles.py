@@ -17,7 +17,7 @@ from paceline.checkpoint.tools.incoming import format_of, open_incoming
 from paceline.errors import CheckpointError
 
 SOURCE = Path(paceline.__file__).parent
-PACKAGES = ("paceline", "paceline_classic", "paceline_course")
+PACKAGES = ("paceline", "paceline_bench", "paceline_classic", "paceline_course")
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas"}
 WORDS = (
     *MODULES,

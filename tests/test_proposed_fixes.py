@@ -21,7 +21,7 @@ from proposed_fixes import COMMANDS, FILLED, unreadable_commands, unreadable_fix
 import paceline
 
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
-PACKAGES = ("paceline", "paceline_classic", "paceline_course")
+PACKAGES = ("paceline", "paceline_bench", "paceline_classic", "paceline_course")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

@@ -30,10 +30,10 @@ LINES = {
     "calibrate": 1_260,
     "chaos": 1_070,
     "checkpoint": 5_005,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_360,  # completion.py; checkpoint upcycle
+    "cli": 3_350,  # completion.py; checkpoint upcycle
     "cluster": 1_885,  # what attention over ranks costs; its tiles
     "comm": 7_420,  # kept.py: files that keepers of hosts serve; emulated links
-    "config": 3_740,  # checkpoint.memory
+    "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_600,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
@@ -42,7 +42,6 @@ LINES = {
     "models": 3_785,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_300,  # what snapshots cost; whole gradients; what is least certain
-    "profile": 570,
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
     "run": 8_170,  # keeper.py: a host's snapshots
@@ -55,7 +54,7 @@ LINES = {
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 3_200, "paceline_classic": 1_700, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 3_780, "paceline_classic": 1_700, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

@@ -47,7 +47,6 @@ from paceline.errors import CheckpointError
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
 from paceline.launch.pod_patch import read_patch
-from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
 from paceline.run.warm import parse_request
 from paceline.schedule.text import parse_csv
@@ -56,6 +55,7 @@ from paceline.search.request import read_hugging_face
 from paceline.view.document import Window, describe, heat, timeline
 from paceline.view.folder import failure_of, parse_note, row_of, text_names, text_of
 from paceline.view.server import Follower
+from paceline_bench.profile.merge import beside
 from paceline_course.course import parse_progress
 from paceline_course.play import PlayInputs, answer_for
 

@@ -14,8 +14,9 @@ import pytest
 from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
-from paceline.profile.hook import profiled_config
-from paceline.profile.merge import (
+from paceline.schedule.clock import time_in_all
+from paceline_bench.profile.hook import profiled_config
+from paceline_bench.profile.merge import (
     ANCHOR,
     Operator,
     RankProfile,
@@ -26,7 +27,6 @@ from paceline.profile.merge import (
     place_rank,
     summarize_profile,
 )
-from paceline.schedule.clock import time_in_all
 
 Call = Callable[..., Any]
 

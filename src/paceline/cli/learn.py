@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import AsJson, IsOpened, Port, print_json
-from paceline.cli.runs import open_browser, require_server
+from paceline.cli.runs import open_browser
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
 
@@ -71,7 +71,6 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
 @app.command()
 def play(port: Port = None, is_opened: IsOpened = True) -> None:
     """Move sliders, and see the memory and the step time of a model at once."""
-    require_server()
     from paceline.view.server import listen, make_server
     from paceline_course.play import make_play_app
 

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 from dataclasses import asdict
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,6 @@ def watch(
     parent: int | None = typer.Option(None, hidden=True, help="End when this process has ended."),
 ) -> None:
     """Show runs on a page that follows them."""
-    require_server()
     import secrets
 
     from paceline.view.gate import is_loopback
@@ -145,13 +143,6 @@ def given_token(path: Path | None) -> str:
             "  make one with: openssl rand -hex 32"
         )
     return token
-
-
-def require_server() -> None:
-    """Raises UsageError where the packages that serve the page are missing."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"the live page needs {' and '.join(missing)}\n  pip install {' '.join(missing)}")
 
 
 def open_browser(url: str) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli import options
-from paceline.cli.runs import require_server
 from paceline.errors import ConfigError, PacelineError, Problem, UsageError, did_you_mean
 from paceline.health.exit_codes import REFUSED
 from paceline.run.signals import scratch_folder
@@ -93,7 +92,6 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
     """Serves the page of the run's folder meanwhile, in a process of its own; under torchrun rank 0 does."""
     from paceline.config import load_config_with_sources
 
-    require_server()
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -314,10 +312,10 @@ def profile(
     if "RANK" in os.environ:
         raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
     from paceline.chrome_trace import write_events
-    from paceline.profile.hook import profile_run
-    from paceline.profile.merge import beside as lay_beside
-    from paceline.profile.merge import merged_events, summarize_profile
     from paceline.run.processes import PROFILE
+    from paceline_bench.profile.hook import profile_run
+    from paceline_bench.profile.merge import beside as lay_beside
+    from paceline_bench.profile.merge import merged_events, summarize_profile
 
     asked = options.load_and_tell(config, overrides).config
     for path in beside:

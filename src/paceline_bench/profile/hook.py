@@ -27,15 +27,15 @@ from paceline.config import Config
 from paceline.config.train_checks import short_run
 from paceline.engines.pipeline import Pipeline
 from paceline.errors import UsageError
-from paceline.profile.merge import ANCHOR, Operator, RankProfile, RankSpans, TraceSpan, costliest, place_rank
 from paceline.run.location import RunOptions
 from paceline.run.processes import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer
 from paceline.untrusted import parse_json, read_regular
+from paceline_bench.profile.merge import ANCHOR, Operator, RankProfile, RankSpans, TraceSpan, costliest, place_rank
 
-HOOK = "paceline.profile.hook:StepProfiler"
+HOOK = "paceline_bench.profile.hook:StepProfiler"
 WARM_UP = 3
 _MOST_BYTES = 2**31
 
