@@ -22,7 +22,7 @@ from paceline.engines.buckets.buckets import (
 from paceline.plan.layout import Layout
 from paceline.units import MIB
 
-DEFAULT = BucketPolicy.of(Layout())
+DEFAULT = BucketPolicy(bucket_bytes=Layout().bucket_bytes, first_bucket_bytes=Layout().first_bucket_bytes)
 ORDER = list(reversed(range(64)))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.comm.dry.communicator import DryWorld
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.plan.layout import Layout
+from paceline.units import MIB
 
 KINDS = ("float32", "bfloat16", "int8")
 SIZES = st.builds(ParameterSize, num_bytes=st.integers(0, 40), kind=st.sampled_from(KINDS))
@@ -110,7 +112,7 @@ def test_zero_bytes_put_every_parameter_into_a_bucket_of_its_own() -> None:
 
 
 def test_no_parameters_make_no_buckets() -> None:
-    assert bucket_parameters([], [], BucketPolicy.of(Layout())) == []
+    assert bucket_parameters([], [], BucketPolicy.of(Layout(), DryWorld(2).rank(0))) == []
 
 
 @given(num_parameters=st.integers(0, 12), data=st.data())
@@ -131,3 +133,11 @@ def test_a_large_last_bucket_leaves_a_short_tail() -> None:
     assert [len(bucket) for bucket in bucket_parameters(sizes, range(20), policy)] == [3, 14, 3]
     small = BucketPolicy(bucket_bytes=1000, first_bucket_bytes=60)
     assert [len(bucket) for bucket in bucket_parameters(sizes, range(20), small)] == [6, 14]
+
+
+def test_on_a_gpu_the_last_bucket_stays_whole() -> None:
+    """A collective more would cost as much there as the gradients that leave sooner can save."""
+    sizes = [ParameterSize(num_bytes=MIB, kind="float32") for _ in range(12)]
+    cut, whole = (BucketPolicy.of(Layout(), DryWorld(2, kind).rank(0)) for kind in ("cpu", "cuda"))
+    assert [len(bucket) for bucket in bucket_parameters(sizes, range(12), cut)] == [1, 10, 1]
+    assert [len(bucket) for bucket in bucket_parameters(sizes, range(12), whole)] == [1, 11]

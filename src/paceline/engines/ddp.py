@@ -68,7 +68,7 @@ class DataParallel(ModuleEngine):
         self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
             if self.layout.tunes_buckets:
-                self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout), overlap=self.layout.overlap)
+                self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout, comm), overlap=self.layout.overlap)
             self._start_over()
         elif self.precision.param_dtype is not None:
             self._watch()
@@ -328,7 +328,11 @@ class DataParallel(ModuleEngine):
         """Makes the buckets: last defined first until the order of arrival is known."""
         self._watch()
         order = self._order or list(reversed(self._trainable))
-        policy = BucketPolicy.of(self.layout) if self.bucket_choice is None else self.bucket_choice.policy
+        policy = (
+            BucketPolicy.of(self.layout, self.gradient_comm)
+            if self.bucket_choice is None
+            else self.bucket_choice.policy
+        )
         if self._tuner is not None:
             policy = self._tuner.policy
         members = bucket_parameters(self._sizes(), order, policy)

@@ -55,7 +55,8 @@ class ZeroParallel(ModuleEngine):
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
         if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:
-            self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
+            policy = BucketPolicy.of(layout, comm)
+            self.flat_groups = _make_groups(module, groups, policy, self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         pieces = {n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)}
         self._updated = {**self._named, **pieces}

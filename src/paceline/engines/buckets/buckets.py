@@ -10,6 +10,11 @@ gradients arrive; the first one is small, because the sooner the link is busy th
 behind backward, and free as far as communication leaves compute alone (``free``: 1 with network cards and cores to
 spare, 0 where one core does both). A step loses exposed + (1 - free) hidden.
 
+A large last bucket may be cut in two. The part that leaves before has its gradients sooner by what backward takes for
+the s bytes of the other, so that a cut saves t s / P - alpha at most. On a CPU backward takes a hundred times as long
+as on a GPU, and a collective ten times; there a cut is the default. On a GPU both are some 0.1 ms for the megabyte that
+is cut off, so that a collective more saves nothing, and costs where ranks take turns.
+
 For P bytes that arrive evenly over t seconds, and a link that is slower than backward (P / W > t), k buckets expose
 about k alpha + P / W - t + t / k: the best k is sqrt(t / alpha). On a faster link the last bucket alone counts.
 
@@ -52,14 +57,17 @@ _LARGE_TAIL = 4  # times the first bucket's limit: below that, a collective's la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPolicy:
-    """How large buckets are. Zero bytes put every parameter into a bucket of its own."""
+    """How large buckets are, and whether a large last one is cut. Zero bytes put every parameter into its own."""
 
     bucket_bytes: int
     first_bucket_bytes: int
+    cuts_tail: bool = True
 
     @classmethod
-    def of(cls, layout: Layout) -> BucketPolicy:
-        return cls(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
+    def of(cls, layout: Layout, comm: Communicator) -> BucketPolicy:
+        cuts_tail = comm.device_kind == "cpu"  # not by times, which differ: the same on all ranks, in every run
+        sizes = {"bucket_bytes": layout.bucket_bytes, "first_bucket_bytes": layout.first_bucket_bytes}
+        return cls(**sizes, cuts_tail=cuts_tail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +112,8 @@ def bucket_parameters(sizes: Sizes, arrival: Order, policy: BucketPolicy) -> lis
         return place[bucket[-1]]
 
     ordered = sorted(closed, key=completed)
+    if not policy.cuts_tail:
+        return ordered
     return sorted(ordered[:-1] + _with_short_tail(ordered[-1], sizes, policy), key=completed) if ordered else []
 
 
@@ -170,7 +180,11 @@ def choose_buckets(
     steps = range(int(math.log2(_LARGEST_BYTES // _SMALLEST_BYTES)) + 1)
     limits = [limit for step in steps if (limit := _SMALLEST_BYTES << step) < 2 * total] or [_SMALLEST_BYTES]
     pairs = [(limit, first) for limit in limits for first in limits if first <= limit]
-    policies = [BucketPolicy(bucket_bytes=limit, first_bucket_bytes=first) for limit, first in pairs]
+    policies = [
+        BucketPolicy(bucket_bytes=limit, first_bucket_bytes=first, cuts_tail=cuts_tail)
+        for limit, first in pairs
+        for cuts_tail in (True, False)
+    ]
     found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *policies]}
     lost = {}
     for policy, buckets in found.items():
