@@ -83,6 +83,29 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
     assert torch.equal(tensors["model/shared"], torch.arange(40_000.0) + 3)
 
 
+def test_several_threads_write_a_large_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.checkpoint.write._LARGE_BYTES", 100_000)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
+    threads: set[int] = set()
+    inside, write = threading.Barrier(2), LocalFiles.write
+
+    def write_together(self: LocalFiles, path: Path, chunks: Any) -> Any:
+        if path.suffix == ".safetensors":
+            threads.add(threading.get_ident())
+            inside.wait(60)  # each waits until the other is under way
+        return write(self, path, chunks)
+
+    monkeypatch.setattr(LocalFiles, "write", write_together)
+    state = make_state(SoloCommunicator(CPU), 3)
+    path = CheckpointWriter(tmp_path, SoloCommunicator(CPU)).save(state)
+    check_saved(path, 1, 3)
+    assert sorted(each.name for each in path.glob("*.safetensors")) == [
+        "rank-00000.f32-0.safetensors",
+        "rank-00000.f32-1.safetensors",
+    ]
+    assert len(threads) == 2
+
+
 def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is the state of the step, although it changes before a byte is written."""
     may_write = threading.Event()

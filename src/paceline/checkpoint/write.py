@@ -1,7 +1,8 @@
 """Writing: every rank its own files, under a temporary name, and one rename when all are there.
 
     .step-00000100.<token>/            made by whoever comes first; no other attempt has the token
-      rank-00000.f32.safetensors       a rank's share of what it holds, one file for each dtype
+      rank-00000.f32.safetensors       a rank's share of what it holds, one file for each dtype; of a large share
+                                       several, f32-0 and so on: one thread writes about a gigabyte a second
       rank-00000.json                  when these are there: what is in them, their hashes, and the rank's own values
       manifest.json                    when all ranks' are there: rank 0 merges them
     step-00000100/                     the rename that makes it a checkpoint
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 
 _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
+_LARGE_BYTES = 2**28  # of a file, beyond which several threads write one each
+_MOST_WRITERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +94,65 @@ def plain_state(state: manifest.State) -> manifest.State:
 def write_part(target: SaveTarget, shares: Iterable[Shard], plain: manifest.State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        return write_rank(target, map(Stream.of, shares), plain, ignore_progress)
+        return write_rank(target, map(Stream.of, shares), plain, ignore_progress, writers=_num_writers())
     except OSError as error:
         raise unwritten(target, error) from error
 
 
-def write_rank(target: SaveTarget, streams: Iterable[Stream], plain: manifest.State, progress: Progress) -> int:
-    """Writes one rank's files, and last the one that says what is in them; returns their size."""
+def write_rank(
+    target: SaveTarget, streams: Iterable[Stream], plain: manifest.State, progress: Progress, *, writers: int = 1
+) -> int:
+    """Writes one rank's files, and last the one that says what is in them; returns their size.
+
+    At most ``writers`` threads read the streams, each of them from its first to its last byte.
+    """
     storage, stem = target.storage, f"rank-{target.rank:05d}"
     storage.make_folder(target.partial)
     groups: dict[str, list[Stream]] = {}
     for stream in streams:
         groups.setdefault(dtype_code(stream.dtype), []).append(stream)
-    files: dict[str, manifest.SavedFile] = {}
-    tensors: dict[str, Any] = {}
+    named: dict[str, Sequence[Stream]] = {}
     for code, group in groups.items():
-        name = f"{stem}.{code.lower()}.safetensors"
-        files[name] = storage.write(target.partial / name, file_chunks(group, progress=progress))
-        for each in group:
+        parts = _parts(group, writers)
+        for number, part in enumerate(parts):
+            named[f"{stem}.{code.lower()}{f'-{number}' if len(parts) > 1 else ''}.safetensors"] = part
+
+    def write(name: str) -> manifest.SavedFile:
+        return storage.write(target.partial / name, file_chunks(named[name], progress=progress))
+
+    with ThreadPoolExecutor(writers) as pool:
+        files = dict(zip(named, (pool.map if writers > 1 else map)(write, named), strict=True))
+    tensors: dict[str, Any] = {}
+    for name, part in named.items():
+        for each in part:
             saved = (manifest.SavedPiece(file=name, region=each.region),)
             tensors[each.name] = manifest.tensor_entry(
-                manifest.SavedTensor(shape=each.region.shape, dtype=code, pieces=saved)
+                manifest.SavedTensor(shape=each.region.shape, dtype=dtype_code(each.dtype), pieces=saved)
             )
-    part = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": manifest.files_entry(files)}
-    part["tensors"] = tensors
-    written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])
+    told = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": manifest.files_entry(files)}
+    told["tensors"] = tensors
+    written = storage.write(target.partial / f".{stem}.json", [json.dumps(told, allow_nan=False).encode()])
     storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
+
+
+def _parts(streams: Sequence[Stream], most: int) -> list[Sequence[Stream]]:
+    """Returns the streams in order, in parts of about as many bytes each, where they are large."""
+    total = sum(each.num_bytes for each in streams)
+    number = max(1, min(most, len(streams), -(-total // _LARGE_BYTES)))
+    parts: list[list[Stream]] = [[] for _ in range(number)]
+    before = 0
+    for each in streams:
+        middle = before + each.num_bytes // 2
+        parts[min(middle * number // max(total, 1), number - 1)].append(each)
+        before += each.num_bytes
+    return [part for part in parts if part]
+
+
+def _num_writers() -> int:
+    """Returns how many threads of a rank write at once: those of this host share its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_WRITERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def commit(target: SaveTarget, plain: manifest.State) -> None:
