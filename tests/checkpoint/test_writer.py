@@ -85,7 +85,7 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
 
 def test_several_threads_write_a_large_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.checkpoint.write._LARGE_BYTES", 100_000)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     threads: set[int] = set()
     inside, write = threading.Barrier(2), LocalFiles.write
 
