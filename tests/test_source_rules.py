@@ -32,7 +32,7 @@ LINES = {
     "checkpoint": 5_040,  # memory.py: snapshots in the memory of hosts
     "cli": 3_350,  # completion.py; checkpoint upcycle
     "cluster": 1_885,  # what attention over ranks costs; its tiles
-    "comm": 7_420,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_430,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
