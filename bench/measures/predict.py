@@ -35,9 +35,8 @@ from paceline.engines.apply import parallelize
 from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model
-from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Player, Program, Run
+from paceline.predict.replay.kernel_costs import kernel_seconds
+from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.function_ranks import run_processes
@@ -212,13 +211,10 @@ def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
 
 def device_families(program: Program, cluster: Cluster) -> dict[str, float]:
     """Milliseconds of the device by family of kernels: where a prediction that is off goes wrong."""
-    costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
     found: dict[str, float] = {}
-    recorded = fuse_blocks(program.events) if program.is_compiled else program.events
-    for event in Player(recorded, program.order).run() if program.order else recorded:  # of all microbatches
-        if isinstance(event, Run):
-            name = "fused" if event.operation.name == "fused" else event.operation.family
-            found[name] = found.get(name, 0.0) + 1e3 * costs(event)[0]
+    for operation, (_, seconds) in kernel_seconds(program, cluster).items():
+        name = "fused" if operation.name == "fused" else operation.family
+        found[name] = found.get(name, 0.0) + 1e3 * seconds
     return found
 
 

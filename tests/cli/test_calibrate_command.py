@@ -24,6 +24,9 @@ runner = CliRunner()
         (["--from", "runs/digits", "--ranks", "2"], "--ranks beside --from runs/digits"),
         (["--from", "runs/digits", "--name", "x", "--noisy"], "leave out --name and --noisy, or --from"),
         (["--cluster", "mine.yaml"], "--cluster without --from"),
+        (["--from", "runs/digits", "--for", "digits"], "--from beside --for"),
+        (["--for", "digits", "--noisy"], "--noisy beside --for digits\n  the config says what is measured"),
+        (["train.steps=3"], "train.steps=3 without a config"),
     ],
 )
 def test_options_are_looked_at_first(options: list[str], told: str) -> None:

@@ -92,13 +92,11 @@ def test_communication_that_is_waited_for_at_once_is_exposed() -> None:
 
 def test_what_is_least_certain_is_told_with_what_would_tell_it() -> None:
     waits = replay(program([gather(0), Wait(0)]), cluster(), constants=PLAIN)
-    assert waits.doubt == "communication, by about 30% of the step; ten steps on two nodes of such links would tell"
+    assert waits.doubt == "communication, by about 30% of the step; paceline calibrate on one node would tell"
     kernels = replay(program([kernel()]), cluster(), constants=PLAIN)
     assert kernels.doubt == "kernels, by about 13% of the step; paceline calibrate on one device would tell"
     measured = replay(program([kernel(16384 * MIB)]), load_cluster("1x dgx-h200"))
-    assert measured.doubt.startswith(
-        "kernels, by about 5% of the step; ten steps on one device, and paceline calibrate"
-    )
+    assert measured.doubt.startswith("kernels, by about 5% of the step; paceline calibrate --for CONFIG")
 
 
 def test_a_collective_starts_when_compute_has_come_so_far() -> None:

@@ -27,7 +27,7 @@ import yaml
 from paceline.bounded_yaml import load_yaml
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.cluster.devices import Catalog, Cluster, loop_us
-from paceline.cluster.entries import DeviceEntry, parse_catalog
+from paceline.cluster.entries import DeviceEntry, find_name, parse_catalog, shipped
 from paceline.config import Config, load_config
 from paceline.config.suggest import near_folders
 from paceline.errors import UsageError
@@ -181,7 +181,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-_SMALL_HOST = "cpu-host.yaml"
 _ROUNDS = 14
 _MOST = 20.0  # times what was measured: more is another machine
 _CLOSE = 0.05  # of a step: collectives that change it by less cannot be told from a run
@@ -253,15 +252,15 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
             "what they take\n  train with processes: paceline train CONFIG train.steps=40"
         )
     config = config.with_values("parallel", ranks=times.ranks)
-    text = _text_of(base, config)
+    text = text_of(base, config, machine)
     programs = record_stages(config, ranks=times.ranks)
-    cluster = _cluster(config, machine, text)
+    cluster = cluster_of(config, machine, text)
     before = _predict(programs, cluster)
     around = max(0.0, cluster.device.loop_s - times.data_s)
     compute = max(times.compute_s - around, 0.5 * times.compute_s) / before[1]
     communication = _fit(config, machine, programs, text, compute, times)
     fitted = rescale(text, compute, communication, times.backend, str(run_folder.name))
-    after = _predict(programs, _cluster(config, machine, fitted))
+    after = _predict(programs, cluster_of(config, machine, fitted))
     return Refit(
         measured_s=times.step_s,
         before_s=before[0],
@@ -333,7 +332,7 @@ def _fit(
         return 1.0
 
     def seconds(factor: float) -> float:
-        return _predict(programs, _cluster(config, machine, rescale(text, compute, factor, times.backend, "")))[0]
+        return _predict(programs, cluster_of(config, machine, rescale(text, compute, factor, times.backend, "")))[0]
 
     low, high = 1 / _MOST, _MOST
     if seconds(low) >= times.step_s or seconds(high) <= times.step_s:
@@ -359,14 +358,15 @@ def _predict(programs: tuple[Program, ...], cluster: Cluster) -> tuple[float, fl
     return found.seconds, rank.compute + rank.launch_wait + rank.contention
 
 
-def _cluster(config: Config, machine: Machine, text: str) -> Cluster:
+def cluster_of(config: Config, machine: Machine, text: str) -> Cluster:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "entry.yaml"
         path.write_text(text, encoding="utf-8")
         return present_cluster(config, machine, config.parallel.decided_ranks, None, path)[0]
 
 
-def _text_of(base: Path | None, config: Config) -> str:
+def text_of(base: Path | None, config: Config, machine: Machine) -> str:
+    """Returns the entry that a config is predicted by here: a file's text, or the catalog's. Raises UsageError."""
     if base is not None:
         rule = "an entry is a file that paceline calibrate wrote\n  name one"
         try:
@@ -377,9 +377,16 @@ def _text_of(base: Path | None, config: Config) -> str:
         if not (found.nodes or found.devices):
             raise UsageError(f"{base} has no nodes and no devices\n  {rule}")
         return text
-    if config.parallel.device != "cpu":
+    name = "cpu-host" if config.parallel.device == "cpu" else _tables_of(machine)
+    if name is None:
         raise UsageError(
-            "a run on GPUs, and no entry to fit\n  the catalog's small host is a CPU\n"
+            "a run on GPUs, and no entry to fit\n  the catalog has no figures that were measured on such GPUs\n"
             "  measure this machine first: paceline calibrate --output mine.yaml, then --cluster mine.yaml"
         )
-    return resources.files("paceline.cluster").joinpath("catalog", _SMALL_HOST).read_text(encoding="utf-8")
+    return resources.files("paceline.cluster").joinpath("catalog", f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _tables_of(machine: Machine) -> str | None:
+    """Returns the name of the catalog's file of what was measured on GPUs like these, if there is one."""
+    known = shipped().devices.get(find_name(machine.gpus[0], shipped().devices) or "") if machine.gpus else None
+    return None if known is None else known.tables_of

@@ -181,6 +181,15 @@ def _measure_links(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]
     return _links(comm, torch.device("cpu"), few, watch)
 
 
+def measure_sizes(wanted: Wanted) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Times all-reduces of CPU ranks; returns bytes and seconds by kind of link."""
+    return {kind: link.points for kind, link in run_processes(_time_sizes, wanted.ranks, args=(wanted,))[0].items()}
+
+
+def _time_sizes(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]:
+    return _links(comm, torch.device("cpu"), wanted, Stopwatch(samples=wanted.samples, meet=comm.barrier))
+
+
 def _least_share(comm: Communicator) -> float:
     """Returns the least share of a processor that any rank had while all worked: ranks agree on whether to go on."""
     small = torch.randn(96, 96)  # small enough to stay on one thread

@@ -243,6 +243,8 @@ def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, 
         lines.append(f"cost          {found.usd_per_step(price):.4g} USD a step at {price:g} USD an hour and device")
     lines += ["", *_breakdown(found), "", *_memory(found, bound), "", f"What binds: {found.binds}."]
     lines += [f"What is least certain: {found.doubt}."]
+    if timed := found.timed_share:
+        lines += [f"Kernels that were timed one by one make {timed:.0%} of the compute."]
     lines += [f"Outside the calibrated domain: {each}." for each in found.outside]
     return lines
 

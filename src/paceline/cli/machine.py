@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
+    overrides: Overrides = None,
     *,
     device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
     ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
@@ -32,12 +34,22 @@ def calibrate(
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
     run: Path | None = typer.Option(None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a run."),
-    cluster: Path | None = typer.Option(None, metavar="FILE.yaml", help="What --from fits.  [default: cpu-host]"),
+    config: Path | None = typer.Option(
+        None, "--for", metavar="CONFIG", help="Halve the doubt about this config's step."
+    ),
+    cluster: Path | None = typer.Option(
+        None, metavar="FILE.yaml", help="The entry that --from and --for begin with.  [default: the catalog's]"
+    ),
 ) -> None:
     """Measure this machine, so that steps on it can be predicted."""
     given = {"--device": device != "auto", "--ranks": ranks is not None, "--name": name is not None}
     given |= {"--no-compiled": not compiled, "--noisy": noisy, "--cluster": cluster is not None}
-    _check_options(run, {option for option, is_given in given.items() if is_given}, name)
+    _check_options(run, config, {option for option, is_given in given.items() if is_given}, name)
+    if config is not None:
+        _halve_doubt(config, overrides or [], cluster, output, as_json=as_json)
+        return
+    if overrides:
+        raise UsageError(f"{' '.join(overrides)} without a config\n  they are changes of one\n  name it: --for CONFIG")
     if run is not None:
         _refit(run, cluster, output, as_json=as_json)
         return
@@ -68,14 +80,18 @@ def calibrate(
     echo(f"\n{text if output is None else wrote}", nl=False)
 
 
-def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
+def _check_options(run: Path | None, config: Path | None, given: set[str], name: str | None) -> None:
     """Raises UsageError for options that nobody would read, and for a name that is none."""
-    if run is None and "--cluster" in given:
-        raise UsageError("--cluster without --from\n  it is what is fitted to a run\n  name one: --from RUN")
+    if run is not None and config is not None:
+        raise UsageError("--from beside --for\n  an entry is fitted to a run, or measured for a config\n  take one")
+    if run is None and config is None and "--cluster" in given:
+        rule = "it is what is fitted to a run, or what is measured for a config goes into"
+        raise UsageError(f"--cluster without --from or --for\n  {rule}\n  name one: --from RUN or --for CONFIG")
     unread = sorted(given - {"--cluster"})
-    if run is not None and unread:
-        fix = f"leave out {' and '.join(unread)}"
-        raise UsageError(f"{', '.join(unread)} beside --from {run}\n  nothing is measured\n  {fix}, or --from")
+    if (run is not None or config is not None) and unread:
+        fix, what = f"leave out {' and '.join(unread)}", f"--from {run}" if config is None else f"--for {config}"
+        rule = "nothing is measured" if config is None else "the config says what is measured"
+        raise UsageError(f"{', '.join(unread)} beside {what}\n  {rule}\n  {fix}, or {what.split()[0]}")
     if name is not None and not any(letter.isalnum() for letter in name):
         raise UsageError(f"--name {name!r}\n  it is found by the letters and digits of its name\n  try my-host")
 
@@ -97,6 +113,45 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
     echo(f"collectives       {found.communication:10.4g} times")
     for doubt in found.doubts():
         echo(f"paceline: doubtful: {doubt}", err=True)
+    if output is None:
+        echo(f"\n{found.text}", nl=False)
+    else:
+        echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
+
+
+def _halve_doubt(path: Path, overrides: list[str], base: Path | None, output: Path | None, *, as_json: bool) -> None:
+    from paceline.calibrate.doubts import halve_doubt
+    from paceline.cluster.detect import detect_machine
+    from paceline.config import Config, load_config
+    from paceline.run.decide import decide_run
+    from paceline.run.location import RunOptions
+    from paceline.run.processes import machine_entry
+    from paceline.run.train import train
+
+    def run(config: Config, folder: Path) -> Path:
+        changes = config.with_values("monitor", folder=str(folder)).with_values("checkpoint", at_end=False)
+        result = train(changes, options=RunOptions(is_quiet=True))
+        assert result is not None
+        return result.folder
+
+    config = decide_run(load_config(path, overrides), checks_memory=False).config
+    machine = detect_machine(with_gpus=config.parallel.device == "cuda")
+    tell = partial(echo, err=True)
+    found = halve_doubt(config, machine, base or machine_entry(), tell, train=run)
+    if output is not None:
+        write_output(output, found.text, "entry")
+    if as_json:
+        print_json(found.to_json())
+        return
+    echo(f"{'measured':<60} {'a step':>7} {'predicted':>12} {'measured':>12}")
+    for each in found.measured:
+        times = f"{1e3 * each.predicted_s:9.4g} ms {1e3 * each.measured_s:9.4g} ms"
+        echo(f"{each.name:<60} {each.count:>6}x {times}")
+    echo("")
+    for name, step in (("before", found.before), ("now", found.after)):
+        share = step.doubts[found.part] / step.seconds
+        echo(f"{name:<7} {1e3 * step.seconds:10.4g} ms a step, of which {found.part} may be off by {share:.1%} of it")
+    echo(f"next    {found.after.doubt}")
     if output is None:
         echo(f"\n{found.text}", nl=False)
     else:

@@ -56,7 +56,8 @@ class Device:
     What ``paceline calibrate`` measured besides: ``shapes``; ``memory_rates``, bytes per second of families of kernels
     by bytes; the host's time for one operation of a training step (``operation_s``), for each further tensor of one
     over lists (``tensor_s``), for a step whatever is in it (``step_s``) and what surrounds it in a run (``loop_s``);
-    ``factor``, what a run took over what its kernels add up to, as ``calibrate --from`` fits it.
+    ``factor``, what a run took over what its kernels add up to, as ``calibrate --from`` fits it; ``kernels``, seconds
+    of single ones, which ``calibrate --for`` has timed.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Device:
     step_s: float = 0.0
     loop_s: float = 0.0
     factor: float = 1.0
+    kernels: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def peak(self, dtype: str) -> float:
         """Returns the dense peak of a dtype, or of what it may be computed in where that is faster."""
@@ -346,6 +348,7 @@ def _device(name: str, entry: written.DeviceEntry) -> Device:
         step_s=entry.step_us * 1e-6,
         loop_s=loop_us(entry) * 1e-6,
         factor=entry.factor,
+        kernels={label: micros * 1e-6 for label, micros in entry.kernels_us.items()},
     )
 
 

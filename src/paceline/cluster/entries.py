@@ -83,6 +83,7 @@ class DeviceEntry(CatalogEntry):
     step_us: float = Field(default=0.0, ge=0)
     loop_us: float | None = Field(default=None, ge=0)
     factor: Positive = 1.0
+    kernels_us: dict[str, Positive] = Field(default_factory=dict)
     measured: MeasuredEntry | None = None
     tables_of: str | None = None
 

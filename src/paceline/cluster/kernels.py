@@ -14,6 +14,7 @@ By fitted rates (predict/formulas/constants.py), where a device was not measured
 under load. On a device that ``paceline calibrate`` measured:
 
     product, attention       FLOPs / the rate of this shape, between the shapes that were timed
+    single kernels           what this very one took, where ``calibrate --for`` has timed it
     all others               bytes read and written / the rate of this family of kernels at this size
     the host                 its time for each operation; a CPU computes itself, beside a GPU it runs ahead
 
@@ -161,6 +162,15 @@ class Operation:
         return 0.0
 
     @property
+    def label(self) -> str:
+        """What a device's table of single kernels knows it by: all that decides what it takes."""
+        sizes = "x".join(map(str, self.sizes)) + (f"x{self.keys}" if self.keys else "")
+        batch = f"{self.batch} of" if self.batch > 1 else ""
+        rest = "" if self.is_causal else "whole", f"{self.tensors} tensors" if self.tensors > 1 else ""
+        told = (self.name, self.dtype, batch, sizes, self.layout, *rest, f"{self.num_bytes} bytes")
+        return " ".join(filter(None, told))
+
+    @property
     def is_convolution(self) -> bool:
         return "convolution" in self.name
 
@@ -177,6 +187,8 @@ class Operation:
 
 
 def work_seconds(device: Device, operation: Operation) -> float:
+    if device.kernels and (known := device.kernels.get(operation.label)):
+        return known
     if operation.family == "matmul":
         measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
         rate = measured or device.ceiling(operation.dtype)

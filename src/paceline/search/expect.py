@@ -175,6 +175,7 @@ def _with_cores(device: Device, cores: float) -> Device:
         matmul_ceiling={dtype: rate * cores for dtype, rate in device.matmul_ceiling.items()},
         shapes=tuple(replace(each, flops=each.flops * cores) for each in device.shapes),
         memory_bandwidth=device.memory_bandwidth * share,
+        kernels=device.kernels if cores == 1 else {},  # timed on one core
         memory_rates={family: tuple((size, rate * share) for size, rate in points) for family, points in rates},
         **{name: seconds / share for name, seconds in known.items()},
     )

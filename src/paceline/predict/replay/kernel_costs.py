@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.cluster import kernels
-from paceline.cluster.devices import Device
+from paceline.cluster.devices import Cluster, Device
+from paceline.cluster.kernels import Operation
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Run, Wait
+from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Player, Program, Run, Wait
 
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
 # Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
@@ -76,6 +77,22 @@ class KernelCosts:
             return max(kernels.long_attention_seconds(*known, is_back=is_back), least)
         again = sum(size for _, size in kernel.reads) if kernel.is_batch_norm and not device.is_cpu else 0
         return kernels.memory_seconds(device, rates, kernel.num_bytes + again)
+
+
+def kernel_seconds(program: Program, cluster: Cluster) -> dict[Operation, tuple[int, float]]:
+    """Returns how often each kernel of a rank's step runs, and its seconds of the device in all, by what it is.
+
+    Kernels that differ in their tensors and phase alone are one; of those that a compiler puts together, the result.
+    """
+    costs = KernelCosts(cluster.device, Constants(), is_compiled=program.is_compiled)
+    recorded = fuse_blocks(program.events) if program.is_compiled else program.events
+    found: dict[str, tuple[Operation, int, float]] = {}
+    for event in Player(recorded, program.order).run() if program.order else recorded:  # of all microbatches
+        if isinstance(event, Run):
+            label = event.operation.label
+            _, count, seconds = found.get(label, (None, 0, 0.0))
+            found[label] = (event.operation, count + 1, seconds + costs(event)[0])
+    return {operation: (count, seconds) for operation, count, seconds in found.values()}
 
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:

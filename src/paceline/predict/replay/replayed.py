@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from paceline.chrome_trace import Event, name_process, name_track, span, write_events
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.notebook import Shown
 from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
+from paceline.predict.replay.kernel_costs import kernel_seconds
 from paceline.predict.replay.program import Program
 from paceline.schedule.clock import Span
 from paceline.units import format_bytes, format_seconds
@@ -26,6 +27,8 @@ from paceline.units import format_bytes, format_seconds
 # predict-h200.json); small collectives, which vTrain's traces have a third slower, and the hosts of other machines.
 _KERNELS = (0.13, 0.05)
 _WAITS = 0.3
+_TIMED = 0.02  # of kernels that were timed one by one: what clocks and caches are otherwise beside others
+DoubtedPart: TypeAlias = Literal["kernels", "communication", "the host"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,20 +158,36 @@ class ReplayedStep(Shown):
         return told
 
     @property
+    def doubts(self) -> dict[DoubtedPart, float]:
+        """Seconds by which parts of the step may be off, the largest first."""
+        rank, each = self.longest, _KERNELS[bool(self.cluster.device.memory_rates)]
+        timed = self.timed_share
+        found: dict[DoubtedPart, float] = {
+            "kernels": rank.compute * (each * (1 - timed) + _TIMED * timed),
+            "communication": (rank.exposed + rank.contention) * _WAITS,
+            "the host": (rank.launch_wait + rank.loop + rank.on_host) * _WAITS,
+        }
+        return dict(sorted(found.items(), key=lambda part: -part[1]))
+
+    @property
+    def timed_share(self) -> float:
+        """The share of the time of kernels that is of those which were timed one by one, for a config such as this."""
+        known = self.cluster.device.kernels
+        if not known:
+            return 0.0
+        own = kernel_seconds(self.program, self.cluster)
+        timed = sum(seconds for operation, (_, seconds) in own.items() if operation.label in known)
+        return timed / (sum(seconds for _, seconds in own.values()) or 1.0)
+
+    @property
     def doubt(self) -> str:
         """Says which part makes most of the uncertainty, and the smallest measurement that tells it."""
-        rank, is_measured = self.longest, bool(self.cluster.device.memory_rates)
-        one = "ten steps on one device, and paceline calibrate --from RUN"
-        parts = (
-            (
-                rank.compute * _KERNELS[is_measured],
-                "kernels",
-                one if is_measured else "paceline calibrate on one device",
-            ),
-            ((rank.exposed + rank.contention) * _WAITS, "communication", "ten steps on two nodes of such links"),
-            ((rank.launch_wait + rank.loop + rank.on_host) * _WAITS, "the host", one),
-        )
-        seconds, what, measurement = max(parts)
+        (what, seconds), *_ = self.doubts.items()
+        measurement = "paceline calibrate --for CONFIG on such a device"
+        if what == "communication" and self.cluster.nodes > 1:
+            measurement = "ten steps on two nodes of such links"
+        elif not self.cluster.device.memory_rates:
+            measurement = f"paceline calibrate on one {'node' if what == 'communication' else 'device'}"
         return f"{what}, by about {seconds / self.seconds:.0%} of the step; {measurement} would tell"
 
     @property
@@ -216,6 +235,8 @@ class ReplayedStep(Shown):
             "fitted": self.is_fitted,
             "binds": self.binds,
             "doubt": self.doubt,
+            "doubts_s": dict(self.doubts),
+            "timed_share": self.timed_share,
             "outside_calibration": list(self.outside),
         }
 
