@@ -4,35 +4,33 @@ Theory is the step of one device, all of whose work is shared out evenly and wai
 step, fully sharded, blocks computed twice, on the H200s of one node and of eight. A row is one text (causal), or packed
 with documents whose lengths are drawn (lognormal, sigma 1) around a mean.
 
-Rows are cut as the engine cuts them (schedule/ring.py): the work of the rank that has most counts. In order, as many
-keys travel between neighbours as the longest document has, and no work hides them here. ``in zigzag`` is the same row
-as it was cut before. ``is_chosen``, ``is_chosen apart``: what ``parallel.context_method: auto`` takes, and what it does
-for packed documents that do not see one another.
+Rows are dealt as the engine deals them (schedule/ring.py), and the rank that ends last counts: its work, messages that
+its work does not hide, and what it adds to sums. ``documents`` is the mean of eight rows, ``least`` the least of them.
+``is_chosen``, ``is_chosen apart``: what ``parallel.context_method: auto`` takes, and what it does for packed
+documents that do not see one another.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.sequence_costs import sequence_waits
+from paceline.cluster.sequence_costs import sequence_waits, share_of_pairs, typical_documents
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.predict.formulas.block import _MERGED, BlockModel
 from paceline.predict.formulas.engine_costs import price
-from paceline.schedule.ring import SequenceSplit, deal, order_of
+from paceline.schedule.ring import SequenceSplit, cut_parts, deal_documents, meets_of, tokens_of
 from paceline.search.request import task_of, with_context_method
 from paceline_bench.timing import BenchRecord
 
 LAYERS, FORWARDS, BACKWARD = 20, 2, 2.5  # of a block that is computed twice; backward in forwards
 PLACES = [("1x dgx-h200", 8, 131_072), ("8x dgx-h200", 64, 524_288), ("8x dgx-h200", 64, 1_048_576)]
-MEANS = (2048, 8192, 32_768)
+MEANS, ROWS = (2048, 8192, 32_768), 8
 
 
 def config_of(tokens: int, ranks: int, method: str, data: dict[str, Any] | None = None) -> Config:
@@ -48,14 +46,6 @@ def config_of(tokens: int, ranks: int, method: str, data: dict[str, Any] | None 
             "memory": {"checkpoint_activations": "full"},
         }
     )
-
-
-def documents_of(tokens: int, mean: int) -> list[int]:
-    """Returns where the documents of a row begin."""
-    drawn, starts = random.Random(0), [0]
-    while (end := starts[-1] + max(64, int(drawn.lognormvariate(0, 1) * mean / 1.65))) < tokens:
-        starts.append(end)
-    return starts
 
 
 def priced(config: Config, cluster: Cluster, ranks: int) -> tuple[float, list[Any]]:
@@ -100,48 +90,41 @@ def rows_of(place: str, ranks: int, tokens: int) -> Iterator[dict[str, Any]]:
         row["is_chosen apart"] = method == apart
         row |= {"ring": split.ring, "ulysses": split.ulysses, "causal": round(alone / ranks / seconds, 3)}
         computed = LAYERS * (FORWARDS + BACKWARD) * work.compute_s
-        before = _waits(sequence_waits(work, split, group, cost))
+        rest = seconds - _waits(sequence_waits(work, split, group, cost)) - computed
+        rest -= split.ring * _waits(merging) if split.ring > 1 else 0.0
         for mean in MEANS:
-            starts = documents_of(tokens, mean)
-            share = sum((end - start) ** 2 for start, end in pairwise([*starts, tokens])) / tokens**2
-            theory = alone / ranks - computed * (1 - share)
-            mine = replace(work, compute_s=work.compute_s * share)
-            longest = max(end - start for start, end in pairwise([*starts, tokens]))
-            for name, order in {"in zigzag": "zigzag", "documents": order_of(tokens, split.ring, [starts])}.items():
-                is_near = order == "contiguous"
-                found = _near(mine, split, group, cost, longest) if is_near else None
-                after = _waits(found or sequence_waits(mine, split, group, cost))
-                after -= (split.ring - 2) * _waits(merging) if is_near else 0.0  # results of two steps in place of all
-                step = seconds - before + after - computed * (1 - share * _unevenness(tokens, split, order, starts))
-                row[f"{name}, {mean:,}"] = round(theory / step, 3)
+            reached = []
+            for starts in (typical_documents(tokens, mean, seed) for seed in range(ROWS)):
+                share = share_of_pairs(tokens, starts)
+                mine = replace(work, compute_s=work.compute_s * share, documents=starts)
+                step = rest + computed * share + _waits(sequence_waits(mine, split, group, cost))
+                step += _merged(tokens, split, starts) * _waits(merging)
+                reached.append((alone / ranks - computed * (1 - share)) / step)
+            row[f"documents, {mean:,}"] = round(sum(reached) / ROWS, 3)
+            row[f"least, {mean:,}"] = round(min(reached), 3)
         yield row
-
-
-def _near(work: Any, split: SequenceSplit, ranks: Any, cost: Any, longest: int) -> tuple[float, float]:
-    """Returns the same where keys and values of one document travel to the next share, and their gradients back."""
-    exchanged, _ = sequence_waits(work, replace(split, ring=1), ranks, cost)
-    heads = max(1, work.kv_heads // split.ulysses)
-    num_bytes = 2 * work.batch * longest * heads * work.width * work.itemsize
-    links = [(rank, ranks[(place + split.ulysses) % len(ranks)]) for place, rank in enumerate(ranks)]
-    keys, gradients = (max(cost("send", size, link) for link in links) for size in (num_bytes, 2 * num_bytes))
-    return exchanged + keys, exchanged + keys + gradients
 
 
 def _waits(found: tuple[float, float]) -> float:
     return LAYERS * (FORWARDS * found[0] + found[1])
 
 
-def _unevenness(tokens: int, split: SequenceSplit, order: Any, starts: list[int]) -> float:
-    """Returns how much the rank with most work has, in means: queries times the keys before them in their document."""
-    ends, works = [*starts[1:], tokens], list[float]()
-    for share in deal(tokens, split.ring, order, starts):
-        pairs = 0.0
-        for chunk, _ in share:
-            for start, end in zip(starts, ends, strict=True):
-                first, last = max(chunk.start, start) - start, min(chunk.stop, end) - start
-                pairs += (last**2 - first**2) / 2 if last > first else 0.0
-        works.append(pairs)
-    return max(works) * len(works) / sum(works)
+def _merged(tokens: int, split: SequenceSplit, starts: tuple[int, ...]) -> float:
+    """Returns how many queries a rank merges more results of, over those that it has; the most of any rank."""
+    (shares,) = deal_documents(tokens, split.ring, [starts])
+    cuts = [cut_parts(share) for share in shares]
+    merged = [
+        tokens_of(own)
+        + sum(
+            len(queries)
+            for other in cuts
+            if other is not own
+            for meet in meets_of(own, other)
+            for queries, _ in meet.pairs
+        )
+        for own in cuts
+    ]
+    return max(merged) * split.ring / tokens
 
 
 def main() -> None:

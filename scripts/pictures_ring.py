@@ -18,7 +18,7 @@ _ROW = 20.0
 def owners(order: Order) -> list[int]:
     """Returns the rank of each chunk."""
     shares = deal(TOKENS, RANKS, order)
-    rank_of = {chunk: rank for rank, share in enumerate(shares) for places, _ in share for chunk in places}
+    rank_of = {chunk: rank for rank, (part,) in enumerate(shares) for piece in part.pieces for chunk in piece}
     return [rank_of[chunk] for chunk in range(TOKENS)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -14,10 +15,13 @@ from paceline.schedule.ring import (
     Order,
     Share,
     chunks_of,
+    cut_parts,
     deal,
-    documents_of,
+    deal_documents,
+    meets_of,
     render_ring,
     ring_schedule,
+    sent_ahead,
     split_sequence,
     ulysses_sizes,
 )
@@ -26,7 +30,7 @@ RINGS = [(ranks, order) for ranks in (1, 2, 3, 4, 8) for order in ORDERS]
 
 
 def places(share: Share) -> list[int]:
-    return [place for chunk, _ in share for place in chunk]
+    return [place for part in share for piece in part.pieces for place in piece]
 
 
 def work(share: Share, documents: list[int]) -> int:
@@ -34,28 +38,73 @@ def work(share: Share, documents: list[int]) -> int:
     return sum(place - max(start for start in documents if start <= place) + 1 for place in places(share))
 
 
-@given(st.integers(1, 70), st.sampled_from(RINGS), st.sets(st.integers(1, 69), max_size=8))
-def test_every_place_has_one_rank_and_ranks_have_as_many(length: int, ring: tuple[int, Order], cuts: set[int]) -> None:
-    documents = [0, *sorted(cut for cut in cuts if cut < length)]
-    dealt = deal(length, *ring, documents)
+@given(st.integers(1, 70), st.sampled_from(RINGS))
+def test_every_place_of_a_row_has_one_rank(length: int, ring: tuple[int, Order]) -> None:
+    dealt = deal(length, *ring)
     assert sorted(place for share in dealt for place in places(share)) == list(range(length))
     for rank, share in enumerate(dealt):
         assert places(share) == sorted(places(share))
-        assert len(places(share)) == length // ring[0] + (rank < length % ring[0])  # whatever the documents
+        assert len(places(share)) == length // ring[0] + (rank < length % ring[0])
 
 
-@given(st.integers(1, 70), st.sampled_from(RINGS), st.sets(st.integers(1, 69), max_size=8))
-def test_what_a_share_has_of_a_document_lies_together(length: int, ring: tuple[int, Order], cuts: set[int]) -> None:
-    documents = [0, *sorted(cut for cut in cuts if cut < length)]
-    for share in deal(length, *ring, documents):
-        tokens = [(place, is_later) for chunk, is_later in share for place in chunk]
-        found = documents_of(share, documents)
-        assert sum(end - begin for begin, _, end in found.values()) == len(tokens)
-        for start, (begin, middle, end) in found.items():
-            assert all(max(each for each in documents if each <= place) == start for place, _ in tokens[begin:end])
-            assert [is_later for _, is_later in tokens[begin:end]] == [False] * (middle - begin) + [True] * (
-                end - middle
-            )
+ROWS = st.lists(st.sets(st.integers(1, 69), max_size=12), min_size=1, max_size=3)
+
+
+def cut(length: int, rows: list[set[int]]) -> list[list[int]]:
+    return [[0, *sorted(each for each in row if each < length)] for row in rows]
+
+
+@given(st.integers(1, 70), st.sampled_from([1, 2, 3, 4, 8]), ROWS)
+def test_every_place_of_packed_rows_has_one_rank(length: int, ranks: int, rows: list[set[int]]) -> None:
+    starts = cut(length, rows)
+    for documents, dealt in zip(starts, deal_documents(length, ranks, starts), strict=True):
+        assert sorted(place for share in dealt for place in places(share)) == list(range(length))
+        for rank, share in enumerate(dealt):
+            assert len(places(share)) == length // ranks + (rank < length % ranks)  # whatever the documents
+            assert [part.is_whole for part in share] == sorted(part.is_whole for part in share)
+            for part in share:
+                found = [place for piece in part.pieces for place in piece]
+                assert found == sorted(found) == places(share)[part.places]
+                assert all(max(each for each in documents if each <= place) == part.document for place in found)
+                others = [other for each in dealt for other in each if other.document == part.document]
+                assert part.is_whole == (len(others) == 1)
+
+
+@given(st.integers(1, 70), st.sampled_from([2, 3, 4, 8]), ROWS, st.booleans())
+def test_queries_meet_the_keys_of_others_that_they_should(
+    length: int, ranks: int, rows: list[set[int]], is_causal: bool
+) -> None:
+    (documents,) = starts = cut(length, rows[:1])
+    (dealt,) = deal_documents(length, ranks, starts)
+    document = [max(each for each in documents if each <= place) for place in range(length)]
+    expected = {
+        (query, key)
+        for query in range(length)
+        for key in range(length)
+        if document[query] == document[key] and (key <= query or not is_causal)
+    }
+    cuts = [cut_parts(share) for share in dealt]
+    found = [
+        (query, key)
+        for share in dealt
+        for part in share
+        for query in places([part])
+        for key in places([part])
+        if key <= query or not is_causal
+    ]
+    for own in cuts:
+        for other in cuts:
+            for meet in meets_of(own, other, is_causal) if own is not other else ():
+                keys = places([meet.other])
+                assert meet.keys == max(count for _, count in meet.pairs) <= len(keys)
+                found += [
+                    (places(own)[query], key)
+                    for queries, count in meet.pairs
+                    for query in queries
+                    for key in keys[:count]
+                ]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -67,14 +116,41 @@ def test_causal_work_is_even_in_zigzag_order(ranks: int) -> None:
     assert max(work(share, [0]) for share in deal(length, ranks, "contiguous")) > 1.4 * works[0]
 
 
-@pytest.mark.parametrize("documents", [[0, 192], [0, 10, 200], [0, 64, 128, 192], list(range(0, 256, 5))])
-def test_work_is_even_where_documents_are_packed(documents: list[int]) -> None:
-    works = [work(share, documents) for share in deal(256, 4, "zigzag", documents)]
-    assert max(works) * 4 <= 1.1 * sum(works)
+def drawn(length: int, mean: int, seed: int) -> list[int]:
+    generator, starts = random.Random(seed), [0]
+    while (end := starts[-1] + 1 + int(generator.expovariate(1 / mean))) < length:
+        starts.append(end)
+    return starts
 
 
-def test_short_documents_stay_whole_where_the_work_is_even_anyway() -> None:
-    assert deal(256, 4, "zigzag", list(range(0, 256, 8))) == deal(256, 4)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mean", [100, 1000, 4000])
+def test_work_is_even_where_documents_are_packed(mean: int, seed: int) -> None:
+    documents = drawn(65536, mean, seed)
+    (dealt,) = deal_documents(65536, 4, [documents])
+    works = [work(share, documents) for share in dealt]
+    assert max(works) * 4 <= 1.2 * sum(works)
+    travelling = sum(part.tokens for share in dealt for part in share if not part.is_whole)
+    assert travelling <= {100: 0.01, 1000: 0.12, 4000: 0.5}[mean] * 65536
+
+
+def test_rows_of_a_batch_are_even_together() -> None:
+    """Each row has one long document: no rank has the work of two."""
+    starts = [[0, *range(16, 32)], [0, *range(16, 32)]]
+    rows = deal_documents(32, 2, starts)
+    works = [sum(work(row[rank], documents) for row, documents in zip(rows, starts, strict=True)) for rank in (0, 1)]
+    assert max(works) <= 1.1 * min(works)
+    assert all(part.is_whole for row in rows for share in row for part in share)
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
+def test_messages_are_sent_ahead_while_they_are_small(sizes: list[int], most: int) -> None:
+    ahead = sent_ahead(sizes, most)
+    assert len(ahead) == len(sizes) + 1
+    assert ahead == sorted(ahead)
+    for number, sent in enumerate(ahead):
+        assert min(number + 1, len(sizes)) <= sent <= len(sizes)
+        assert sent == min(number + 1, len(sizes)) or sum(sizes[number:sent]) <= most
 
 
 @pytest.mark.parametrize(("ranks", "order"), RINGS)
@@ -93,6 +169,19 @@ def test_every_pair_of_chunks_that_can_meet_does_once(ranks: int, order: Order, 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_in_zigzag_order_each_step_is_as_much_work_for_all(ranks: int) -> None:
     assert {step.work for row in ring_schedule(ranks) for step in row} == {2.0}
+
+
+@pytest.mark.parametrize(("ranks", "order"), RINGS)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_ranks_compute_what_the_schedule_says(ranks: int, order: Order, is_causal: bool) -> None:
+    shares = deal(2 * ranks * 6, ranks, order)
+    size = 6 if order == "zigzag" else 12  # tokens of a chunk
+    for row in ring_schedule(ranks, order, is_causal=is_causal):
+        for step in row[1:]:
+            found = [
+                pair for meet in meets_of(shares[step.rank], shares[step.source], is_causal) for pair in meet.pairs
+            ]
+            assert sum(len(queries) * keys for queries, keys in found) == step.work * size**2
 
 
 def test_a_ring_as_text() -> None:

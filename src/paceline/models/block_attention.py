@@ -12,6 +12,8 @@ scores are computed whole, in float32 at least: queries x keys of memory for eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -52,6 +54,36 @@ class Block(NamedTuple):
     keys: Tokens
     is_diagonal: bool
     segments: Segments | None = None
+
+
+def join_blocks(blocks: Sequence[Block], device: torch.device) -> list[Block]:
+    """Returns blocks as one, for a kernel that takes all of them; they are alike on the diagonal or off it."""
+    if len(blocks) < 2:
+        return list(blocks)
+    queries, keys = [block.queries for block in blocks], [block.keys for block in blocks]
+    most_queries, most_keys = max(_sizes(queries)), max(_sizes(keys))
+    segments = Segments(_bounds(queries, device), _bounds(keys, device), most_queries, most_keys)
+    return [Block(places_of(queries, device), places_of(keys, device), blocks[0].is_diagonal, segments)]
+
+
+def _sizes(pieces: Sequence[Any]) -> list[int]:
+    return [each.stop - each.start for each in pieces]
+
+
+def _bounds(pieces: Sequence[Any], device: torch.device) -> Tensor:
+    """Returns where each piece begins and ends among the tokens of all."""
+    return torch.tensor([0, *accumulate(_sizes(pieces))], dtype=torch.int32, device=device)
+
+
+def places_of(pieces: Sequence[Any], device: torch.device) -> Tokens:
+    """Returns the tokens of all pieces."""
+    if all(before.stop == after.start for before, after in pairwise(pieces)):
+        return slice(pieces[0].start, pieces[-1].stop) if pieces else slice(0, 0)
+    return numbers_of(pieces, device)
+
+
+def numbers_of(pieces: Sequence[Any], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(each.start, each.stop) for each in pieces]).to(device)
 
 
 def takes_segments(query: Tensor) -> bool:

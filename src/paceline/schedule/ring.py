@@ -1,15 +1,19 @@
 """How ranks share each sequence: who holds which tokens, and the ring on which keys and values travel, as data.
 
-Of N ranks of a ring each holds one share of every row. In zigzag order a row is cut into 2 N chunks, and rank r holds
-chunks r and 2 N - 1 - r, so that causal attention is the same work for all in every step:
+Of N ranks of a ring each holds one share of every row, all as many tokens, but for one. In zigzag order a row is cut
+into 2 N chunks, and rank r holds chunks r and 2 N - 1 - r, so that causal attention is the same work for all in every
+step:
 
     8 chunks, held by the ranks      0 1 2 3 3 2 1 0
 
-In step s, rank r has the keys and values of rank r - s, and sends them to rank r + 1 meanwhile. Of the chunk pairs it
-computes those in which the keys come first: of later ranks' keys its later queries meet all, and of earlier ranks' all
-its queries meet the first chunk. Chunks differ by at most one token, and so do the shares of a row. Packed documents
-are cut so one by one, unless the work is even where the row is cut as a whole. Where none is longer than a share, a row
-may be cut in order instead: of a share, the last document alone reaches into the next one, and nothing else travels.
+In step s, rank r has the keys and values of rank r - s. Of the chunk pairs it computes those in which the keys come
+first: of later ranks' keys its later queries meet all, and of earlier ranks' all its queries meet the first chunk. A
+row that is one document goes around: in each step, a rank sends what it has to rank r + 1.
+
+Packed documents are dealt one by one, the longest first. One with more work than a share should have is cut in zigzag,
+for as few shares as can be; the others go whole to the share with the least work so far that has room. The last ones,
+the shortest, fill the shares, and some are cut in order for that. Keys and values of whole documents do not travel;
+those of the others are sent in step s straight to rank r + s, as far as its queries come after them.
 
 A share may be held by several ranks, as neighbouring pieces of it: those exchange tokens for heads before the ring
 (Ulysses). Rank numbers run through the pieces of a share first.
@@ -17,11 +21,10 @@ A share may be held by several ranks, as neighbouring pieces of it: those exchan
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from paceline.errors import UsageError
 
@@ -31,10 +34,35 @@ SEQUENCE_METHODS: tuple[SequenceMethod, ...] = get_args(SequenceMethod)
 ORDERS: tuple[Order, ...] = get_args(Order)
 Meeting: TypeAlias = Literal["all", "diagonal", "first_keys", "later_queries", "nothing"]
 """Which of a rank's queries meet which keys: on the diagonal, those up to their own place."""
-Share: TypeAlias = list[tuple[range, bool]]
-"""The places of a rank of the ring in a row, in order: its chunks, and whether each is the later of two."""
-_UNEVEN = 1.05  # the most work of a rank over the mean, up to which packed rows are cut as a whole
-_KEYS_OF_A_PASS = 1024  # that all queries of a rank meet while keys and values travel on once, between GPUs of a node
+_KEYS_OF_A_PASS = 1024  # that a query meets while keys and values of a token travel, between GPUs of a node
+_MOST = (2, 3, 4, 6, 8, 16)  # of a document in a share, in quarters of a share's mean work: one of these is taken
+_LIGHT = 8  # a document with less than this part of that is cut in order, if it must be
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a share has of a document: pieces of the row in order, which follow one another in the share."""
+
+    document: int  # where it begins in the row
+    pieces: tuple[range, ...]
+    begin: int  # in the share
+    is_whole: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.pieces))
+
+    @property
+    def places(self) -> slice:
+        return slice(self.begin, self.begin + self.tokens)
+
+    def moved(self, places: int, tokens: int) -> Part:
+        """Returns the same part where so many places of rows, and tokens of the rank, come before."""
+        return replace(self, document=self.document + places, begin=self.begin + tokens)
+
+
+Share: TypeAlias = list[Part]
+"""The tokens of a rank of the ring in a row, in their order on the rank: documents of several ranks come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,81 +107,159 @@ def ulysses_sizes(ranks: int, heads: int) -> list[int]:
     return [size for size in range(1, ranks + 1) if ranks % size == 0 and heads % size == 0]
 
 
-def deal(length: int, ranks: int, order: Order = "zigzag", documents: Sequence[int] = ()) -> list[Share]:
-    """Cuts a row for each rank of a ring; ``documents`` are the places where documents begin, in order."""
-    if order == "contiguous" or ranks == 1:
-        return [[(each, False)] for each in _pieces(length, ranks)]
-    whole = _zigzag(ranks, (0, length))
-    if len(documents) < 2:
-        return whole
-    works = _works(whole, documents)
-    return whole if max(works) * ranks <= _UNEVEN * sum(works) else _zigzag(ranks, (*documents, length))
+def deal(length: int, ranks: int, order: Order = "zigzag") -> list[Share]:
+    """Cuts a row that is one document for each rank of a ring."""
+    cut = _zigzag if order == "zigzag" else _in_order
+    return [[Part(0, pieces, 0)] for pieces in cut(0, _sizes(length, ranks))]
 
 
-def order_of(length: int, ranks: int, rows: Sequence[Sequence[int]], order: Order = "zigzag") -> Order:
-    """Returns in which order packed rows are cut, all of a batch alike; each row says where its documents begin."""
-    share = length // ranks
-    if ranks < 3 or any(end - start > share for row in rows for start, end in pairwise((*row, length))):
-        return order
-    shares = deal(length, ranks, "contiguous")
-    works = [sum(each) for each in zip(*(_works(shares, row) for row in rows), strict=True)]
-    more = (max(works) - sum(works) / ranks) / (share * len(rows))  # keys of a query, on the rank with the most work
-    return "contiguous" if more <= _KEYS_OF_A_PASS * (ranks - 1) else order
+def deal_documents(length: int, ranks: int, rows: Sequence[Sequence[int]]) -> list[list[Share]]:
+    """Cuts each packed row of a batch for each rank; a row says where its documents begin, in order.
+
+    Of several ways, in which fewer or more documents are cut, the one that takes the least time is taken.
+    """
+    documents = [
+        (end - start, row, start) for row, starts in enumerate(rows) for start, end in pairwise((*starts, length))
+    ]
+    documents.sort(key=lambda each: (-each[0], *each[1:]))
+    mean = sum(_triangle(tokens) for tokens, *_ in documents) / ranks
+    dealers = [_Dealer(length, ranks, len(rows)) for _ in _MOST]
+    for quarters, dealer in zip(_MOST, dealers, strict=True):
+        for document in documents:
+            dealer.deal(*document, most=max(1, int(mean * quarters / 4)))
+    return min(dealers, key=_Dealer.cost).shares()
 
 
-def _pieces(length: int, number: int) -> list[range]:
-    size, more = divmod(length, number)
-    bounds = accumulate((size + (place < more) for place in range(number)), initial=0)
-    return [range(*each) for each in pairwise(bounds)]
+class _Dealer:
+    """Deals documents to ranks, and counts what attention inside them takes."""
+
+    def __init__(self, length: int, ranks: int, rows: int) -> None:
+        self.rooms = [_sizes(length, ranks) for _ in range(rows)]
+        self.works = [0] * ranks  # pairs of a query and a key
+        self.arriving = [0] * ranks  # keys of other ranks
+        self.dealt = [[list[Part]() for _ in range(ranks)] for _ in range(rows)]
+
+    def deal(self, tokens: int, row: int, start: int, *, most: int) -> None:
+        """Deals a document to shares, none of which gets more work by it than ``most`` if there is room."""
+        rooms, work = self.rooms[row], _triangle(tokens)
+        most_ranks = min(len(rooms), tokens)
+        for number in range(min(most_ranks, -(-work // most)), most_ranks + 1):
+            sizes = _sizes(tokens, number)
+            fit = sorted((self.works[rank], rank) for rank, room in enumerate(rooms) if room >= sizes[-1])[:number]
+            ranks = sorted((rank for _, rank in fit), key=lambda rank: -rooms[rank])
+            if len(ranks) == number and all(rooms[rank] >= size for rank, size in zip(ranks, sizes, strict=True)):
+                self._give(row, start, ranks, _zigzag(start, sizes))
+                return
+            if work * _LIGHT < most:
+                break
+        found, left = list[tuple[int, int]](), tokens
+        for room, rank in sorted(((room, rank) for rank, room in enumerate(rooms)), reverse=True):
+            found.append((min(room, left), rank))
+            left -= found[-1][0]
+        found = sorted(each for each in found if each[0])  # of the smallest piece alone, the keys travel far
+        self._give(row, start, [rank for _, rank in found], _in_order(start, [size for size, _ in found]))
+
+    def _give(self, row: int, start: int, ranks: Sequence[int], cut: Sequence[tuple[range, ...]]) -> None:
+        for rank, pieces in zip(ranks, cut, strict=True):
+            part = Part(start, pieces, 0, len(ranks) == 1)
+            self.dealt[row][rank].append(part)
+            self.rooms[row][rank] -= part.tokens
+            self.works[rank] += sum(_triangle(each.stop - start) - _triangle(each.start - start) for each in pieces)
+            self.arriving[rank] += pieces[-1].stop - start - part.tokens
+
+    def cost(self) -> int:
+        return max(self.works) + _KEYS_OF_A_PASS * max(self.arriving)
+
+    def shares(self) -> list[list[Share]]:
+        return [
+            [_placed(sorted(parts, key=lambda part: (part.is_whole, part.document))) for parts in row]
+            for row in self.dealt
+        ]
 
 
-def _zigzag(ranks: int, bounds: Sequence[int]) -> list[Share]:
-    """Deals the 2 N chunks of each part of a row. Tokens that are left over go to one rank after another."""
-    shares: list[Share] = [[] for _ in range(ranks)]
-    turn = 0
-    for start, end in pairwise(bounds):
-        size, more = divmod(end - start, 2 * ranks)
-        place = start
-        for chunk in range(2 * ranks):
-            rank, is_later = min(chunk, 2 * ranks - 1 - chunk), chunk >= ranks
-            has_left_over = (rank - turn) % ranks + ranks * is_later < more
-            shares[rank].append((range(place, place := place + size + has_left_over), is_later))
-        turn = (turn + more) % ranks
-    return shares
+def _placed(parts: Sequence[Part]) -> Share:
+    """Returns parts behind one another."""
+    begins = accumulate((part.tokens for part in parts), initial=0)
+    return [replace(part, begin=begin) for part, begin in zip(parts, begins, strict=False)]
 
 
-def _works(shares: Sequence[Share], documents: Sequence[int]) -> list[int]:
-    """Returns how many keys the queries of each share meet, in causal attention inside documents."""
-    ended = list(accumulate((_triangle(end - start) for start, end in pairwise(documents)), initial=0))
+def _sizes(tokens: int, number: int) -> list[int]:
+    size, more = divmod(tokens, number)
+    return [size + (place < more) for place in range(number)]
 
-    def before(place: int) -> int:
-        document = max(bisect_left(documents, place) - 1, 0)
-        return ended[document] + _triangle(place - documents[document])
 
-    return [sum(before(each.stop) - before(each.start) for each, _ in share) for share in shares]
+def _in_order(start: int, sizes: Sequence[int]) -> list[tuple[range, ...]]:
+    return [(range(*each),) for each in pairwise(accumulate(sizes, initial=start))]
+
+
+def _zigzag(start: int, sizes: Sequence[int]) -> list[tuple[range, ...]]:
+    """Cuts an early and a late chunk for each size; the late ones in the opposite order."""
+    early = _in_order(start, [size // 2 for size in sizes])
+    late = _in_order(early[-1][0].stop, [size - size // 2 for size in reversed(sizes)])[::-1]
+    return [tuple(each for each in (*first, *last) if each) for first, last in zip(early, late, strict=True)]
 
 
 def _triangle(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def documents_of(share: Share, documents: Sequence[int]) -> dict[int, tuple[int, int, int]]:
-    """Returns which documents have tokens in a share: by where they begin in the row, where these begin in the share.
+class Meet(NamedTuple):
+    """Of a document that two shares have: what the first one's queries need of the other's keys."""
 
-    Of three numbers, the first two are where its tokens begin in the earlier chunk and in the later one, and the third
-    is where they end. What a share has of a document lies together: in between, it has all that there is.
-    """
-    found: dict[int, tuple[int, int, int]] = {}
-    count = 0
-    for chunk, is_later in share:
-        place = chunk.start
-        while place < chunk.stop:
-            number = bisect_right(documents, place)
-            end = min(documents[number] if number < len(documents) else chunk.stop, chunk.stop)
-            begin, _, last = found.get(documents[number - 1], (count, count, count))
-            count, place = count + end - place, end
-            found[documents[number - 1]] = (begin, last if is_later else count, count)
+    own: Part
+    other: Part
+    keys: int  # from the other part's beginning, that travel
+    pairs: list[tuple[range, int]]  # queries, counted in their share, and how many of these keys they meet
+
+
+def meets_of(own: Sequence[Part], other: Sequence[Part], is_causal: bool = True) -> list[Meet]:
+    """Returns what queries of a share meet of another one's keys."""
+    parts, found = {part.document: part for part in other}, list[Meet]()
+    for part in own:
+        if part.document in parts and (pairs := _pairs(part, parts[part.document], is_causal)):
+            found.append(Meet(part, parts[part.document], pairs[-1][1], pairs))
     return found
+
+
+def _pairs(own: Part, other: Part, is_causal: bool) -> list[tuple[range, int]]:
+    found, end = list[tuple[range, int]](), own.begin
+    for piece in own.pieces:
+        keys = sum(len(each) for each in other.pieces if each.start < piece.start or not is_causal)
+        begin, end = end, end + len(piece)
+        if found and found[-1][1] == keys:
+            begin = found.pop()[0].start
+        found.append((range(begin, end), keys))
+    return [(queries, keys) for queries, keys in found if keys]
+
+
+def cut_parts(share: Share) -> Share:
+    """Returns the parts of documents that other ranks have parts of, counted among these tokens alone."""
+    return _placed([part for part in share if not part.is_whole])
+
+
+def halves_of(share: Share) -> tuple[list[Part], list[Part]]:
+    """Returns parts with about half of a share's own work, those of cut documents among them, and the others."""
+    parts = sorted(share, key=lambda part: part.is_whole)
+    works = list(accumulate(_triangle(part.tokens) for part in parts))
+    number = sum(not part.is_whole or 2 * work <= works[-1] for part, work in zip(parts, works, strict=True))
+    return parts[:number], parts[number:]
+
+
+def sent_ahead(sizes: Sequence[int], most: int) -> list[int]:
+    """Returns how many messages were sent when a rank computes on what it has, on the first one, and so on.
+
+    One more than it needs, and more while those that it does not need yet have ``most`` tokens together.
+    """
+    found, sent = list[int](), 0
+    for number in range(len(sizes) + 1):
+        while sent < len(sizes) and (sent <= number or sum(sizes[number : sent + 1]) <= most):
+            sent += 1
+        found.append(sent)
+    return found
+
+
+def tokens_of(parts: Sequence[Part]) -> int:
+    return sum(part.tokens for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
 PRECISIONS = tuple(COMPUTE)
 # Where the precision is open, in this order: of equal ones the first is taken.
 _OPEN = ("bf16_master", "bf16", "fp16", "fp32")
-_DOCUMENT = 2048  # tokens, where a row has many: attention is short, and a ring has little to send behind
+_DOCUMENT = 2048  # tokens on average, where a row has many: a ring sends those alone that ranks share
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "expert", "shard_ranks", "schedule"),
@@ -194,7 +194,7 @@ def with_context_method(config: Config, cluster: Cluster, ranks: int) -> Config:
         layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
         workload = task_of(config, ranks).workload(layout)
         is_packed = isinstance(config.data, TokensDataConfig | RowsDataConfig) and are_apart(config.data)
-        method = context_method(workload, cluster, looks_back=_DOCUMENT if is_packed else None)
+        method = context_method(workload, cluster, document_tokens=_DOCUMENT if is_packed else 0)
         return config.with_values("parallel", context_method=method)
     return config
 

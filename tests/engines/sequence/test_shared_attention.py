@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.sequence import part, ring
+from paceline.engines.sequence import ring
 from paceline.engines.sequence import rows as cuts
 from paceline.engines.sequence.part import SequenceRank
 from paceline.errors import RankFailedError, UsageError
@@ -50,22 +50,27 @@ def test_ranks_compute_what_one_process_does(method: SequenceMethod, ranks: int,
     assert error(case, ranks, method) < TOLERANCE
 
 
-SHORT = ((5, 3, 6, 2, 4, 4), (1, 6, 6, 1, 6, 4))  # none longer than the fourth of a row
+DEALT = {
+    "short": ((5, 3, 6, 2, 4, 4), (1, 6, 6, 1, 6, 4)),
+    "long and short": ((13, 1, 1, 2, 3, 4), (4, 20)),
+    "one by one": ((3, 3, 3, 3, 3, 3, 3, 3),),
+    "all alike": ((1,) * 24, (24,)),
+}
 
 
-@pytest.mark.parametrize(("ranks", "method", "heads"), [(3, "ring", 8), (4, "ring", 8), (8, "both", 2)])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_short_documents_are_cut_in_order(ranks: int, method: SequenceMethod, heads: int, is_causal: bool) -> None:
-    case = AttentionCase(length=24, documents=SHORT, heads=heads, kv_heads=2, is_causal=is_causal)
+@covering(
+    documents=DEALT, ring=[(2, "ring", 8), (3, "ring", 8), (4, "ring", 8), (8, "both", 2)], is_causal=[True, False]
+)
+def test_documents_are_dealt_whole_or_in_pieces(
+    documents: Any, ring: tuple[int, SequenceMethod, int], is_causal: bool
+) -> None:
+    ranks, method, heads = ring
+    case = AttentionCase(length=24, documents=documents, heads=heads, kv_heads=2, is_causal=is_causal)
     assert error(case, ranks, method) < TOLERANCE
-    split = split_sequence(method, ranks, heads)
-    assert cuts.cut_rows(24, split, 0, torch.device("cpu"), case.starts()).order == "contiguous"
-    assert cuts.cut_rows(19, split, 0, torch.device("cpu"), CASES["documents"].starts()).order == "zigzag"
 
 
-@pytest.mark.parametrize("case", [CASES["causal"], CASES["documents"]])
-def test_a_row_may_be_cut_in_order(case: AttentionCase) -> None:
-    assert error(case, 4, "ring", "contiguous") < TOLERANCE
+def test_a_row_may_be_cut_in_order() -> None:
+    assert error(CASES["causal"], 4, "ring", "contiguous") < TOLERANCE
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -128,9 +133,10 @@ def test_gather_takes_a_mask_or_bias_with_its_gradient(is_additive: bool) -> Non
             torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("documents", [(), ((23, 1, 40), (64,)), ((30, 10, 3, 3, 3, 3, 12),)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers_add_up_in_float32(dtype: torch.dtype) -> None:
-    case = AttentionCase(length=64, dtype=dtype)
+def test_narrow_numbers_add_up_in_float32(dtype: torch.dtype, documents: Any) -> None:
+    case = AttentionCase(length=64, dtype=dtype, documents=documents)
     assert error(case, 4, "ring") < 3 * max(error(case, 4, "gather"), 1e-6)
 
 
@@ -189,11 +195,11 @@ def without_rescaling(out: Tensor, lse: Tensor, tokens: slice, found: Tensor, fo
     lse[:, :, tokens] = torch.logaddexp(lse[:, :, tokens], found_lse)
 
 
-def keeping_gradients(pass_on: Callable[..., Any]) -> Callable[..., Any]:
+def keeping_gradients(swap: Callable[..., Any]) -> Callable[..., Any]:
     """Gradients of keys and values stay where they are computed, but on the last rank."""
 
-    def kept(self: Any, sent: Tensor, step: Any, tag: int) -> Any:
-        received, works = pass_on(self, sent, step, tag)
+    def kept(self: Any, sent: Tensor, arriving: int, away: int, tag: int) -> Any:
+        received, works = swap(self, sent, arriving, away, tag)
         if tag and self.comm.rank < self.comm.size - 1:
             return (sent if sent.shape == received.shape else torch.zeros_like(received)), works
         return received, works
@@ -201,25 +207,19 @@ def keeping_gradients(pass_on: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-def without_order(rows: part.Rows, places: tuple[Tensor, ...]) -> part.Rows:
-    """Rows whose ranks take their tokens to be those at the beginning."""
-    return replace(rows, places=tuple(torch.arange(each.shape[-1]) for each in places))
+MEETS = cuts.meets_of
 
 
 @pytest.mark.parametrize("bug", ["merge", "gradients", "blocks"])
-def test_a_bug_in_the_ring_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["causal", "documents"])
+def test_a_bug_in_the_ring_is_seen(case: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "merge":
         monkeypatch.setattr(ring, "_merge", without_rescaling)
     elif bug == "gradients":
-        monkeypatch.setattr(ring.RingCall, "pass_on", keeping_gradients(ring.RingCall.pass_on))
+        monkeypatch.setattr(ring.RingCall, "swap", keeping_gradients(ring.RingCall.swap))
     else:  # every rank's keys are taken to come first
-        monkeypatch.setattr(
-            cuts, "blocks_of", lambda meets, *shares: BLOCKS("all" if meets != "diagonal" else meets, *shares)
-        )
-    assert error(CASES["causal"], 3, "ring") > 1e-2
-
-
-BLOCKS = cuts.blocks_of
+        monkeypatch.setattr(cuts, "meets_of", lambda *shares: MEETS(*shares[:2], is_causal=False))
+    assert error(CASES[case], 3, "ring") > 1e-2
 
 
 def test_places_counted_in_a_rank_s_own_tokens_are_seen() -> None:

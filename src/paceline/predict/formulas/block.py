@@ -37,7 +37,7 @@ from paceline.cluster.kernels import (
     matmul_seconds,
     memory_seconds,
 )
-from paceline.cluster.sequence_costs import AttentionWork, sequence_split, sequence_waits
+from paceline.cluster.sequence_costs import AttentionWork, sequence_split, sequence_waits, share_of_pairs
 from paceline.cluster.wires import collective_seconds, group_of, wire_cost
 from paceline.plan.layout import groups_of
 from paceline.plan.workload import Compute, Framework, Workload
@@ -322,8 +322,11 @@ class BlockModel:
         steps = split.ring if split.method in ("ring", "both") else 0
         return waits + forward + steps * merged, waits + backward + steps * added
 
-    def sequence_split(self, looks_back: int | None = None) -> tuple[SequenceSplit, float, float]:
-        """Returns how ranks share each sequence, and how long they wait for one another, forward and backward."""
+    def sequence_split(self, documents: tuple[int, ...] = (0,)) -> tuple[SequenceSplit, float, float]:
+        """Returns how ranks share each sequence, and how long they wait for one another, forward and backward.
+
+        ``documents``: where they begin in a row, if attention stays inside them.
+        """
         layout, model = self.layout, self.model
         ranks, wires = groups_of(layout, 0).context, wire_cost(self.cluster, layout.ranks)
         work = AttentionWork(
@@ -333,8 +336,9 @@ class BlockModel:
             kv_heads=max(1, model.kv_heads // layout.tensor),
             width=model.head_width,
             itemsize=self.width,
-            compute_s=self._attention()[0] * min(1.0, (looks_back or self.run.seq_len) / self.run.seq_len),
+            compute_s=self._attention()[0] * share_of_pairs(self.run.seq_len, documents),
             is_causal=model.causal,
+            documents=documents,
         )
 
         def cost(kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:

@@ -29,6 +29,7 @@ import math
 from dataclasses import replace
 
 from paceline.cluster.devices import Catalog, Cluster
+from paceline.cluster.sequence_costs import typical_documents
 from paceline.cluster.wires import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
 from paceline.plan.plan import MemoryEstimate
@@ -174,13 +175,14 @@ def _constants_of(workload: Workload, cluster: Cluster) -> Constants:
     return constants_for(fitted_constants(), cluster.device.generation, workload.run.framework)[0]
 
 
-def context_method(workload: Workload, cluster: Cluster, *, looks_back: int | None = None) -> SequenceMethod:
+def context_method(workload: Workload, cluster: Cluster, *, document_tokens: int = 0) -> SequenceMethod:
     """Returns the method by which ranks that share each sequence wait least, or the layout's own.
 
-    ``looks_back``: tokens of a document, where a row has many that do not see one another.
+    ``document_tokens``: the mean of a document, where rows have many that do not see one another.
     """
     block = BlockModel(workload, cluster, _constants_of(workload, cluster), is_ours=True)
-    return block.sequence_split(looks_back)[0].method
+    documents = typical_documents(workload.run.seq_len, document_tokens) if document_tokens else (0,)
+    return block.sequence_split(documents)[0].method
 
 
 def _of_samples(step: StepParts, workload: Workload, cluster: Cluster) -> StepParts:
