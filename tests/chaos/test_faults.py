@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.chaos.faults import TRAITS, Fault, check_faults, parse_faults, place_faults, random_faults
+from paceline.chaos.faults import (
+    TRAITS,
+    Fault,
+    check_faults,
+    parse_faults,
+    place_faults,
+    random_faults,
+    read_plan,
+    write_plan,
+)
 from paceline.errors import ConfigError
 
 
@@ -59,6 +70,31 @@ def test_a_fault_without_a_step_comes_after_the_second_checkpoint() -> None:
     assert [each.step for each in place_faults(parse_faults("nan,kill@step=3"), after=20)] == [21, 3]
 
 
+def test_a_death_in_a_recovery_needs_a_fault_to_recover_from() -> None:
+    found = place_faults(parse_faults("kill:rank=0@step=3,kill-in-recovery:rank=1,kill-in-recovery:rank=0"), after=20)
+    assert [each.step for each in found] == [3, None, None]
+    assert check_faults(found, ranks=2, total_steps=20) == []
+    wrong = parse_faults("kill-in-recovery,slow:rank=1@step=4,kill-in-recovery:rank=1")
+    assert [problem.what for problem in check_faults(wrong, ranks=2, total_steps=20)] == [
+        "kill-in-recovery:rank=0: there is no fault before it",
+        "kill-in-recovery:rank=1: nothing recovers from slow:rank=1x2@step=4",
+    ]
+    with pytest.raises(ConfigError, match="write kill:rank=0@step=4,kill-in-recovery:rank=1"):
+        parse_faults("kill-in-recovery:rank=1@step=4")
+
+
+def test_two_ranks_are_not_killed_where_there_is_one() -> None:
+    (problem,) = check_faults(parse_faults("kill-two@step=3"), ranks=1, total_steps=20)
+    assert problem.what == "kill-two:rank=0@step=3: there is one rank"
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    faults = parse_faults("kill-host:rank=1@step=3,kill-in-recovery")
+    write_plan(tmp_path, 7, faults, meeting=29400, ranks=2)
+    found = read_plan(tmp_path)
+    assert (found.seed, found.faults, found.meeting, found.ranks) == (7, faults, 29400, 2)
+
+
 @given(seed=st.integers(0, 50), number=st.integers(1, 8), ranks=st.integers(1, 4))
 def test_random_faults_can_happen_and_are_the_same_again(seed: int, number: int, ranks: int) -> None:
     faults = random_faults(seed, number, ranks=ranks, last_step=40)
@@ -77,5 +113,6 @@ def test_what_is_written_reads_back(kind: str, rank: int, step: int, factor: flo
     trait = TRAITS[kind]
     phase = trait.phases[-1] if trait.phases else ""
     times = factor if trait.factor is not None else 1.0
-    fault = Fault(number=0, kind=kind, rank=rank, step=step, phase=phase, factor=times)
+    at = step if trait.has_step else None
+    fault = Fault(number=0, kind=kind, rank=rank, step=at, phase=phase, factor=times)
     assert parse_faults(str(fault)) == [fault]

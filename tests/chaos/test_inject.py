@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +13,18 @@ import pytest
 from kept_records import Kept
 
 from paceline.chaos.faults import Fired, Passed, parse_faults, read_notes, write_plan
-from paceline.chaos.inject import InjectedError, Injector
+from paceline.chaos.inject import InjectedError, Injector, listens, victims
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
+from paceline.comm.control import kept as control_kept
+from paceline.comm.control.wire import Address, listen
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.hooks import Saver
+from paceline.train.survive.hooks import ConsensusHook, Saver
+from paceline.train.survive.recovery import StopRequest
+from paceline.train.survive.snapshots import Snapshots
 from paceline.train.trainer import Trainer
 
 STEPS = 8
@@ -39,12 +47,19 @@ def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
         }
     )
 
+    kept = control_kept.Kept(folder / "snapshots")
+    if not kept.root.exists():
+        kept.make(b"0" * 64)
+        kept.write_keepers(0, [Address(str(folder / "keeper"))])
+
     def work(comm: Communicator) -> Kept:
         sink = Kept()
         injector = Injector(folder / "plan", comm.rank, folder / "checkpoints")
         policy = CheckpointConfig(every_steps=2, keep=99, asynchronous=False)
         saver = Saver(folder / "checkpoints", policy, storage=injector.storage(), on_full_disk=on_full_disk)
-        trainer: Trainer = build_trainer(config, comm, hooks=[saver], sink=sink)
+        snapshots = Snapshots(kept.root, 2)
+        consensus = ConsensusHook(StopRequest(), lambda _: None, config.recovery, snapshots)
+        trainer: Trainer = build_trainer(config, comm, hooks=[saver, snapshots, consensus], sink=sink)
         injector.attach(trainer)
         trainer.run()
         return sink
@@ -107,3 +122,48 @@ def test_a_run_that_may_goes_on_without_a_checkpoint(tmp_path: Path) -> None:
         assert [each.step for each in told] == [4]
         assert "No space left" in told[0].detail["reason"]
     assert [int(path.name[-8:]) for path in list_checkpoints(tmp_path / "checkpoints")] == [2, 6, 8]
+
+
+def test_memory_that_is_full_ends_snapshots_and_nothing_else(tmp_path: Path) -> None:
+    found = run(tmp_path, "memory-full:rank=1@step=3")
+    assert [(number, rank) for number, rank, _ in fired(tmp_path)] == [(0, 1)]
+    told = [[each for each in kept.events if each.name == "no_snapshots"] for kept in found]
+    assert [len(each) for each in told] == [1, 1]
+    assert "No space left" in told[1][0].detail["reason"]
+    assert told[0][0].detail["reason"] == "another rank could not keep its part"
+    assert len(losses(found[0])) == STEPS
+
+
+LAUNCHER = """
+import subprocess, sys
+sleep = "import time; time.sleep(600)"
+keeper = subprocess.Popen([sys.executable, "-c", sleep, "paceline.run.keeper"])
+other = subprocess.Popen([sys.executable, "-c", sleep])
+print(keeper.pid, other.pid, flush=True)
+keeper.wait()
+"""
+
+
+def test_who_dies_by_a_fault() -> None:
+    own = os.getpid()
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        keeper, other = map(int, launcher.stdout.readline().split())
+        try:
+            assert victims("kill-keeper", 1, launcher.pid, {}) == [keeper]
+            assert victims("kill-launcher", 1, launcher.pid, {}) == [launcher.pid]
+            assert sorted(victims("kill-host", 1, launcher.pid, {})) == sorted([launcher.pid, keeper, other])
+        finally:
+            for pid in (other, keeper):
+                os.kill(pid, signal.SIGKILL)
+    assert victims("kill-two", 0, 0, {0: own, 1: 12, 2: 13}) == [12, own]
+    assert victims("kill-two", 2, 0, {0: 11, 1: 12, 2: own}) == [11, own]
+    assert victims("kill-in-recovery", 0, 0, {0: own, 1: 12}) == [own]
+
+
+def test_a_launcher_is_known_by_the_port_where_hosts_meet() -> None:
+    with listen(Address("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert listens(os.getpid(), port)
+    assert not listens(os.getpid(), port)
+    assert listens(os.getpid(), None)  # it is alone

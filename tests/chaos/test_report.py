@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_records import RUN, STEP
 
-from paceline.chaos.faults import Fault, Fired, Passed, Started
+from paceline.chaos.faults import MEETS, Fault, Fired, Passed, Started
 from paceline.chaos.report import (
     Command,
     Handling,
@@ -185,10 +185,39 @@ def test_a_slow_rank_is_named() -> None:
         ("spike", policies(on_spike="roll_back", spike_window=4), ("went back",)),
         ("spike", policies(on_spike="roll_back", spike_window=50), ("went on",)),
         ("slow", policies(), ("went on",)),
+        ("kill-two", policies(), ("restarted",)),
+        ("kill-in-recovery", policies(max_restarts=0), ("stopped",)),
+        ("kill-in-snapshot", policies(), ("restarted",)),
+        ("kill-keeper", policies(max_restarts=0), ("went on",)),
+        ("memory-full", policies(), ("went on",)),
+        ("kill-launcher", policies(max_restarts=0), ("restarted",)),  # where hosts remain
     ],
 )
 def test_what_is_right_follows_from_the_policies(kind: str, policies: Config, expected: tuple[str, ...]) -> None:
     assert expected_handling(Fault(number=0, kind=kind, rank=0, step=6), policies) == expected
+
+
+@pytest.mark.parametrize("kind", ["kill-launcher", "kill-host"])
+def test_a_run_whose_meeting_launcher_goes_is_started_again(kind: str) -> None:
+    fault = Fault(number=0, kind=kind, rank=0, step=6)
+    assert expected_handling(fault, policies(), MEETS) == ("stopped",)
+    soon = Passed(number=0, step=7, is_later=False, time=5.6)  # the ranks were not ended yet
+    notes = replace(RESTARTED, fired=(replace(FIRED, detail=MEETS),), passed=(soon, *RESTARTED.passed))
+    commands = [Command(start=0.0, end=7.0, code=-9), Command(start=7.5, end=20.0, code=0)]
+    found = handle(fault, notes, killed_run(), commands, policies())
+    assert (found.how, found.is_right, found.lost_steps) == ("stopped", True, 1)
+    found = handle(fault, notes, killed_run(), [Command(start=0.0, end=20.0, code=0)], policies())
+    assert (found.how, found.is_right) == ("restarted", False)
+
+
+def test_memory_that_is_full_is_told_by_the_rank() -> None:
+    fault = Fault(number=0, kind="memory-full", rank=1, step=6)
+    off = event("no_snapshots", 6, 6.5, reason="No space left on device", ranks=1)
+    notes = replace(RESTARTED, started=RESTARTED.started[:1])
+    attempts = split_attempts([run_record(0.0), step_record(6, 6.0), off])
+    found = handle(fault, notes, attempts, [], policies())
+    assert (found.how, found.is_right) == ("went on", True)
+    assert found.verdict == "no snapshots from here on: No space left on device"
 
 
 def test_of_steps_that_were_done_again_the_last_counts() -> None:
@@ -225,6 +254,15 @@ def test_losses_are_compared_bit_by_bit() -> None:
     assert compare_steps([killed_run()], [other], is_expected=True, samples="").first_difference == 7
     longer = split_attempts([run_record(0.0), *(step_record(step, float(step)) for step in range(1, 10))])
     assert compare_steps([killed_run()], [longer], is_expected=True, samples="").first_difference == 9
+
+
+def test_samples_are_compared_at_another_size_too() -> None:
+    right = Handling(fault=KILL, how="restarted", expected=("restarted",))
+    twin = split_attempts([run_record(0.0), *(step_record(step, float(step), 2.0) for step in range(1, 9))])
+    for samples, is_good in (("the same", True), ("another 64", False)):
+        other = compare_steps([killed_run()], [twin], is_expected=False, samples=samples)
+        assert not other.is_same
+        assert replace(make(0, [right]), comparison=other).is_good is is_good
 
 
 @given(stall=st.floats(1e-3, 100.0), mtbf=st.floats(1e3, 1e7))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
+from paceline.records.summary import read_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -167,6 +168,63 @@ def test_random_faults_are_handled_as_the_policies_say(seed: int, backend: str, 
     drawn = ["--random", "6", "--seed", str(seed), "--backend", backend]
     report = chaos("small.yaml", *settings, *drawn)
     assert report["steps"] == 40
+
+
+MEMORY = ["train.steps=40", "checkpoint.every_steps=10", "checkpoint.memory.every_steps=4"]
+SPREAD = {"ddp": [], "zero2": CASES["zero2"], "fsdp": CASES["fsdp"], "pipeline": CASES["pipeline"]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", SPREAD)
+def test_whatever_dies_on_a_host_losses_are_those_of_a_run_without_it(case: str, chaos: Call) -> None:
+    faults = {
+        "kill-keeper:rank=1@step=6": "went on",
+        "kill-in-snapshot:rank=1@step=11": "restarted",
+        "kill-two:rank=1@step=17": "restarted",
+        "kill-in-recovery:rank=0": "restarted",
+        "kill:rank=1@step=25": "restarted",
+        "kill-in-recovery:rank=0:": "restarted",
+        "memory-full:rank=1@step=31": "went on",
+        "kill:rank=0@step=35": "restarted",
+    }
+    report = chaos("small.yaml", *SPREAD[case], *MEMORY, "--faults", ",".join(faults), "--compare")
+    assert [each["how"] for each in report["faults"]] == list(faults.values())
+    assert report["undisturbed"]["is_same"]
+    told = {each["fault"]: each["verdict"] for each in report["faults"]}
+    assert "is started, and holds them on" in told["kill-keeper:rank=1@step=6"]
+    assert "No space left on device" in told["memory-full:rank=1@step=31"]
+    assert sum("in the memory of hosts (restart" in each for each in report["told"]) >= 4
+    assert report["faults"][-1]["lost_steps"] == 4  # from 34 to 30, on disk
+
+
+@pytest.mark.soak
+def test_a_launcher_that_is_killed_leaves_nothing_but_the_disk(chaos: Call, all_gone: Callable[[], list[int]]) -> None:
+    settings = ["train.steps=30", "checkpoint.memory.every_steps=4"]
+    report = chaos("small.yaml", *settings, "--faults", "kill-launcher:rank=1@step=16", "--compare")
+    assert how(report) == [("kill-launcher", "stopped")]
+    assert report["undisturbed"]["is_same"]
+    assert len(all_gone()) >= 4
+
+
+@pytest.mark.soak
+def test_a_host_is_lost_and_the_others_go_on_from_memory_with_every_sample_once(project: Path, chaos: Call) -> None:
+    faults = "kill-two:rank=0@step=11,kill-host:rank=1@step=21,kill:rank=0@step=33"
+    report = chaos("small.yaml", *MEMORY, "--hosts", "2", "--faults", faults, "--compare")
+    assert how(report) == [("kill-two", "restarted"), ("kill-host", "restarted"), ("kill", "restarted")]
+    assert report["undisturbed"]["samples"] == "the same"
+    assert report["lost_steps"] <= 3 * 8
+    sizes = [each.run.world_size for each in read_run(project / "runs" / "small-chaos")[0]]
+    assert sizes[-4:] == [2, 2, 1, 1]
+    assert "(its launcher has ended) is gone" in report["faults"][1]["verdict"]
+
+
+@pytest.mark.soak
+def test_the_loss_of_the_host_where_all_meet_stops_the_run_and_the_next_start_goes_on(chaos: Call) -> None:
+    report = chaos("small.yaml", *MEMORY, "--hosts", "2", "--faults", "kill-host:rank=0@step=21", "--compare")
+    assert how(report) == [("kill-host", "stopped")]
+    assert report["faults"][0]["detail"] == "the launcher where all hosts meet"
+    assert "does not reach the launcher where the hosts meet" in report["faults"][0]["verdict"]
+    assert report["undisturbed"]["is_same"]
 
 
 def test_a_run_that_is_refused_has_no_report(call: Call, project: Path) -> None:

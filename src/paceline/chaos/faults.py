@@ -3,11 +3,13 @@
     kill:rank=1@step=20            kill:rank=1:phase=backward@step=20
     slow:rank=0x2@step=30          slow-link:rank=1x20:steps=50
     spike:x100@step=12             disk-full@step=40              corrupt-checkpoint
+    kill:rank=0@step=20,kill-in-recovery:rank=1                   kill-host:rank=1@step=30
 
 ``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
-after the second checkpoint. A plan of faults reaches the ranks, and they say what they did, by files:
+after the second checkpoint; ``kill-in-recovery`` comes in the recovery of the fault before it. A plan of faults
+reaches the ranks, and they say what they did, by files:
 
-    plan.json       seed and faults, written once
+    plan.json       seed and faults, and what hosts need to know, written once
     fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts
     started.jsonl   one line for each attempt, of rank 0: the step that it begins with
     passed.jsonl    one line for each fault whose step has been trained after it
@@ -43,6 +45,7 @@ class Trait:
     phases: tuple[str, ...] = ()
     factor: float | None = None
     has_length: bool = False
+    has_step: bool = True
     on_all_ranks: bool = False
 
 
@@ -61,10 +64,23 @@ TRAITS: Final[Mapping[str, Trait]] = {
     "unwritable": Trait(),
     "kill-while-saving": Trait(),  # in the middle of a file of a checkpoint
     "corrupt-checkpoint": Trait(),  # flips a bit of the newest, then SIGKILL
+    "kill-two": Trait(phases=_ANYWHERE),  # the rank and the next one, at once
+    "kill-in-recovery": Trait(has_step=False),  # when it has its state again, before its first step
+    "kill-in-snapshot": Trait(),  # in the middle of a file of a snapshot
+    "memory-full": Trait(),  # the same, and no room
+    "kill-keeper": Trait(phases=_ANYWHERE),  # the process that holds the snapshots of the rank's host
+    "kill-launcher": Trait(phases=_ANYWHERE),  # that of the rank's host
+    "kill-host": Trait(phases=_ANYWHERE),  # all processes of the rank's host, at once
 }
+DRAWN: Final = tuple(TRAITS)[: tuple(TRAITS).index("kill-two")]  # from these a seed draws
+IN_SNAPSHOT: Final = ("kill-in-snapshot", "memory-full")
+OF_MEMORY: Final = (*IN_SNAPSHOT, "kill-keeper")  # of snapshots in memory
+OF_HOSTS: Final = ("kill-launcher", "kill-host")  # memory goes with its launcher
+_GO_ON: Final = ("disk-full", "unwritable", "memory-full", "kill-keeper")  # mostly, as losses and slowness do
 WHILE_SAVING: Final = ("disk-full", "unwritable", "kill-while-saving")
 ON_LOSS: Final = ("nan", "spike")
 SLOW: Final = ("slow", "slow-link")
+MEETS: Final = "the launcher where all hosts meet"  # told where that is killed, or its host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +117,24 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 def place_faults(faults: Sequence[Fault], *, after: int) -> list[Fault]:
-    """Gives faults without a step the one behind ``after``."""
-    return [each if each.step is not None else replace(each, step=after + 1) for each in faults]
+    """Gives faults without a step the one behind ``after``, if they may have one."""
+    return [
+        replace(each, step=after + 1) if each.step is None and TRAITS[each.kind].has_step else each for each in faults
+    ]
 
 
 def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None) -> list[Problem]:
     """Lists what cannot happen in a run of so many ranks and steps."""
     problems = []
     for fault in faults:
+        before = next((each for each in faults if each.number == fault.number - 1), None)
+        if fault.kind == "kill-in-recovery" and (before is None or before.kind in (*SLOW, *ON_LOSS, *_GO_ON)):
+            what = f"{fault}: {f'nothing recovers from {before}' if before else 'there is no fault before it'}"
+            rule = "it comes in the recovery of the fault before it in the list"
+            problems.append(Problem(what=what, rule=rule, fix=f"write kill:rank=0@step=20,{fault}"))
+        if fault.kind == "kill-two" and ranks == 1:
+            what, rule = f"{fault}: there is one rank", "it kills a rank and the next one"
+            problems.append(Problem(what=what, rule=rule, fix="write kill, or set parallel.ranks"))
         if fault.rank is not None and fault.rank >= ranks:
             what = f"{fault}: there is no rank {fault.rank}"
             last = "there is rank 0 alone" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
@@ -125,7 +151,7 @@ def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list
     steps = sorted(draw.randrange(2, max(3, last_step)) for _ in range(number))
     found = []
     for place, step in enumerate(steps):
-        kind = draw.choice(sorted(each for each in TRAITS if each != "slow-link"))  # a seed draws what it always drew
+        kind = draw.choice(sorted(each for each in DRAWN if each != "slow-link"))  # a seed draws what it always drew
         trait = TRAITS[kind]
         phases = [each for each in trait.phases if each in STEP_PHASES]
         rank, phase = None if trait.on_all_ranks else draw.randrange(ranks), draw.choice(phases) if phases else ""
@@ -151,7 +177,10 @@ def _parse(number: int, text: str, problems: list[Problem]) -> Fault | None:
     wrong = [Problem(what=f"{text}: {what}", rule=_SYNTAX, fix=fix) for what, fix in _read_parts(parts, trait, values)]
     if where:
         key, _, value = where.partition("=")
-        if key.strip() != "step" or not value.strip().isdecimal() or int(value) < 1:
+        if not trait.has_step:
+            fix = f"write kill:rank=0@{where},{head}"
+            wrong.append(Problem(what=f"{text}: @{where}", rule="it comes in the recovery of another fault", fix=fix))
+        elif key.strip() != "step" or not value.strip().isdecimal() or int(value) < 1:
             wrong.append(Problem(what=f"{text}: @{where}", rule="steps count from 1", fix="write @step=20"))
         else:
             values["step"] = int(value)
@@ -225,15 +254,26 @@ class Passed:
     time: float
 
 
-def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
-    """Writes the plan for the ranks; ``seed`` says at which byte or bit faults happen."""
-    content = {"seed": seed, "faults": [asdict(fault) for fault in faults]}
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What ranks do: ``seed`` says at which byte or bit. Hosts meet at the port ``meeting``, and have all ``ranks``."""
+
+    seed: int
+    faults: list[Fault]
+    meeting: int | None = None
+    ranks: int = 1
+
+
+def write_plan(folder: Path, seed: int, faults: Sequence[Fault], *, meeting: int | None = None, ranks: int = 1) -> None:
+    """Writes the plan for the ranks."""
+    content = {"seed": seed, "faults": [asdict(fault) for fault in faults], "meeting": meeting, "ranks": ranks}
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_plan(folder: Path) -> tuple[int, list[Fault]]:
+def read_plan(folder: Path) -> FaultPlan:
     content = parse_json_object(read_regular(folder / "plan.json"))
-    return content["seed"], [Fault(**values) for values in content["faults"]]
+    found = [Fault(**values) for values in content["faults"]]
+    return FaultPlan(content["seed"], found, content["meeting"], content["ranks"])
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:

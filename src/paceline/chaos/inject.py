@@ -3,25 +3,29 @@
     in a phase     the meter hears where every phase ends, on every path: there a rank dies, hangs, raises, or dawdles
     on a link      every operation of the rank takes longer, inside the time that it waits
     in a loss      the trainer's loss is multiplied, before backward, so that all ranks see the same gradients
-    while saving   the writes of a checkpoint end in the middle of a chunk
+    while saving   the writes of a checkpoint, or of a snapshot, end in the middle of a chunk
+    in recovery    a rank that has read its state dies before its first step
 
-A phase's fault comes at its end; that of an evaluation or a checkpoint at its beginning.
+A phase's fault comes at its end; that of an evaluation or a checkpoint at its beginning. What dies may be more than the
+rank: another one, the keeper or the launcher of its host, or all that is there (``victims``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from paceline.chaos import faults
@@ -30,10 +34,12 @@ from paceline.checkpoint.manifest import SavedFile
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.health.ledger_view import STEP_PHASES
 from paceline.train.loss import Loss, LossValue
+from paceline.train.survive.snapshots import Snapshots
 from paceline.train.trainer import Trainer
 
 _STEP = re.compile(r"step-(\d+)")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
+_HOSTS_S, _LOOK_S = 120.0, 0.05
 _MESSAGE_S = 2e-4  # what an operation between processes takes at least: a slow link takes a multiple of it
 
 
@@ -42,13 +48,27 @@ class InjectedError(RuntimeError):
 
 
 class Injector:
-    """The faults of one rank in one attempt: those of the plan that have not happened yet."""
+    """The faults of one rank in one attempt: those of the plan that have not happened yet.
 
-    def __init__(self, folder: Path, rank: int, checkpoints: Path) -> None:
-        self._seed, planned = faults.read_plan(folder)
+    ``launcher`` is the process that has started the rank, and ``find_ranks`` returns that of each rank.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        checkpoints: Path,
+        launcher: int = 0,
+        find_ranks: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
+        self._plan = faults.read_plan(folder)
         done = {(fired.number, fired.rank) for fired in faults.read_notes(folder, faults.Fired)}
         self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
-        self._faults = [each for each in planned if each.rank in (None, rank) and (each.number, rank) not in done]
+        self._launcher, self._find_ranks = launcher, find_ranks
+        self._known = {number for number, _ in done}
+        self._faults = [
+            each for each in self._plan.faults if each.rank in (None, rank) and (each.number, rank) not in done
+        ]
         self._slowed: dict[str, tuple[float, int]] = {}  # by kind of fault: how much longer, until which step
         self._loss_factor = 1.0
         self._lap_at, self._started_at = time.perf_counter(), time.time()
@@ -58,14 +78,22 @@ class Injector:
         """Returns where checkpoints go, with the faults of saving."""
         storage = storage_of(self._checkpoints)
         if any(each.kind in faults.WHILE_SAVING for each in self._faults):
-            storage.write = partial(self._write, storage.write)  # type: ignore[method-assign]
+            storage.write = partial(self._write, faults.WHILE_SAVING, storage.write)  # type: ignore[method-assign]
         return storage
 
     def attach(self, trainer: Trainer) -> None:
         """Puts the faults of phases and losses into a trainer that is about to run."""
         self._trainer, meter = trainer, trainer.parts.meter
+        self._wait_for_hosts(trainer.parts.engine.world.size)
         if self._rank == 0:
             faults.note(self._folder, faults.Started(step=trainer.step, position=trainer.position, time=time.time()))
+        for fault in self._faults:
+            if fault.kind == "kill-in-recovery" and fault.number - 1 in self._known:
+                self._do(fault, trainer.step + 1)
+        for hook in trainer.hooks:
+            if isinstance(hook, Snapshots) and any(each.kind in faults.IN_SNAPSHOT for each in self._faults):
+                write = partial(self._write, faults.IN_SNAPSHOT, hook.storage.write)
+                hook.storage.write = write  # type: ignore[method-assign]
         meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign]
         meter.enter = partial(self._enter, meter.enter)  # type: ignore[method-assign]
         trace = trainer.parts.engine.world.trace
@@ -73,6 +101,14 @@ class Injector:
             trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign]
         if any(each.kind in faults.ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
+
+    def _wait_for_hosts(self, size: int) -> None:
+        """Waits until all hosts have come at first: then this attempt is ended, and all ranks are started together."""
+        deadline = time.monotonic() + _HOSTS_S
+        while size < self._plan.ranks and time.monotonic() < deadline:
+            if faults.read_notes(self._folder, faults.Started):  # they had come, and one has gone
+                break
+            time.sleep(_LOOK_S)
 
     def _lap(self, lap: Callable[[str], None], phase: str) -> None:
         assert self._trainer is not None
@@ -121,6 +157,9 @@ class Injector:
         return [each for each in self._faults if each.step is not None and step >= each.step]
 
     def _do(self, fault: faults.Fault, step: int) -> None:
+        if fault.kind.startswith("kill-"):
+            self._kill(fault, step)
+            return
         self._fire(fault, step)
         while fault.kind == "hang":
             time.sleep(3600.0)
@@ -130,6 +169,19 @@ class Injector:
             raise InjectedError(f"an error that chaos asked for, in step {step}")
         if fault.kind == "oom":
             raise torch.OutOfMemoryError(f"out of memory, as chaos asked for, in step {step}")
+
+    def _kill(self, fault: faults.Fault, step: int) -> None:
+        """Kills what a fault says, this rank last; all of it is stopped first, so that nothing sees another end."""
+        found, own = victims(fault.kind, self._rank, self._launcher, self._find_ranks()), os.getpid()
+        meets = fault.kind in faults.OF_HOSTS and listens(self._launcher, self._plan.meeting)
+        self._fire(fault, step, detail=faults.MEETS if meets else "")
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    if pid != own:
+                        os.kill(pid, number)
+        if own in found:
+            die()
 
     def _corrupt(self, fault: faults.Fault, step: int) -> None:
         """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""
@@ -145,11 +197,13 @@ class Injector:
             file.write(bytes([value ^ (1 << bit)]))
         die()
 
-    def _write(self, write: Callable[..., SavedFile], path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
+    def _write(
+        self, kinds: Collection[str], write: Callable[..., SavedFile], path: Path, chunks: Iterable[memoryview | bytes]
+    ) -> SavedFile:
         found = _STEP.search(path.parent.name)
         step = int(found[1]) if found is not None else 0
         for fault in self._due(step):
-            if fault.kind in faults.WHILE_SAVING:
+            if fault.kind in kinds:
                 if fault.kind == "unwritable":
                     self._fire(fault, step, detail=path.name)
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -171,8 +225,10 @@ class Injector:
             num_written += len(part)
             yield part
             break
+        if fault.kind in faults.IN_SNAPSHOT and self._trainer is not None:
+            step = self._trainer.step  # which goes on beside it
         self._fire(fault, step, detail=f"after {num_written} bytes of {path.name}")
-        if fault.kind == "kill-while-saving":
+        if fault.kind in ("kill-while-saving", "kill-in-snapshot"):
             die()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -193,7 +249,7 @@ class Injector:
                 faults.note(self._folder, passed)
 
     def _draw(self, fault: faults.Fault) -> random.Random:
-        return random.Random(f"{self._seed} {fault.number}")  # nosec B311  # faults by a seed
+        return random.Random(f"{self._plan.seed} {fault.number}")  # nosec B311  # faults by a seed
 
 
 class FaultyLoss:
@@ -213,6 +269,26 @@ class FaultyLoss:
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         return self._loss.score(model, batch)
+
+
+def victims(kind: str, rank: int, launcher: int, ranks: Mapping[int, int]) -> list[int]:
+    """Returns the processes that a fault of a rank kills."""
+    if kind == "kill-two":
+        after = [each for each in sorted(ranks) if each > rank] or sorted(ranks)
+        return [ranks[after[0]], os.getpid()]
+    if kind == "kill-launcher":
+        return [launcher]
+    if kind in ("kill-keeper", "kill-host"):
+        children = psutil.Process(launcher).children(recursive=True)
+        keepers = [each.pid for each in children if "paceline.run.keeper" in each.cmdline()]
+        return keepers if kind == "kill-keeper" else [launcher, *(each.pid for each in children)]
+    return [os.getpid()]
+
+
+def listens(launcher: int, port: int | None) -> bool:
+    """Whether the hosts of a run meet at this launcher; a run without a port has one launcher."""
+    found = psutil.Process(launcher).net_connections() if port is not None else []
+    return port is None or any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
 def die() -> None:

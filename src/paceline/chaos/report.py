@@ -20,7 +20,18 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault, Fired, Passed, Started
+from paceline.chaos.faults import (
+    IN_SNAPSHOT,
+    MEETS,
+    OF_HOSTS,
+    ON_LOSS,
+    SLOW,
+    WHILE_SAVING,
+    Fault,
+    Fired,
+    Passed,
+    Started,
+)
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
 from paceline.predict.formulas.saving import best_interval, refined_interval
@@ -29,6 +40,7 @@ from paceline.records.summary import RankAttempt, RunRecords, StepTable, add_up,
 from paceline.terminal import table_lines
 from paceline.units import format_seconds
 
+SAME = "the same"
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
 
@@ -84,7 +96,10 @@ class Report:
     @property
     def is_good(self) -> bool:
         """Whether the run came to its end, every fault was handled as its policy says, and the samples are right."""
-        same = self.comparison is None or not self.comparison.is_expected or self.comparison.is_same
+        twin = self.comparison
+        same = twin is None or not twin.is_expected or twin.is_same
+        if twin is not None and not any(each.fault.kind in ON_LOSS for each in self.handlings):
+            same = same and twin.samples == SAME  # at another size, too
         handled = all(each.is_right for each in self.handlings)
         return self.code == 0 and handled and same and not self.samples.startswith("wrong")
 
@@ -208,7 +223,7 @@ def report_lines(report: Report) -> list[str]:
     if same is not None:
         whose = f"those of an undisturbed run, bit for bit, in {same.num_steps} steps"
         if not same.is_same:
-            why = "" if same.is_expected else ", as a fault changed what was trained"
+            why = "" if same.is_expected else ", as a fault changed what was trained, or on how many ranks"
             whose = f"another than an undisturbed run's from step {same.first_difference} on{why}"
         lines.append(f"losses: {whose}; samples {same.samples}")
     return lines
@@ -249,13 +264,15 @@ class Handling:
         return self.how in self.expected
 
 
-def expected_handling(fault: Fault, config: Config) -> tuple[How, ...]:
-    """Says what the policies of a config make of a fault."""
+def expected_handling(fault: Fault, config: Config, detail: str = "") -> tuple[How, ...]:
+    """Says what the policies of a config make of a fault; ``detail`` is what was told when it happened."""
     kind, policies = fault.kind, config.recovery
+    if kind in OF_HOSTS:  # hosts that go are not charged
+        return ("stopped",) if detail == MEETS else ("restarted",)
     starts_again: tuple[How, ...] = ("restarted",) if policies.max_restarts else ("stopped",)
     if kind == "preempt":
         return ("stopped",)
-    if kind in SLOW:
+    if kind in SLOW or kind in ("kill-keeper", "memory-full"):
         return ("went on",)
     if kind in ("hang", "stop"):
         return starts_again if policies.on_hang == "restart" else ("stopped",)
@@ -282,7 +299,7 @@ def handle(
     at = next((each for each in notes.fired if each.number == fault.number), None)
     if at is None:
         return found
-    found = replace(found, detail=at.detail)
+    found = replace(found, detail=at.detail, expected=expected_handling(fault, config, at.detail))
     passed = _passed(fault, notes.passed, found.expected)
     is_done = bool(commands) and commands[-1].code == 0
     later = next((each for each in notes.started if each.time > at.time and each.step >= at.step), None)
@@ -291,13 +308,13 @@ def handle(
     if passed is None and not (is_done and not any(each.time > at.time for each in notes.started)):
         return replace(found, how="not recovered", verdict=_verdict(commands, at.time))
     if passed is None:  # in the last step, and the run came to its end all the same
-        return _handled_inside(replace(found, recovery_s=0.0), at, attempts)
+        return _handled_inside(replace(found, recovery_s=0.0), at, attempts, commands)
     found = replace(found, recovery_s=max(0.0, passed.time - at.time))
     began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
     if began is None:
-        return _handled_inside(found, at, attempts)
+        return _handled_inside(found, at, attempts, commands)
     # While saving or evaluating, the step itself has been trained too.
-    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
+    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in (*WHILE_SAVING, *IN_SNAPSHOT)
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
     how: How = "restarted" if is_same_command else "stopped"
     lost_steps = max(0, at.step - (not is_after) - began.step)
@@ -306,17 +323,29 @@ def handle(
 
 
 def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) -> Passed | None:
-    """Returns where the run was past a fault; a signal or a bad loss is obeyed a step or two later."""
+    """Returns where the run was past a fault.
+
+    A signal or a bad loss is obeyed a step or two later; the ranks of a launcher that is gone end as soon as they look.
+    """
     own = [each for each in noted if each.number == fault.number]
     later = [each for each in own if each.is_later]
-    if later and (fault.kind == "preempt" or fault.kind in ON_LOSS) and expected in (("restarted",), ("stopped",)):
+    is_late = fault.kind in ("preempt", *ON_LOSS, *OF_HOSTS, "kill-in-snapshot")
+    if later and is_late and expected in (("restarted",), ("stopped",)):
         return later[0]
     return own[0] if own else None
 
 
-def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt]) -> Handling:
+def _handled_inside(
+    found: Handling, at: Fired, attempts: Sequence[RankAttempt], commands: Sequence[Command]
+) -> Handling:
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
+    if found.fault.kind == "kill-keeper":
+        return replace(found, how="went on", verdict=_verdict(commands, at.time))
+    if found.fault.kind == "memory-full":
+        off = next((each for each in events if each.name == "no_snapshots" and each.time >= at.time), None)
+        told = "" if off is None else f"no snapshots from here on: {off.detail['reason']}"
+        return replace(found, how="went on", verdict=told)
     back = next((each for each in events if each.name == "roll_back" and each.time >= at.time), None)
     last = max((record.time for attempt in attempts for record in attempt.steps), default=at.time)
     if found.fault.kind == "preempt" and last - at.time < 1.0:

@@ -257,6 +257,7 @@ def chaos(
     random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed."),
     seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults."),
     backend: str = typer.Option(None, metavar="virtual|gloo", help="Ranks as threads or processes; else the config's."),
+    hosts: int = typer.Option(1, min=1, help="So many launchers on this machine share the ranks (CPU ranks)."),
     compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss."),
     mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
@@ -274,15 +275,17 @@ def chaos(
     if backend is not None:
         options.check_word("--backend", backend, ("virtual", "gloo"))
         changes += [f"comm.backend={backend}", "parallel.device=cpu"]
+    changes += ["parallel.device=cpu"] if hosts > 1 else []
+    kinds = ["hang"] * random if faults is None else [each.kind for each in parse_faults(faults)]  # any may hang
     run = prepare_run(
         load_config_with_sources(config, changes),
         config,
         changes,
-        num_faults=random if faults is None else len(parse_faults(faults)),
-        may_hang=faults is None or "hang" in faults or "stop" in faults,
+        kinds=kinds,
         ranks=CPU_RANKS,
         environment=os.environ,
         say=lambda text: echo(f"chaos: {text}", err=True),
+        hosts=hosts,
     )
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0

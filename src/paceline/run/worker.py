@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +51,7 @@ from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
 from paceline.run.keeper import MEMORY
 from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
 from paceline.run.logs import rank_logs, say
-from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
+from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, noted_processes, write_failure
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.signals import hear_requests
 from paceline.run.stay import STAYS, AttemptOverError, is_told_over
@@ -87,7 +88,8 @@ def main() -> None:
     times.lap("processes")
     if restart is not None:
         restart["process"] = "new" if arguments.since is None else "kept"
-    attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
+    attempt = RankRunner(folder, rank, restart=restart, times=times, launcher=arguments.launcher)
+    logs = contextlib.ExitStack()
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
@@ -179,6 +181,7 @@ class RankRunner:
     request: StopRequest = field(default_factory=StopRequest)
     times: StartTimes | None = None
     view: Sink | None = None
+    launcher: int = 0  # its process
     _trainer: Trainer | None = None
     _first_step: int | None = None  # once the trainer is built
 
@@ -193,7 +196,10 @@ class RankRunner:
         try:
             where = os.environ.get(VARIABLE)  # of the faults that ``paceline chaos`` has for this rank
             checkpoints = _checkpoint_folder(config, self.folder)
-            faults = None if where is None else Injector(Path(where), self.rank, checkpoints)
+            faults = None
+            if where is not None:
+                find_ranks = partial(noted_processes, self.folder)
+                faults = Injector(Path(where), self.rank, checkpoints, self.launcher, find_ranks)
             own = load_hooks(config.train.hooks)
             hooks = make_hooks(config, self.folder, self.request, None if faults is None else faults.storage())
             hooks[1:1] = own.values()  # they see the evaluation of the step, and what they change is saved

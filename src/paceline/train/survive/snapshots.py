@@ -56,6 +56,7 @@ class Snapshots:
 
     def __init__(self, root: Path, every_steps: int, copies: int = 1, about: Mapping[str, Any] | None = None) -> None:
         self.kept = Kept(root)
+        self.storage = HostMemory()
         self._every, self._copies, self._about = every_steps, copies, dict(about or {})
         self._token = ""
         self._last_step = 0
@@ -121,7 +122,7 @@ class Snapshots:
     def _take(self, trainer: Trainer) -> None:
         comm = trainer.parts.engine.world
         begun = time.perf_counter()
-        where: dict[str, Any] = {"folder": self.kept.root, "storage": HostMemory()}
+        where: dict[str, Any] = {"folder": self.kept.root, "storage": self.storage}
         target = SaveTarget(step=trainer.step, rank=comm.rank, world=comm.size, token=self._token, **where)
         self._pending = pending = Snapshot(target, self.kept, self._copies, self._stay)
         if comm.device.type == "cuda" and self._side is None:
