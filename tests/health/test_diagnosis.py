@@ -146,6 +146,18 @@ def test_the_same_at_the_same_step_twice_is_not_tried_a_third_time() -> None:
     other = decide(attempt("error", 7, message="ValueError: x"), attempt("error", 7, message="OSError: y"))
     assert other == Restart(number=2)
     assert decide(attempt(step=7), attempt(step=7, rank=2), max_stalled_restarts=1) == Restart(number=2)
+    again = decide(attempt(step=7), attempt(step=7, first=6))
+    assert again == Stop(reason="not started again: the same came twice, after step 7", gives_up=True)
+
+
+def test_a_rank_that_is_killed_while_it_recovers_is_started_again() -> None:
+    """By the same signal after the same step as the one from which it recovers, and not by what that step does."""
+    assert decide(attempt(step=7), attempt(step=7, first=7)) == Restart(number=2)
+    decision = decide(attempt(step=7), attempt(step=7, first=7), attempt(step=7, first=7))
+    assert isinstance(decision, Stop)
+    assert "each of the last 2 restarts came no further than step 7" in decision.reason
+    fault = "rank 1 was killed by SIGSEGV"
+    assert isinstance(decide(attempt(step=7, message=fault), attempt(step=7, first=7, message=fault)), Stop)
 
 
 def test_a_run_must_get_further() -> None:

@@ -122,6 +122,11 @@ class FailedAttempt:
         cause = None if self.diagnosis is None else self.diagnosis.cause
         return cause is not None and (cause.kind == "hang" or cause.cause in ("killed", "raised", "died"))
 
+    @property
+    def is_killed_early(self) -> bool:
+        """Whether somebody killed a rank before its first step: what an earlier step did was not why."""
+        return self.kind == "killed" and "SIGKILL" in self.message and self.step <= self.first_step
+
     def to_text(self) -> str:
         return json.dumps(asdict(self))
 
@@ -174,7 +179,8 @@ def after_failure(
     if last.kind == "hang" and policy.on_hang == "stop":
         return Stop(reason="not started again: recovery.on_hang = stop")
     halves = last.kind == "out_of_memory" and policy.on_oom == "halve"
-    if len(failed) > 1 and replace(failed[-2], first_step=last.first_step) == last and not halves:
+    is_same = len(failed) > 1 and replace(failed[-2], first_step=last.first_step) == last
+    if is_same and not halves and not last.is_killed_early:
         return Stop(reason=f"not started again: the same came twice, after step {last.step}", gives_up=True)
     if last.kind == "error" and last.step == last.first_step == 0 and len(failed) == 1:
         return Stop(reason="not started again: it came before the first step, and would again")
