@@ -59,7 +59,8 @@ def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
         saver = Saver(folder / "checkpoints", policy, storage=injector.storage(), on_full_disk=on_full_disk)
         snapshots = Snapshots(kept.root, 2)
         consensus = ConsensusHook(StopRequest(), lambda _: None, config.recovery, snapshots)
-        trainer: Trainer = build_trainer(config, comm, hooks=[saver, snapshots, consensus], sink=sink)
+        hooks = [saver, snapshots, lambda *_: snapshots.join(), consensus]  # steps are shorter than a snapshot
+        trainer: Trainer = build_trainer(config, comm, hooks=hooks, sink=sink)
         injector.attach(trainer)
         trainer.run()
         return sink

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,25 @@ def test_a_keeper_that_does_not_answer_is_as_good_as_gone(hosts: Hosts) -> None:
     keep_all(hosts, 10)
     hosts[1].die()  # and the others do not know yet
     check(hosts[0], 10)
+
+
+def test_a_keeper_that_is_started_again_is_waited_for(hosts: Hosts) -> None:
+    keep_all(hosts, 10, copies=0)
+    killed = hosts[1]
+    killed.server.__exit__()
+
+    def start() -> None:
+        listener = listen(killed.address)
+        killed.server = ControlServer([listener], killed.kept.secret, operations=killed.kept.operations())
+        killed.server.__enter__()
+
+    timer = threading.Timer(0.5, start)
+    timer.start()
+    try:
+        check(hosts[0], 10)
+    finally:
+        timer.join()
+        killed.server.__exit__()
 
 
 @pytest.mark.parametrize("missing", [0, 5])

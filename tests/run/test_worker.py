@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.storage import snapshots_in
 from paceline.comm.torch_dist import connect
 from paceline.config import load_config
-from paceline.errors import CheckpointError, DataError, TrainingError, UsageError
+from paceline.errors import CheckpointError, DataError, LostRankError, TrainingError, UsageError
 from paceline.health.failure import Failure
 from paceline.records.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.run.folder import claim_folder
-from paceline.run.worker import RankRunner
+from paceline.run.worker import RankRunner, load_start
 
 Try = Callable[..., Failure | None]
 
@@ -140,3 +141,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_as_it_was(at
     assert records(project) == before
     assert (project / "run" / "plan.json").read_text() == plan
     assert (project / "run" / "config.yaml").read_text() == "name: old\n"
+
+
+def test_memory_that_is_gone_since_it_was_chosen_is_no_refusal(tmp_path: Path) -> None:
+    """Another host may die in between: the next attempt chooses again."""
+    nobody: Any = None
+    with pytest.raises(LostRankError, match="what hosts held in memory is gone"):
+        load_start(nobody, snapshots_in(tmp_path / "snapshots") / "step-00000010")
+    with pytest.raises(CheckpointError):
+        load_start(nobody, tmp_path / "step-00000010")

@@ -95,8 +95,8 @@ def prepare_run(
         changes.append(f"monitor.hang_setup_s={_HANG_SETUP_S:g}")
     if is_open("recovery.max_restarts"):
         changes.append(f"recovery.max_restarts={len(kinds)}")
-    if is_open("recovery.max_stalled_restarts"):  # of deaths in recoveries
-        changes.append(f"recovery.max_stalled_restarts={max(len(kinds), config.recovery.max_stalled_restarts)}")
+    if is_open("recovery.max_stalled_restarts") and "kill-in-recovery" in kinds:
+        changes.append(f"recovery.max_stalled_restarts={len(kinds)}")
     changed = [*overrides, *changes]
     final = load_config(path, changed)
     known = final.parallel.ranks if isinstance(final.parallel.ranks, int) else max(ranks, hosts)

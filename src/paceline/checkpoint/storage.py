@@ -28,7 +28,6 @@ A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -295,8 +294,7 @@ class SnapshotFiles(LocalFiles):
         for each, keeper in [*enumerate(keepers), (place, None)]:
             held = {} if keeper is not None else self._kept.held()
             if keeper is not None and each != place:
-                with contextlib.suppress(OSError), self._kept.asking(keeper) as ask:  # gone, with all that it had
-                    held = ask("held")
+                held = self._kept.held_by(keeper)
             for folder, files in held.items():
                 rows = {plain_name(name): (size, keeper) for name, size in files.items() if is_count(size)}
                 found.setdefault(plain_name(folder), {}).update(rows)

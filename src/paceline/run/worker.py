@@ -29,7 +29,7 @@ import torch
 from paceline.chaos.faults import VARIABLE
 from paceline.chaos.inject import Injector
 from paceline.checkpoint import open_checkpoint
-from paceline.checkpoint.storage import FileStore
+from paceline.checkpoint.storage import FileStore, is_snapshot
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.file import LedgerReader, ledger_path
@@ -38,7 +38,7 @@ from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.engines.engine import ignore_phase
-from paceline.errors import PreemptedError, RankFailedError, UsageError
+from paceline.errors import CheckpointError, LostRankError, MisfitError, PreemptedError, RankFailedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan, RunMachine
@@ -214,7 +214,7 @@ class RankRunner:
             )
             checkpoint = trainer.find_start() if str(resume) == "auto" else None if resume is None else Path(resume)
             if checkpoint is not None:
-                trainer.load_state(open_checkpoint(checkpoint))
+                load_start(trainer, checkpoint)
                 on_part("checkpoint")
             if faults is not None:
                 faults.attach(trainer)
@@ -317,6 +317,16 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
     consensus = ConsensusHook(request, saver.save_now, config.recovery, snapshots)
     evaluates = Every(config.train.eval_every, EvaluateHook())
     return [evaluates, saver, *([] if snapshots is None else [snapshots]), consensus]
+
+
+def load_start(trainer: Trainer, checkpoint: Path) -> None:
+    """Loads what a run goes on from. Raises LostRankError where memory that was found is gone: another is chosen."""
+    try:
+        trainer.load_state(open_checkpoint(checkpoint))
+    except (CheckpointError, OSError) as error:
+        if not is_snapshot(checkpoint) or isinstance(error, MisfitError):
+            raise
+        raise LostRankError(f"what hosts held in memory is gone: {str(error).splitlines()[0]}") from error
 
 
 def memory_folder() -> Path | None:

@@ -17,6 +17,7 @@ import errno
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ ROOT = "snapshots"
 PIECE_BYTES = 2**21  # of a file, in one message
 _SECRET, _KEEPERS = "secret", "keepers.json"
 _REPLY_S, _WORK_S = 10.0, 600.0
+_AGAIN_S, _PAUSE_S = 3.0, 0.2
+_gone: set[wire.Address] = set()  # keepers for which this process has waited in vain
 
 
 class Kept:
@@ -65,6 +68,19 @@ class Kept:
             for folder in sorted(self.root.glob(".step-*")):
                 found[folder.name] = {each.name: each.stat().st_size for each in sorted(folder.glob("[!.]*"))}
         return found
+
+    def held_by(self, keeper: wire.Address) -> dict[str, dict[str, int]]:
+        """Returns what another host's keeper holds; nothing where it is gone. One that was killed is started again."""
+        deadline = time.monotonic() + (0.0 if keeper in _gone else _AGAIN_S)
+        while True:
+            with contextlib.suppress(OSError), self.asking(keeper) as ask:
+                found: dict[str, dict[str, int]] = ask("held")
+                _gone.discard(keeper)
+                return found
+            if time.monotonic() > deadline:
+                _gone.add(keeper)
+                return {}
+            time.sleep(_PAUSE_S)
 
     def check_room(self, num_bytes: int) -> None:
         """Raises OSError where so much does not fit into this host's memory."""
