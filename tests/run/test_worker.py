@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.storage import snapshots_in
+from paceline.comm.control import kept
+from paceline.comm.control.wire import SECRET_FILE, write_secret
 from paceline.comm.torch_dist import connect
 from paceline.config import load_config
 from paceline.errors import CheckpointError, DataError, LostRankError, TrainingError, UsageError
 from paceline.health.failure import Failure
 from paceline.records.records import EndRecord, EventRecord, RunRecord, StepRecord, read_records
 from paceline.run.folder import claim_folder
+from paceline.run.keeper import keeping
 from paceline.run.worker import RankRunner, load_start
 
 Try = Callable[..., Failure | None]
@@ -150,3 +153,19 @@ def test_memory_that_is_gone_since_it_was_chosen_is_no_refusal(tmp_path: Path) -
         load_start(nobody, snapshots_in(tmp_path / "snapshots") / "step-00000010")
     with pytest.raises(CheckpointError):
         load_start(nobody, tmp_path / "step-00000010")
+
+
+def test_a_keeper_has_the_secret_that_the_hosts_of_a_round_have_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host may have left another one while this host started."""
+    alone: Any = None
+    path = tmp_path / "secret"
+    write_secret(path)
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    with keeping(None) as keeper:
+        assert keeper is not None
+        old = kept.Kept(keeper.root).secret()
+        write_secret(path)
+        keeper.meet(0, 1, alone)
+        assert old != kept.Kept(keeper.root).secret() == path.read_bytes()

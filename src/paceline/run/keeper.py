@@ -44,7 +44,11 @@ class Keeper:
         self._process = self._start()
 
     def meet(self, place: int, size: int, met: Rendezvous) -> None:
-        """Tells the hosts of a round where this keeper answers, and learns where theirs do, before ranks start."""
+        """Tells the hosts of a round where this keeper answers, and learns where theirs do, before ranks start.
+
+        Those of a round have proved one secret; the first host may have left a new one since this keeper was made.
+        """
+        Kept(self.root).write_secret(secret_of(os.environ))
         addresses = [self.address]
         if size > 1:
             told = met.exchange("keepers", f"{self.address.host} {self.address.port}", place, size)

@@ -322,7 +322,8 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
 def load_start(trainer: Trainer, checkpoint: Path) -> None:
     """Loads what a run goes on from. Raises LostRankError where memory that was found is gone: another is chosen."""
     try:
-        trainer.load_state(open_checkpoint(checkpoint))
+        found = open_checkpoint(checkpoint)
+        trainer.load_state(found)
     except (CheckpointError, OSError) as error:
         if not is_snapshot(checkpoint) or isinstance(error, MisfitError):
             raise

@@ -45,8 +45,13 @@ class Kept:
 
     def make(self, secret: bytes) -> None:
         self.root.mkdir(mode=0o700)
-        (self.root / _SECRET).touch(mode=0o600)
-        (self.root / _SECRET).write_bytes(secret)
+        self.write_secret(secret)
+
+    def write_secret(self, secret: bytes) -> None:
+        partial = self.root / f".{_SECRET}"
+        partial.touch(mode=0o600)
+        partial.write_bytes(secret)
+        partial.replace(self.root / _SECRET)
 
     def secret(self) -> bytes:
         return wire.read_secret(self.root / _SECRET)
