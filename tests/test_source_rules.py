@@ -28,23 +28,23 @@ MORE_ARGUMENTS = {"trainer.py: fit": 9, "train/step.py: train_step": 9}
 LINES = {
     "beside the rooms": 1_580,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_680,
-    "chaos": 1_070,
+    "chaos": 1_270,
     "checkpoint": 5_040,  # memory.py: snapshots in the memory of hosts
     "cli": 3_410,  # completion.py; checkpoint upcycle
     "cluster": 2_020,  # what attention over ranks costs; its tiles
-    "comm": 7_430,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_450,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_670,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
-    "health": 1_620,  # verdicts on experts
+    "health": 1_630,  # verdicts on experts
     "launch": 2_965,
     "models": 3_820,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_350,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_170,  # keeper.py: a host's snapshots
+    "run": 8_190,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_640,  # what snapshots take
     "train": 5_420,  # snapshots.py
