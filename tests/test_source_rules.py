@@ -36,10 +36,10 @@ LINES = {
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_670,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_700,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_630,  # verdicts on experts
     "launch": 2_965,
-    "models": 3_820,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_350,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost

@@ -119,9 +119,10 @@ class Arm(PeeredArm):
     that communicates nothing; the others are compiled block by block, and their loss by itself.
     """
 
-    wrap: Callable[[nn.Module, Communicator], Wrapped]
+    wrap: Callable[..., Wrapped]  # of a model and a communicator
     set: int = 0
     compiles_whole: bool = False
+    compiles_itself: bool = False  # ``wrap`` is told ``compiled``, and does it where the engine does
 
 
 class TrainingStep:
@@ -157,9 +158,9 @@ def set_up(
 ) -> TrainingStep:
     """Builds an arm's model, compiled if asked, and returns its training step."""
     model = workload.make_model(comm.device)
-    if compiled and not arm.compiles_whole:
+    if compiled and not (arm.compiles_whole or arm.compiles_itself):
         compile_model(model, whole=False)
-    wrapped = arm.wrap(model, comm)
+    wrapped = arm.wrap(model, comm, compiled=compiled) if arm.compiles_itself else arm.wrap(model, comm)
     inputs, targets = workload.make_batch(comm.device, comm.rank)
     mean_loss: Callable[..., torch.Tensor] = _mean_loss
     if compiled and not arm.compiles_whole:
@@ -246,19 +247,25 @@ def arms_in_bf16() -> list[Arm]:
 def arms_on_links() -> list[Arm]:
     """Returns the arms on several ranks of GPUs in bf16, in two sets: replicated, and sharded."""
     torch_ddp, fsdp2 = "torch ddp bf16", "torch fsdp2 bf16_master"
-    master = partial(_wrap_ours, precision="bf16_master")
     theirs = partial(_wrap_fsdp2, precision="bf16_master")
+
+    def ours(strategy: StrategyName, peer: str, words: str = "", **how: Any) -> Arm:
+        wrap = partial(_wrap_ours, strategy=strategy, precision="bf16_master", **how)
+        name, number = f"paceline {strategy} bf16_master{words}", int(peer == fsdp2)
+        return Arm(name=name, peer=peer, wrap=wrap, set=number, compiles_itself=True)
+
     return [
         Arm(
             name=torch_ddp, peer=torch_ddp, wrap=partial(_wrap_ddp, precision="bf16", as_view=True, sends_buffers=False)
         ),
-        Arm(name="paceline ddp bf16_master", peer=torch_ddp, wrap=partial(master, strategy="ddp")),
-        Arm(name="paceline zero1 bf16_master", peer=torch_ddp, wrap=partial(master, strategy="zero1")),
-        Arm(name="paceline zero2 bf16_master", peer=torch_ddp, wrap=partial(master, strategy="zero2")),
+        ours("ddp", torch_ddp),
+        ours("zero1", torch_ddp),
+        ours("zero2", torch_ddp),
         Arm(name=fsdp2, peer=fsdp2, wrap=theirs, set=1),
         Arm(name=f"{fsdp2}, prefetch two", peer=fsdp2, wrap=partial(theirs, prefetch=2), set=1),
         Arm(name=f"{fsdp2}, kept", peer=fsdp2, wrap=partial(theirs, reshards=False), set=1),
-        Arm(name="paceline fsdp bf16_master", peer=fsdp2, wrap=partial(master, strategy="fsdp"), set=1),
+        ours("fsdp", fsdp2),
+        ours("fsdp", fsdp2, ", kept", reshard_after_forward=False),
     ]
 
 
@@ -302,10 +309,15 @@ def _wrap_ours(
     precision: str = "fp32",
     shard_ranks: int | None = None,
     shares_memory: bool = False,
+    compiled: bool = False,
+    reshard_after_forward: bool = True,
 ) -> Wrapped:
     if shares_memory:
         comm = SharedMemoryCommunicator.join(comm)
-    engine = parallelize(model, comm, strategy, precision=precision, shard_ranks=shard_ranks or 0)
+    more: Any = {"compile": "blocks"} if compiled else {}
+    if not reshard_after_forward:
+        more["reshard_after_forward"] = False
+    engine = parallelize(model, comm, strategy, precision=precision, shard_ranks=shard_ranks or 0, **more)
 
     def update(optimizer: torch.optim.Optimizer) -> None:
         update_if_finite(optimizer, engine.clip_grad_norm_(math.inf), _CLIP)  # as train_step does

@@ -25,7 +25,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.activations import HostActivations
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.blocks import checkpoint_blocks, compile_model, swap_pools
+from paceline.engines.blocks import checkpoint_blocks, compile_model, compiled_inside, swap_pools
 from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.combined import combine
 from paceline.engines.ddp import DataParallel
@@ -44,7 +44,14 @@ from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
 from paceline.models.hugging_face import FILL, allocate_unfilled, is_unfilled
-from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
+from paceline.models.registry import (
+    block_parts,
+    check_initialised,
+    model_apart,
+    model_blocks,
+    model_ends,
+    num_parameters,
+)
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload, StrategyName
 from paceline.plan.rule_case import unknown_word
 from paceline.plan.rules import check_layout
@@ -59,6 +66,7 @@ _MARK = "_paceline_engine"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")  # torch's own
 _FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
+_LARGE_BLOCK = 2**27  # parameters: what is gathered first of a step, and reduced last, is then worth splitting
 
 
 def parallelize(
@@ -295,14 +303,15 @@ def _share(
     if layout.mlp_tiles != 1:
         tile_mlps(model, layout.mlp_tiles, with_norms=not layout.is_compiled)
     repeated = checkpoint_blocks(blocks, layout.checkpoint_activations)
+    parts = _first_parts(model, layout, precision) if comm.size > 1 else []
     units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
     if layout.is_fully_sharded:
         unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
         ends, apart = model_ends(model), model_apart(model)
-        units = choose_units(model, blocks, ends, names=layout.units, unit_mb=unit_mb, apart=apart)
+        units = choose_units(model, blocks, ends, names=layout.units, unit_mb=unit_mb, apart=apart, parts=parts)
     if layout.is_compiled:
         swap_pools(model, comm.device)
-        hooked = [module for _, module in units] if comm.size > 1 else []
+        hooked = [module for _, module in units] or parts if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
     if layout.offload.activations:
         HostActivations(comm.device).take_inputs(repeated)
@@ -317,6 +326,22 @@ def _share(
     if comm.ledger is not None and comm.ledger.is_own_loop:
         engine.watch_replicas()
     return engine
+
+
+def _first_parts(model: nn.Module, layout: Layout, precision: Precision) -> list[nn.Module]:
+    """Returns the parts that take the place of the first block, if it is large and nothing else was asked for.
+
+    Nothing is computed before its parameters are there, and little after its gradients are. Split, the first part's
+    gather and reduction alone are exposed: those of the second run beside the first. One more graph is compiled, and
+    what is between the two (norms and sums of the stream) runs eagerly, once in a step.
+    """
+    asked = layout.units is not None or layout.unit_mb or layout.is_split or precision.float8 or layout.mlp_tiles != 1
+    if asked or layout.checkpoint_activations != "none" or layout.offload.activations or layout.compile == "whole":
+        return []
+    first = next(iter(model_blocks(model)), None)
+    if first is None or num_parameters(first) < _LARGE_BLOCK or compiled_inside(first.forward) is not None:
+        return []
+    return block_parts(first)
 
 
 def _with_buckets(
@@ -336,7 +361,7 @@ def _with_buckets(
         return DataParallel(model, groups, layout, precision, compressor)
     choice = None
     if layout.tunes_buckets:
-        choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
+        choice = choose_for_link(*parameters_to_bucket(model, precision.param_dtype), probe_link(comm))
         found = choice.policy
         layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
     engine = ZeroParallel(model, groups, layout, precision)

@@ -257,7 +257,11 @@ def compile_model(model: nn.Module, *, whole: bool, units: Sequence[nn.Module] =
     """
     found = [] if whole else model_blocks(model)
     if any(_has_inside(part, units) for part in found or [model]):
-        found = [unit for unit in units if not _has_inside(unit, units)]
+        chosen = {unit for unit in units if not _has_inside(unit, units)}
+        if found:  # what is outside of the blocks runs as it is, unit or not
+            whole_blocks = {block for block in found if not _has_inside(block, units)}
+            chosen = whole_blocks | {unit for block in found for unit in block.modules() if unit in chosen}
+        found = [module for module in model.modules() if module in chosen]
     # Blocks of one class share their code. Where their sizes differ, as in a ResNet, each needs a graph; beyond torch's
     # limit the rest would run as they are, without a word.
     config: Any = torch._dynamo.config

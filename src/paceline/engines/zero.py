@@ -338,14 +338,18 @@ class _BackwardSummary:
         return self._sums[0]
 
 
-def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
-    """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
+def parameters_to_bucket(module: nn.Module, dtype: torch.dtype | None) -> tuple[list[ParameterSize], list[int]]:
+    """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill.
+
+    The bytes are those of a gather, which is the smaller of a bucket's two collectives: in ``dtype``, if it has one.
+    """
     kept = kept_parameters(module)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     sizes = []
     for index, p in enumerate(trainable, start=1):
         kind = f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}"
-        sizes.append(ParameterSize(num_bytes=p.numel() * p.element_size(), kind=kind))
+        itemsize = p.element_size() if dtype is None or p in kept else dtype.itemsize
+        sizes.append(ParameterSize(num_bytes=p.numel() * itemsize, kind=kind))
     return sizes, list(reversed(range(len(trainable))))
 
 
@@ -356,7 +360,7 @@ def _make_groups(
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     found = []
-    for members in bucket_parameters(*parameters_to_bucket(module), policy):
+    for members in bucket_parameters(*parameters_to_bucket(module, precision.param_dtype), policy):
         pairs = [named[index] for index in members]
         group = FlatGroup(pairs, groups.of(pairs[0][1]), as_built if pairs[0][1] in kept else precision, offload)
         group.keep_slice(in_place=True)

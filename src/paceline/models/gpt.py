@@ -172,6 +172,10 @@ class Block(nn.Module):
         self.mlp = _make_mixture(config) if has_experts else _make_mlp(config)
         self.dropout = Dropout(config.dropout)
 
+    def parts(self) -> list[nn.Module]:
+        """Returns what is called one after another: none of a mixture, whose experts ranks may share."""
+        return [] if isinstance(self.mlp, Mixture) else [self.attention, self.mlp]
+
     def forward(self, x: Tensor, documents: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns the stream (batch, length, width) after this block; ``documents`` are those of the model."""
         inner = self.attention_norm(x)

@@ -98,6 +98,14 @@ def model_ends(model: nn.Module) -> list[nn.Module]:
     return _ask(model, "ends")
 
 
+def block_parts(block: nn.Module) -> list[nn.Module]:
+    """Returns the modules that a block calls one after another, and may be sharded one by one, as ``parts()`` says.
+
+    Beside them it has small weights only, such as those of norms.
+    """
+    return _ask(block, "parts")
+
+
 def model_apart(model: nn.Module) -> list[nn.Module]:
     """Returns the modules whose weights are read apart from their calls (by a tied head), as ``apart()`` says."""
     return _ask(model, "apart")

@@ -39,19 +39,22 @@ def choose_units(
     names: Sequence[str] | None = None,
     unit_mb: float | None = None,
     apart: Sequence[nn.Module] = (),
+    parts: Sequence[nn.Module] = (),
 ) -> list[Named]:
     """Returns the units below the root, outermost first, in the order of definition.
 
     By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger, without
-    those that are read ``apart`` from their calls; otherwise the blocks, and those of the ``ends`` that are as large:
-    all that is in the root stays gathered for long. Raises UsageError for names that are not modules of the model.
+    those that are read ``apart`` from their calls; otherwise the blocks, ``parts`` in the place of the one that has
+    them, and those of the ``ends`` that are as large: all that is in the root stays gathered for long. Raises
+    UsageError for names that are not modules of the model.
     """
     if names is not None:
         return _by_name(model, names)
     if unit_mb is not None:
         kept = frozenset(id(module) for module in apart)
         return [unit for unit in _by_size(model, unit_mb * MIB, kept) if unit[1] is not model]
-    chosen = {id(block) for block in blocks}
+    inside = {id(part) for part in parts}
+    chosen = {id(block) for block in blocks if not any(id(module) in inside for module in block.modules())} | inside
     largest = max((_num_bytes(block) for block in blocks), default=0)
     chosen |= {id(end) for end in ends if _num_bytes(end) >= largest > 0}
     return [(name, module) for name, module in model.named_modules() if id(module) in chosen and module is not model]
