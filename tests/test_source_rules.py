@@ -31,7 +31,7 @@ LINES = {
     "chaos": 1_270,
     "checkpoint": 5_040,  # memory.py: snapshots in the memory of hosts
     "cli": 3_410,  # completion.py; checkpoint upcycle
-    "cluster": 2_020,  # what attention over ranks costs; its tiles
+    "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_450,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits

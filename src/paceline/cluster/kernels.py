@@ -92,6 +92,14 @@ def long_attention_seconds(
     return near + (1 - fitted) * flops / (ceiling(device, dtype) * _ALONE[is_back])
 
 
+def todays_attention_seconds(
+    device: Device, rates: KernelRates, flops: float, seq_len: float, dtype: str, *, is_back: bool
+) -> float:
+    """Returns what fused attention takes in libraries of 2025 and later, on Hopper: as it was measured alone."""
+    filled = seq_len / (seq_len + rates.attention_half) * (1 + rates.attention_half / _FITTED_TOKENS)
+    return flops / (ceiling(device, dtype) * _ALONE[is_back] * filled)
+
+
 def memory_seconds(device: Device, rates: KernelRates, num_bytes: float) -> float:
     return num_bytes / (device.memory_bandwidth * rates.memory)
 

@@ -37,7 +37,7 @@ class Running:
     ``fused_loss``: one that passes over logits once. ``split_loss``: tensor-parallel ranks of torch gather no logits.
     ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``keeps_gradients``: sharded
     ones are whole, in fp32, until the last microbatch. ``overlaps_tensor``: half of what tensor-parallel ranks send is
-    hidden. ``names_precision``: the precision was searched for.
+    hidden. ``names_precision``: the precision was searched for. ``attends_as_today``: by cuDNN's kernels of 2025.
     """
 
     seq_len: int
@@ -57,6 +57,7 @@ class Running:
     keeps_gradients: bool = False
     overlaps_tensor: bool = False
     names_precision: bool = False
+    attends_as_today: bool = False
     shown: Shown = "all"
 
     @property

@@ -41,6 +41,9 @@ METRICS = ("img_per_s", "mem_gib", "mfu_pct", "seq_per_s", "step_time_s", "tflop
 # left: counted in full, V100s would have done 21 TFLOP/s in fp32, which end at 15.7 (split calib).
 _DOCUMENT_TOKENS = 400
 
+# From which year on containers of Megatron have cuDNN 9.5 and later, whose attention on Hopper is that of today.
+_CUDNN_YEAR = 2025
+
 _COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
 _NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
 _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
@@ -107,6 +110,7 @@ def read_case(row: Row) -> PublishedRun:
         is_flat=not is_plain and "fsdp2" not in sharing,
         keeps_gradients="fsdp2" in sharing,
         overlaps_tensor=framework == "megatron" and layout.overlap,
+        attends_as_today=framework == "megatron" and row.whole("year", 0) >= _CUDNN_YEAR,
     )
     return PublishedRun(
         workload=Workload(model=model, layout=layout, run=run),

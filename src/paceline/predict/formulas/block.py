@@ -36,6 +36,7 @@ from paceline.cluster.kernels import (
     matmul_rate,
     matmul_seconds,
     memory_seconds,
+    todays_attention_seconds,
 )
 from paceline.cluster.sequence_costs import AttentionWork, sequence_split, sequence_waits, share_of_pairs
 from paceline.cluster.wires import collective_seconds, group_of, wire_cost
@@ -241,7 +242,11 @@ class BlockModel:
                 known = (self.device, self.constants, flops, self.run.seq_len, self.other)
                 ahead, back = (long_attention_seconds(*known, is_back=each) for each in (False, True))
                 return ahead, ATTENTION_BACKWARD * back
-            forward = attention_seconds(self.device, self.constants, flops, self.run.seq_len, self.other)
+            own = (self.device, self.constants, flops, self.run.seq_len, self.other)
+            if self.run.attends_as_today and self.device.generation == "hopper":
+                ahead, back = (todays_attention_seconds(*own, is_back=each) for each in (False, True))
+                return ahead, ATTENTION_BACKWARD * back
+            forward = attention_seconds(*own)
             return forward, ATTENTION_BACKWARD * forward
         head = model.query_width // model.heads
         batch = max(1, round(self.workload.micro_batch * model.heads / self.layout.tensor))
