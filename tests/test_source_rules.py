@@ -29,7 +29,7 @@ LINES = {
     "beside the rooms": 1_580,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_680,
     "chaos": 1_270,
-    "checkpoint": 5_040,  # memory.py: snapshots in the memory of hosts
+    "checkpoint": 5_060,  # memory.py: snapshots in the memory of hosts
     "cli": 3_410,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_450,  # kept.py: files that keepers of hosts serve; emulated links
@@ -44,10 +44,10 @@ LINES = {
     "predict": 4_350,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_190,  # keeper.py: a host's snapshots
+    "run": 8_210,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_640,  # what snapshots take
-    "train": 5_420,  # snapshots.py
+    "train": 5_440,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }

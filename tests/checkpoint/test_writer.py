@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,27 @@ def test_several_threads_write_a_large_share(tmp_path: Path, monkeypatch: pytest
         "rank-00000.f32-1.safetensors",
     ]
     assert len(threads) == 2
+
+
+def test_several_threads_read_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = SoloCommunicator(CPU)
+    path = CheckpointWriter(tmp_path, comm).save(make_state(comm, 3))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    inside, read_into = threading.Barrier(2), LocalFiles.read_into
+
+    def read_together(self: LocalFiles, path: Path, spans: Any) -> None:
+        inside.wait(60)  # each waits until the other is under way
+        read_into(self, path, spans)
+
+    empty = [replace(each, tensor=torch.zeros_like(each.tensor)) for each in make_state(comm, 0).shards]
+    found = open_checkpoint(path)
+    found.read("model/cut")  # and the header, once
+    monkeypatch.setattr(LocalFiles, "read_into", read_together)
+    found.fill_all([(each, each.name) for each in empty])
+    assert empty[0].tensor.tolist() == [3.0] * 4
+    assert torch.equal(empty[1].tensor, torch.arange(40_000.0) + 3)
+    with pytest.raises(CheckpointError, match="has no tensor model/other"):
+        found.fill_all([(empty[0], "model/other"), (empty[1], "model/other")])
 
 
 def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

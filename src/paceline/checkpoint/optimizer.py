@@ -77,6 +77,7 @@ def restore(checkpoint: Checkpoint, engine: HasShards, optimizer: torch.optim.Op
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
     """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
     by_id, rows, state = _by_id(shards), [], dict[int, Any]()
+    parts: list[tuple[Shard, str]] = []  # of states, that are still empty
     numbers = itertools.count()
     ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for identity, shard in by_id.items():
@@ -96,8 +97,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
         for number, (shard, parameter) in zip(params, members, strict=True):
             if is_whole and not shard.region.has_first:
                 continue
-            if values := _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()), is_whole):
+            values, empty = _saved_state(checkpoint, shard, parameter, tensors.get(shard.name, ()), is_whole)
+            parts += empty
+            if values:
                 state[number] = values
+    checkpoint.fill_all(parts)
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
         whole = {**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows}
@@ -162,8 +166,9 @@ def _saved_settings(
 
 def _saved_state(
     checkpoint: Checkpoint, shard: Shard, parameter: torch.Tensor, keys: Iterable[str], is_whole: bool
-) -> dict[str, Any]:
-    """Returns one parameter's state: pieces in memory of their own, filled from the files."""
+) -> tuple[dict[str, Any], list[tuple[Shard, str]]]:
+    """Returns one parameter's state, and the pieces of it, in memory of their own, that are to be filled by name."""
+    empty: list[tuple[Shard, str]] = []
     entry = checkpoint.found.get(f"{OPTIMIZER}{shard.name}", {"values": {}})
     state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry["values"].items()}
     for key in keys:
@@ -172,5 +177,5 @@ def _saved_state(
             state[key] = checkpoint.read(name)
         else:
             state[key] = torch.empty_like(parameter, dtype=checkpoint.dtype(name), requires_grad=False)
-            checkpoint.fill(replace(shard, tensor=state[key]), name)
-    return state
+            empty.append((replace(shard, tensor=state[key]), name))
+    return state, empty

@@ -13,7 +13,8 @@ Small files that belong to a model are tensors of bytes, and so they are hashed,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from paceline.checkpoint.find import verify_checkpoint
 from paceline.checkpoint.formats import Header, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
-from paceline.checkpoint.storage import FileStore, file_in, storage_of
+from paceline.checkpoint.storage import FileStore, file_in, num_threads, storage_of
 from paceline.checkpoint.tensors import DTYPES, decode, flat_view, host_bytes, read_runs
 from paceline.errors import CheckpointError, MisfitError
 from paceline.models.mlp import former_names
@@ -125,6 +126,17 @@ class Checkpoint:
             order = region.order or tuple(range(held.ndim))
             held.permute(order).copy_(flat.view(held.permute(order).shape))
 
+    def fill_all(self, shards: Sequence[tuple[Shard, str]]) -> None:
+        """Fills shards, each from the saved tensor of a name, by several threads."""
+        threads = min(num_threads(), len(shards))
+        if threads <= 1:
+            for shard, name in shards:
+                self.fill(shard, name)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for filled in [pool.submit(self.fill, *each) for each in shards]:
+                filled.result()
+
     def _fill_exactly(self, name: str, saved: SavedTensor, region: Region, out: torch.Tensor) -> None:
         count = self._read(name, saved, region, out)
         if count != region.size:
@@ -197,8 +209,7 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
             problems.append(f"size mismatch for {shard.name}: {list(shape)} is saved, {list(here)} is here")
     if problems:
         raise MisfitError("; ".join(problems))
-    for shard in shards:
-        checkpoint.fill(shard, MODEL + shard.name)
+    checkpoint.fill_all([(shard, MODEL + shard.name) for shard in shards])
     holder.mark_loaded()
 
 

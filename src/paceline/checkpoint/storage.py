@@ -61,6 +61,7 @@ _SNAPSHOT = "snapshot:"
 _ROOTED = ("file", "local", "memory", "snapshot")  # whose paths begin with a slash
 _CHUNK_BYTES = 2**24
 _LARGE_BYTES = 2**20
+_MOST_THREADS = 8
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 _WEIGHT_FOLDERS = (".metadata", "model.safetensors", "model.safetensors.index.json")
 # What keeps a file from being read or written: the rule, and the way out.
@@ -81,6 +82,12 @@ _WRITING = dict.fromkeys((errno.EACCES, errno.EPERM), _FORBIDDEN) | {
     errno.EEXIST: ("a file is where a folder is needed", "name another place"),
     errno.ENOENT: ("no folder can be made there", "name another place"),
 }
+
+
+def num_threads() -> int:
+    """Returns how many threads of a rank read or write at once: a few, since other ranks of the host do so, too."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores // 2))
 
 
 class LocalFiles:

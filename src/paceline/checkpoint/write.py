@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +24,13 @@ from typing import Any
 
 from paceline.checkpoint import manifest
 from paceline.checkpoint.formats import coverage_problems
-from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
+from paceline.checkpoint.storage import FileStore, LocalFiles, num_threads, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, dtype_code, encode, file_chunks, flat_view, ignore_progress
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
 
 _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
-_LARGE_BYTES = 2**28  # of a file, beyond which several threads write one each
-_MOST_WRITERS = 8
+_LARGE_BYTES = 2**26  # of a file, beyond which several threads write one each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ def plain_state(state: manifest.State) -> manifest.State:
 def write_part(target: SaveTarget, shares: Iterable[Shard], plain: manifest.State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        return write_rank(target, map(Stream.of, shares), plain, ignore_progress, writers=_num_writers())
+        return write_rank(target, map(Stream.of, shares), plain, ignore_progress, writers=num_threads())
     except OSError as error:
         raise unwritten(target, error) from error
 
@@ -147,12 +145,6 @@ def _parts(streams: Sequence[Stream], most: int) -> list[Sequence[Stream]]:
         parts[min(middle * number // max(total, 1), number - 1)].append(each)
         before += each.num_bytes
     return [part for part in parts if part]
-
-
-def _num_writers() -> int:
-    """Returns how many threads of a rank write at once: a few, since other ranks of the host do so, too."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_WRITERS, cores // 4))
 
 
 def commit(target: SaveTarget, plain: manifest.State) -> None:

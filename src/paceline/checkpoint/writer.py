@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -46,7 +46,7 @@ from paceline.shards import FlatLayout, Shard, flat_layout
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
-_PIECE = 2**22  # elements that are copied at once
+_PIECE = 2**20  # elements that are copied at once
 _LOOK_EVERY_S = 0.02
 _LEAVE_S = 0.3  # for the parts of others that were as good as there
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
@@ -190,8 +190,13 @@ class StagingBuffer:
             self._thread = threading.Thread(target=self._make, args=args, name="staging buffer", daemon=True)
             self._thread.start()
 
-    def copy(self, shares: Sequence[Shard], *, waits: bool = True) -> list[Shard]:
-        """Returns copies of shares, which last until the next time; on CUDA it ``waits`` until they are made."""
+    def copy(
+        self, shares: Sequence[Shard], *, waits: bool = True, pause: Callable[[], object] = lambda: None
+    ) -> list[Shard]:
+        """Returns copies of shares, which last until the next time; on CUDA it ``waits`` until they are made.
+
+        ``pause`` is called behind each piece, between which what a step sends to the host comes through.
+        """
         if self._thread is not None:
             self._thread.join()
         places, device = _places(shares), _cuda_device(shares)
@@ -202,8 +207,9 @@ class StagingBuffer:
         for share, view in zip(shares, places.views(self.buffer), strict=True):
             place = view.view(share.tensor.dtype)
             pieces = (torch.split(each.view(-1), _PIECE) for each in (place, share.tensor))
-            for piece, source in zip(*pieces, strict=True):  # between them, what a step sends to the host comes through
+            for piece, source in zip(*pieces, strict=True):
                 piece.copy_(source, non_blocking=True)
+                pause()
             staged.append(replace(share, tensor=place))
         if device is not None and waits:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied

@@ -14,6 +14,7 @@ it before it can end its loader workers, and macOS has none.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -73,6 +74,26 @@ def uses_gpu(config: Config) -> bool:
     import torch
 
     return config.parallel.device != "cpu" and torch.cuda.is_available()
+
+
+def open_device(config: Config) -> None:
+    """Has a thread open this rank's GPU while the process does other things.
+
+    That takes seconds. Torch does it when it first needs the device, and holds all threads of Python up meanwhile.
+    """
+    import torch
+
+    if uses_gpu(config) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        number = int(os.environ.get("LOCAL_RANK", "0"))
+        threading.Thread(target=_open_device, args=(number,), name="device", daemon=True).start()
+
+
+def _open_device(number: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # no driver of that name: torch opens the device
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), number) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the one that torch will use
 
 
 def keep_cores(config: Config) -> None:

@@ -102,6 +102,7 @@ def main() -> None:
             return
         processes.keep_cores(config)
         processes.keep_compiled(config)
+        processes.open_device(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         times.lap("joining")
         plan = read_plan(folder)

@@ -71,11 +71,6 @@ class GraphedStep:
         self._last_rates: list[float] = []
         self._outcome: StepOutcome | None = None
 
-    @property
-    def may_replay(self) -> bool:
-        """Whether the next step may be one that no hook of the optimizer sees."""
-        return self._graph is not None or self._num_steps <= _TIMED[-1]
-
     def __call__(
         self, engine: Engine, optimizer: Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
     ) -> StepOutcome:

@@ -9,7 +9,9 @@ One snapshot is under way at a time. A step that is due meanwhile is taken as so
 cannot keep its part, all ranks learn of it in the same step and take no more: the run goes on with checkpoints on disk.
 
 Of CUDA tensors a copy is made on the device first, where it has room: the update of the next step waits for that, which
-takes as long as to read them once, beside the passes. Without room the update waits for the copies to the host.
+takes as long as to read them once, beside the passes. Without room the update waits for the copies to the host. A step
+that is replayed as a CUDA graph waits in the graph, for an event from outside of it. Copies to the host are issued one
+by one: a device works off what stands in its queue before anything else goes that way, such as the loss of a step.
 """
 
 from __future__ import annotations
@@ -112,6 +114,8 @@ class Snapshots:
         self.join()
         if not self._token:
             self._stage.reserve(own_shares(trainer.collect_state().shards))
+            if trainer.parts.engine.world.device.type == "cuda":
+                self._side = _SideStream(trainer)  # before a step is recorded as a graph
         self._pending, self._is_due = None, False
         self._token = ask_first_rank(trainer.parts.engine.world, lambda: secrets.token_hex(4))
         for folder in self.kept.held():
@@ -125,8 +129,6 @@ class Snapshots:
         where: dict[str, Any] = {"folder": self.kept.root, "storage": self.storage}
         target = SaveTarget(step=trainer.step, rank=comm.rank, world=comm.size, token=self._token, **where)
         self._pending = pending = Snapshot(target, self.kept, self._copies, self._stay)
-        if comm.device.type == "cuda" and self._side is None:
-            self._side = _SideStream(trainer)
         # On CUDA without a wait for the steps that are under way.
         state = trainer.state() if self._side is None else trainer.collect_state()
         pending.start(replace(state, about=self._about), self._stage, self._side)
@@ -220,35 +222,35 @@ class _SideStream:
     def __init__(self, trainer: Trainer) -> None:
         parts, self._device = trainer.parts, trainer.parts.engine.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._graphs = parts.graphs
         # Passes, and not updates alone, write buffers and residuals of compression.
         held = [shard.tensor if shard.parameter is None else shard.parameter for shard in parts.engine.shards()]
         self._is_written_early = parts.compressor is not None or not all(each.requires_grad for each in held)
-        self._copied: torch.cuda.Event | None = None  # what was read from the tensors of the run
+        self._copied = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]  # what the run has was read
+        self._copied.record(torch.cuda.current_stream(self._device))
+        self._is_awaited = False
         self._has_room: bool | None = None  # for a copy on the device; None: not known yet
+        self._clones: list[torch.Tensor] = []
         self._waits: list[torch.cuda.Event] = []
         parts.optimizer.register_step_pre_hook(self._before_update)
 
     def copy(self, state: State, shares: list[Shard], stage: StagingBuffer) -> Fetch:
-        """Issues copies, and returns what waits for them on the host: the training thread does not.
-
-        Copies to the host are left to that, in pieces: what a step sends there meanwhile stands in the same queue.
-        """
+        """Issues copies, and returns what waits for them on the host: the training thread does not."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._waits = []
         with torch.cuda.stream(self._stream):
-            clones = self._clones(shares)
+            clones = self._clone(shares)
             found = _of_tensors(torch.clone, state.found)
             staged = stage.copy(shares, waits=False) if clones is None else []
-            self._copied = self._stream.record_event()
-        if self._is_written_early or (self._graphs is not None and self._graphs.may_replay):
+            self._copied.record(self._stream)
+        self._is_awaited = True
+        if self._is_written_early:
             self._before_update()
         plain, sources = plain_state(replace(state, found={})), shares if clones is None else clones
 
         def fetch() -> tuple[list[Shard], State]:
             torch.cuda.set_device(self._device)  # a new thread has the first one
             with torch.cuda.stream(self._stream):
-                copies = staged or stage.copy(sources, waits=False)
+                copies = staged or stage.copy(sources, waits=False, pause=_Pace(self._stream))
                 values = _of_tensors(torch.Tensor.cpu, found)
             self._stream.synchronize()  # sync point, of this thread
             return copies, replace(plain, found={name: encode(value, name) for name, value in values.items()})
@@ -256,29 +258,50 @@ class _SideStream:
         return fetch
 
     def waited_s(self) -> float:
-        """Returns how long the device has waited before the update behind the last snapshot."""
+        """Returns how long the device has waited before the update behind the last snapshot; of a graph 0."""
         is_known = len(self._waits) == 2 and self._waits[1].query()  # type: ignore[no-untyped-call]
         return self._waits[0].elapsed_time(self._waits[1]) / 1000.0 if is_known else 0.0
 
-    def _clones(self, shares: Sequence[Shard]) -> list[Shard] | None:
+    def _clone(self, shares: Sequence[Shard]) -> list[Shard] | None:
+        """Copies shares on the device, by few kernels, into memory that stays; None: there is no room."""
         if self._has_room is None:
             free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
             free -= torch.cuda.memory_allocated(self._device)
             self._has_room = sum(share.tensor.nbytes for share in shares) + _SPARE_BYTES <= free
         if not self._has_room:
             return None
-        try:
-            return [replace(share, tensor=share.tensor.clone()) for share in shares]
-        except torch.OutOfMemoryError:  # what is free is in pieces
-            return None
+        if [each.shape for each in self._clones] != [share.tensor.shape for share in shares]:
+            try:
+                self._clones = [torch.empty_like(share.tensor) for share in shares]
+            except torch.OutOfMemoryError:  # what is free is in pieces
+                return None
+        torch._foreach_copy_(self._clones, [share.tensor for share in shares])
+        return [replace(share, tensor=clone) for share, clone in zip(shares, self._clones, strict=True)]
 
     def _before_update(self, *_: Any) -> None:
-        if self._copied is not None:
-            stream, copied, self._copied = torch.cuda.current_stream(self._device), self._copied, None
+        stream = torch.cuda.current_stream(self._device)
+        if torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._copied)  # of each snapshot to come: the graph has no other place to wait
+        elif self._is_awaited:
+            self._is_awaited = False
             self._waits = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._waits[0].record(stream)
-            stream.wait_event(copied)
+            stream.wait_event(self._copied)
             self._waits[1].record(stream)
+
+
+class _Pace:
+    """Called behind each copy to the host: waits until no other one is under way but the last."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._last: torch.cuda.Event | None = None
+
+    def __call__(self) -> None:
+        last, self._last = self._last, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._last.record(self._stream)
+        if last is not None:
+            last.synchronize()  # sync point, of a thread beside the training
 
 
 def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
