@@ -30,7 +30,7 @@ from paceline.records.report import headline, summarize
 from paceline.records.sinks import JsonlSink
 from paceline.records.summary import open_run, split_attempts
 from paceline.records.thin import TAIL, lengths_of, lines_kept, percentile, thin_lines
-from paceline.run.records import append_event, end_records
+from paceline.run.records import append_event, end_records, mark_records
 from paceline.view.runs import ShownRun
 
 KEPT = 64
@@ -187,7 +187,7 @@ def test_an_event_that_another_process_adds_is_not_lost(tmp_path: Path) -> None:
             sink.write(step)
             if number % 40 == 0:
                 assert append_event(tmp_path, 0, "straggler", {"sentence": str(number)})
-    end_records(tmp_path, [0], "failed", "killed", since=0.0)
+    end_records(tmp_path, mark_records(tmp_path / "none", [0]), "failed", "killed")
     records = list(read_records(path))
     told = [each.detail["sentence"] for each in records if isinstance(each, EventRecord) and each.name == "straggler"]
     assert told == [str(number) for number in range(0, 400, 40)]

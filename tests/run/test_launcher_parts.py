@@ -32,6 +32,7 @@ from paceline.health.failure import silent_failure
 from paceline.records.records import read_records
 from paceline.run import agreement, notes, processes, rendezvous, supervise
 from paceline.run.agreement import HostFacts, differences
+from paceline.run.records import mark_records
 from paceline.run.rendezvous import CHANGED, LeftOutError, Rendezvous
 from paceline.run.supervise import Launcher, LocalRanks
 from paceline.run.warm import WarmRanks, _is_ending, warm_ranks
@@ -306,7 +307,7 @@ def test_a_run_that_a_signal_ends_is_preempted_only_where_nothing_is_lost(
     tmp_path: Path, number: signal.Signals, is_saved: bool, has_trained: bool, code: int, message: str
 ) -> None:
     here = launcher(tmp_path)
-    here.ranks, here._started, here._noted = range(2), 0.0, 0.0
+    here.ranks, here._marks = range(2), mark_records(tmp_path, range(2))
     path = write_records(tmp_path, 1, made_records.RUN)
     if is_saved:
         notes.note_preemption(tmp_path)
@@ -351,7 +352,7 @@ def test_an_attempt_begins_with_the_ranks_of_this_host(
 
 def test_what_a_silent_rank_printed_is_its_log_and_its_failure(tmp_path: Path) -> None:
     here = launcher(tmp_path / "run")
-    here.ranks, here._started = range(2), 0.0
+    here.ranks, here._marks = range(2), mark_records(tmp_path, range(2))
     write_records(tmp_path / "run", 1, made_records.RUN)  # it began and has no end
     (tmp_path / "scratch" / "x" / "0").mkdir(parents=True)
     (tmp_path / "scratch" / "x" / "0" / "stderr.log").write_text("no module\n")
@@ -375,7 +376,7 @@ def test_what_a_silent_rank_printed_is_its_log_and_its_failure(tmp_path: Path) -
 
 def test_only_ranks_that_had_left_before_are_missed_among_several_hosts(tmp_path: Path) -> None:
     here = launcher(tmp_path, nodes=NODES)
-    here.ranks, here._started = range(2), 0.0
+    here.ranks, here._marks = range(2), mark_records(tmp_path, range(2))
     for rank in (0, 1):
         write_records(tmp_path, rank, made_records.RUN)
     with subprocess.Popen(["true"]) as gone:

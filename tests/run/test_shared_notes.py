@@ -62,7 +62,7 @@ def test_an_attempt_removes_what_its_own_ranks_left(
     left = [rank for rank in (0, 1, 2, 10) if rank not in gone]
     expected = [kind.format(rank) for rank in left for kind in kinds]
     expected += [kind.format(rank) for rank in (0, 1, 2, 10) for kind in kept]
-    assert names(folder) == sorted([*expected, "logs/preempted", "logs/run.log"])
+    assert names(folder) == sorted([*expected, "logs/run.log"])
 
 
 def test_processes_are_known_by_host_and_launcher(folder: Path) -> None:
@@ -78,41 +78,24 @@ def test_processes_are_known_by_host_and_launcher(folder: Path) -> None:
     assert notes.noted_processes(folder, 77) == {0: 10, 3: os.getpid(), 4: 14, 10: 20}
 
 
-def test_steps_are_noted_and_judged_by_the_clock_of_the_folder(folder: Path) -> None:
+def test_steps_are_noted(folder: Path) -> None:
     note = notes.StepNote(folder, 1, 30)
     notes.StepNote(folder, 0, 30)
     (folder / "logs" / "rank-2.step").write_bytes(b"half")
     assert notes.read_progress(folder) == dict.fromkeys((0, 1), TrainedSteps(first_step=30, last_step=30))
-    assert not notes.has_trained(folder, since=0.0)
+    assert not notes.has_trained(folder)
     note.write(31)
     assert notes.read_progress(folder)[1] == TrainedSteps(first_step=30, last_step=31)
     assert (folder / "logs" / "rank-1.step").read_bytes() == (30).to_bytes(8, "little") + (31).to_bytes(8, "little")
-    os.utime(folder / "logs" / "rank-1.step", (500.0, 500.0))
-    os.utime(folder / "logs" / "rank-0.step", (900.0, 900.0))
-    assert notes.has_trained(folder, since=500.0)
-    assert not notes.has_trained(folder, since=500.5)
+    assert notes.has_trained(folder)
 
 
 def test_a_preemption_is_one_of_this_attempt(folder: Path) -> None:
-    assert not notes.was_preempted(folder, since=0.0)
+    assert not notes.was_preempted(folder)
     notes.note_preemption(folder)
-    os.utime(folder / "logs" / "preempted", (500.0, 500.0))
-    assert notes.was_preempted(folder, since=500.0)
-    assert not notes.was_preempted(folder, since=500.5)
-
-
-def test_the_clock_of_a_folder_leaves_nothing_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.touch
-
-    def touch(path: Path) -> None:
-        real(path)
-        os.utime(path, (1234.5, 1234.5))
-
-    monkeypatch.setattr(Path, "touch", touch)
-    assert notes.folder_time(folder) == 1234.5
-    assert names(folder) == []
-    monkeypatch.setattr("time.time", lambda: 99.0)
-    assert notes.folder_time(folder / "gone") == 99.0
+    assert notes.was_preempted(folder)
+    notes.forget_attempt(folder, 2)  # as the next one begins
+    assert not notes.was_preempted(folder)
 
 
 # Failures and verdicts

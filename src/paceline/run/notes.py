@@ -37,7 +37,7 @@ from paceline.run.logs import append_line
 from paceline.untrusted import parse_json_object, read_regular
 
 _STEPS = struct.Struct("<qq")
-FAILURES, VERDICTS = "logs/rank-*.error.json", "verdict.*"
+FAILURES, VERDICTS, PREEMPTION = "logs/rank-*.error.json", "verdict.*", "logs/preempted"
 _SMALL_BYTES = 2**16
 
 
@@ -47,7 +47,7 @@ def forget_attempt(folder: Path, first: int = 0, end: int | None = None) -> None
     for path in [path for pattern in notes for path in folder.glob(pattern)]:
         if _rank_of(path) in range(first, sys.maxsize if end is None else end):
             path.unlink(missing_ok=True)
-    forget(folder, VERDICTS, "health/process-*.stack")
+    forget(folder, VERDICTS, PREEMPTION, "health/process-*.stack")
 
 
 def forget(folder: Path, *patterns: str) -> None:
@@ -102,24 +102,9 @@ def read_progress(folder: Path) -> dict[int, TrainedSteps]:
     return found
 
 
-def folder_time(folder: Path) -> float:
-    """Returns what time it is where the run's folder is: hosts that share it may have clocks that differ by minutes."""
-    clock = folder / "logs" / f".clock-{socket.gethostname()}-{os.getpid()}"
-    try:
-        clock.touch()
-        found = clock.stat().st_mtime
-        clock.unlink()
-    except OSError:  # the disk is full, or the folder is gone
-        return time.time()
-    return found
-
-
-def has_trained(folder: Path, *, since: float) -> bool:
-    """Says whether any rank has trained a step that began after the time ``since``, by the clock of the folder."""
-    return any(
-        each.last_step > each.first_step and (folder / "logs" / f"rank-{rank}.step").stat().st_mtime >= since
-        for rank, each in read_progress(folder).items()
-    )
+def has_trained(folder: Path) -> bool:
+    """Says whether any rank has trained a step since the attempt began."""
+    return any(each.last_step > each.first_step for each in read_progress(folder).values())
 
 
 def write_failure(folder: Path, failure: Failure) -> None:
@@ -134,13 +119,12 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def note_preemption(folder: Path) -> None:
-    (folder / "logs" / "preempted").touch()
+    (folder / PREEMPTION).touch()
 
 
-def was_preempted(folder: Path, *, since: float) -> bool:
-    """Says whether ranks noted a preemption after the time ``since``, by the clock of the folder."""
-    note = folder / "logs" / "preempted"
-    return note.is_file() and note.stat().st_mtime >= since
+def was_preempted(folder: Path) -> bool:
+    """Says whether ranks noted a preemption since the attempt began."""
+    return (folder / PREEMPTION).is_file()
 
 
 def _replace_file(path: Path, text: str) -> None:

@@ -12,10 +12,10 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -37,15 +37,29 @@ if TYPE_CHECKING:
 _RUN = b'{"type":"run"'
 
 
-def open_attempts(folder: Path, ranks: Iterable[int], *, since: float) -> list[int]:
-    """Returns the ranks that began an attempt after ``since`` and wrote no end. One pass over their files."""
-    return [rank for rank in ranks if _open_attempt(records_path(folder, rank), since) is not None]
+Mark: TypeAlias = tuple[int, int]  # of a file, before an attempt: which one it is, and its size; no clock is asked
 
 
-def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: str, *, since: float) -> None:
-    """Ends the records of attempts that began after ``since`` and have no end; a full disk is left alone."""
-    for path in (records_path(folder, rank) for rank in ranks):
-        attempt = _open_attempt(path, since)
+def mark_records(folder: Path, ranks: Iterable[int]) -> dict[int, Mark]:
+    """Returns where the records of an attempt will begin."""
+    found = dict.fromkeys(ranks, (0, 0))
+    for rank in found:
+        with contextlib.suppress(OSError):
+            status = records_path(folder, rank).stat()
+            found[rank] = status.st_ino, status.st_size
+    return found
+
+
+def open_attempts(folder: Path, marks: Mapping[int, Mark]) -> list[int]:
+    """Returns the ranks that began an attempt behind their marks and wrote no end. One pass over their files."""
+    return [rank for rank, mark in marks.items() if _open_attempt(records_path(folder, rank), mark) is not None]
+
+
+def end_records(folder: Path, marks: Mapping[int, Mark], status: EndStatus, message: str) -> None:
+    """Ends the records of attempts that began behind these marks and have no end; a full disk is left alone."""
+    for rank, mark in marks.items():
+        path = records_path(folder, rank)
+        attempt = _open_attempt(path, mark)
         if attempt is not None:
             run, step = attempt
             end = end_record(status, step, max(0.0, time.time() - run.time), message)
@@ -197,18 +211,26 @@ def records_path(folder: Path, rank: int) -> Path:
     return folder / "records" / f"rank-{rank}.jsonl"
 
 
-def _open_attempt(path: Path, since: float) -> tuple[RunRecord, int] | None:
-    """Returns the start of the last attempt and the step it came to; None without one, or if its end is written."""
+def _open_attempt(path: Path, mark: Mark) -> tuple[RunRecord, int] | None:
+    """Returns the start of the last attempt and the step it came to; None without one, or if its end is written.
+
+    A rank that thins its records puts another file in the place of the first: then it has begun.
+    """
     kept: dict[bytes, bytes] = {}
+    number, size = mark
+    place = began = 0
     if path.is_file():
         with path.open("rb") as file:
+            size = size if os.fstat(file.fileno()).st_ino == number else 0
             for line in file:
                 if line.startswith(_RUN):
                     kept.clear()
+                    began = place
+                place += len(line)
                 if line.endswith(b"\n"):
                     kept[line[: line.index(b",")]] = line  # the last of each type
     found = [parse_line(line) for line in kept.values()]
     run = next((record for record in found if isinstance(record, RunRecord)), None)
-    if run is None or run.time < since or any(isinstance(record, EndRecord) for record in found):
+    if run is None or began < size or any(isinstance(record, EndRecord) for record in found):
         return None
     return run, max((record.step for record in found if not isinstance(record, RunRecord | HostRecord)), default=0)

@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +49,7 @@ from paceline.run.location import RunLocation, find_start
 from paceline.run.logs import say
 from paceline.run.notes import RunFailedError, RunPreemptedError, RunStoppedError
 from paceline.run.processes import allocator_variables, end_groups, loopback_interface, uses_gpu, uses_nccl
-from paceline.run.records import end_records, open_attempts
+from paceline.run.records import Mark, end_records, mark_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
 from paceline.run.stay import STAYS
@@ -243,8 +242,7 @@ class Launcher:
     keeper: Keeper | None = None
     signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
     ranks: range = range(0)
-    _started: float = field(default_factory=time.time)  # of the attempt
-    _noted: float = 0.0  # the same by the clock of the folder
+    _marks: dict[int, Mark] = field(default_factory=dict)  # where records of the attempt begin; none: it has not begun
     _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _pids: dict[int, int] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)  # ranks that were gone before the agent ended any
@@ -272,7 +270,7 @@ class Launcher:
         """
         asked = self.asked
         arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
-        self._started, self._noted = time.time(), notes.folder_time(self.folder)
+        self._marks = {}
         self.met.on_join, self.met.on_look = self._begin, self._look
         with scratch_folder() as scratch:
             self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
@@ -298,8 +296,8 @@ class Launcher:
 
     def end_by(self, number: signal.Signals) -> errors.LaunchError:
         """Ends the records of ranks that a signal has ended, and returns what is said of it."""
-        is_saved = notes.was_preempted(self.folder, since=self._noted)
-        if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._noted)):
+        is_saved = self._was_preempted()
+        if number in PREEMPTING and (is_saved or not (self._marks and notes.has_trained(self.folder))):
             self._end_records("stopped", "preempted")
             return RunPreemptedError(is_saved=is_saved)
         self._end_records("stopped", f"ended by {number.name}")
@@ -310,6 +308,7 @@ class Launcher:
         first, num = place * self.asked.ranks, self.asked.num_records or self.asked.ranks
         self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
         notes.forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
+        self._marks = mark_records(self.folder, self.ranks)
         self._pids, self._left = {}, set()
         if self.keeper is not None:
             self.keeper.meet(place, size, self.met)
@@ -330,7 +329,10 @@ class Launcher:
             self._left |= {rank for rank, pid in self._pids.items() if not psutil.pid_exists(pid)}
 
     def _end_records(self, status: EndStatus, message: str) -> None:
-        end_records(self.folder, self.ranks, status, message, since=self._started)
+        end_records(self.folder, self._marks, status, message)
+
+    def _was_preempted(self) -> bool:
+        return bool(self._marks) and notes.was_preempted(self.folder)
 
     def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
         try:
@@ -340,7 +342,7 @@ class Launcher:
                 elastic_launch(agent, sys.executable)(*arguments)
         except (RendezvousError, errors.CommunicationError) as error:
             # The launcher where hosts meet may have left first.
-            if notes.was_preempted(self.folder, since=self._noted):
+            if self._was_preempted():
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None
@@ -379,7 +381,7 @@ class Launcher:
             return verdicts  # whichever host found it, and whatever a rank still wrote
         found = [failure for failure in told if failure.rank in self.ranks]
         exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
-        unfinished = set(open_attempts(self.folder, self.ranks, since=self._started))
+        unfinished = set(open_attempts(self.folder, self._marks))
         if self.has_others:  # where one lost a rank of another host, the agent has ended those beside it
             unfinished &= self._left
         exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -391,7 +391,8 @@ def _run_rank(
     view: ProgressView | None,
     times: StartTimes,
 ) -> None:
-    folder, started, config = location.folder.absolute(), time.time(), decision.config
+    folder, config = location.folder.absolute(), decision.config
+    marks = records.mark_records(folder, [comm.rank])
     attempt = RankRunner(folder, comm.rank, restart=processes.restarted_by_launcher(), times=times, view=view)
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
@@ -410,7 +411,7 @@ def _run_rank(
             if comm.rank == 0:
                 say(str(error))
             processes.leave_process(PREEMPTED)
-        _leave_launcher(attempt.describe(error), location.folder, claimed, started)
+        _leave_launcher(attempt.describe(error), location.folder, claimed, marks)
 
 
 def _observing(folder: Path, config: Config, comm: Communicator) -> AbstractContextManager[None]:
@@ -454,9 +455,11 @@ def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> Abstra
     return BackgroundPrediction(config, claimed.path, expected, threads=threads, cores=cores, patience_s=_PATIENCE_S)
 
 
-def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, started: float) -> NoReturn:
+def _leave_launcher(
+    failure: Failure, folder: Path, claimed: RunFolder | None, marks: Mapping[int, records.Mark]
+) -> NoReturn:
     if not failure.is_refusal:
-        records.end_records(folder, [failure.rank], "failed", str(failure).splitlines()[0], since=started)
+        records.end_records(folder, marks, "failed", str(failure).splitlines()[0])
     elif claimed is not None:
         claimed.discard()
     is_lost = failure.cause == "lost"
