@@ -44,7 +44,7 @@ LINES = {
     "predict": 4_350,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
-    "run": 8_210,  # keeper.py: a host's snapshots
+    "run": 8_220,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_640,  # what snapshots take
     "train": 5_440,  # snapshots.py
