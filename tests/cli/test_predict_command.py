@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.predict.formulas.step import COMPOSED_P90
@@ -111,7 +112,7 @@ def test_an_open_microbatch_is_the_largest_that_fits(call: Call, config: str, mo
 def test_what_cannot_be_is_told_before_anything_is_recorded(
     call: Call, config: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.rehearse.dryrun.record.record_stages", None)
+    monkeypatch.setattr("paceline.rehearse.prediction.record_stages", None)
     assert call("predict", config, "-c", "1x dgx-h100", *words).code == 2
 
 
@@ -162,12 +163,36 @@ def test_a_rank_can_be_asked_for(call: Call, config: str) -> None:
         (("-c", "1x dgx-h100", "--price", "inf"), "--price inf"),
         (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
         (("-c", "cpu-host", "--longest", "model.kind=mlp", "data.kind=digits"), "model.heads"),
+        (("--on", "tpu"), "take --on gpu"),
+        (("--on", "gpu"), "name it: --cluster '1x dgx-h200'"),
+        (("-c", "cpu-host", "--on", "gpu"), "--on gpu"),
+        (("-c", "1x dgx-h100", "--on", "gpu", "--slow", "rank=0:2x"), "take --late MS"),
+        (("-c", "1x dgx-h100", "--late", "2"), "--late 2 without --on gpu"),
+        (("-c", "1x dgx-h100", "--on", "gpu", "--ranks", "8", "parallel.tensor=3"), "parallel.tensor"),
     ],
 )
 def test_what_cannot_be_is_told(call: Call, config: str, words: tuple[str, ...], told: str) -> None:
     shown = call("predict", config, *words)
     assert shown.code == 2
     assert told in shown.err
+
+
+def test_what_does_not_fit_on_a_gpu_is_told_with_what_would(
+    call: Call, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr("paceline.rehearse.emulate._device_for", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("paceline.rehearse.emulate._run", run_out)
+    words = ("parallel.strategy=ddp", "-c", "1x dgx-h100", "--on", "gpu")
+    shown = call("predict", config, *words)
+    assert shown.code == 1
+    assert "rank 0 does not fit: it ran out of memory" in shown.out
+    assert "parallel.strategy=fsdp. What fits:" in shown.out
+    shown = call("predict", config, *words, "--json")
+    assert (shown.code, json.loads(shown.out)["fits"]) == (1, False)
+    assert "What fits:" in shown.err
 
 
 def test_what_is_open_is_decided_for_the_cluster(call: Call, config: str) -> None:

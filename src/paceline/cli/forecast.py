@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +159,7 @@ def predict(
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
     from paceline.search.snapshots import describe_snapshots
 
-    if on not in (None, "gpu"):
-        raise UsageError(f"--on {on}\n  a prediction is a dry run, or runs one rank on a GPU\n  take --on gpu")
+    _check_place(on, cluster, slow, late)
     slow_ranks, slow_links = read_slow(slow)
     if slow_links:
         raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
@@ -176,7 +176,12 @@ def predict(
     keeps, is_open = trace is not None and on is None, chosen.is_open
     chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     if on is not None:
-        _show_emulated(chosen, found, as_json=as_json, rank=rank or 0, steps=steps, lateness_s=late / 1e3, trace=trace)
+        fits = _show_emulated(
+            chosen, found, as_json=as_json, rank=rank or 0, steps=steps, lateness_s=late / 1e3, trace=trace
+        )
+        if not fits:
+            echo("\n".join(_ways_out(chosen, config_batch(chosen, count), config, where.name)), err=as_json)
+            raise typer.Exit(1)
         return
     batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
     if trace is not None:
@@ -192,7 +197,8 @@ def predict(
             echo(f"{alone}\n")
         if is_open:
             echo(f"auto takes {layout_label(layout_of(chosen, count))}\n")
-        lines = [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, where.name)]
+        lines = describe(found, batch, price, bound)
+        lines += [] if found.fits else _ways_out(chosen, batch, config, where.name)
         lines += describe_snapshots(chosen, where, count, found.seconds)
         echo("\n".join(lines))
         if trace is not None:
@@ -201,13 +207,28 @@ def predict(
         raise typer.Exit(1)
 
 
-def _show_emulated(config: Config, found: ReplayedStep, *, as_json: bool, **how: Any) -> None:
+def _check_place(on: str | None, cluster: str | None, slow: Sequence[str], late: float) -> None:
+    """Raises UsageError for a place that is none, and for options of the other one."""
+    if on not in (None, "gpu"):
+        raise UsageError(f"--on {on}\n  a prediction is a dry run, or runs one rank on a GPU\n  take --on gpu")
+    if on is None and late:
+        rule = "a dry run has ranks that take longer, and none that is late by chance"
+        raise UsageError(f"--late {late:g} without --on gpu\n  {rule}\n  add --on gpu, or take --slow rank=0:1.5x")
+    if on is not None and cluster is None:
+        fix = "name it: --cluster '1x dgx-h200'; names: paceline cluster ls"
+        raise UsageError(f"--on gpu without a cluster\n  what is emulated are the links of one, by name\n  {fix}")
+    if on is not None and slow:
+        rule = "one rank runs, and the others are as fast as it is"
+        raise UsageError(f"--slow {' '.join(slow)} with --on gpu\n  {rule}\n  take --late MS, or leave --on out")
+
+
+def _show_emulated(config: Config, found: ReplayedStep, *, as_json: bool, **how: Any) -> bool:
+    """Runs and shows a few steps; returns whether they fit."""
     from paceline.rehearse.emulate import emulate
 
     emulated = emulate(config, found, **how)
     print_json(emulated.to_json()) if as_json else echo(emulated.to_text())
-    if emulated.problem:
-        raise typer.Exit(1)
+    return not emulated.problem
 
 
 def _this_machine() -> tuple[Cluster, float]:
@@ -291,12 +312,10 @@ def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
     return lines
 
 
-def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
+def _ways_out(config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
     """Says what to do about a step that does not fit."""
     from paceline.config import layout_of
 
-    if found.fits:
-        return []
     ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
     if config.memory.checkpoint_activations == "none":
         ways.append("memory.checkpoint_activations=full")
