@@ -77,13 +77,13 @@ def _cells(row: dict[str, Any], unit: str) -> Iterator[str]:
     yield f"{row['loss']:.4f} after {row['loss_step']}"
 
 
-def with_table(readme: str, text: str) -> str:
-    """Returns the README with the text between its marks. Raises ValueError where it has none."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def with_table(page: str, text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """Returns a page, by default the README, with the text between its marks. Raises ValueError where it has none."""
+    before, begin, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"README.md has no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise ValueError(f"the page has no lines {marks[0]} and {marks[1]}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main() -> int:
