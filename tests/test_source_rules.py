@@ -30,7 +30,7 @@ LINES = {
     "calibrate": 1_680,
     "chaos": 1_270,
     "checkpoint": 5_060,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_410,  # completion.py; checkpoint upcycle
+    "cli": 3_430,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_450,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_670,  # checkpoint.memory
