@@ -176,12 +176,8 @@ def predict(
     keeps, is_open = trace is not None and on is None, chosen.is_open
     chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     if on is not None:
-        fits = _show_emulated(
-            chosen, found, as_json=as_json, rank=rank or 0, steps=steps, lateness_s=late / 1e3, trace=trace
-        )
-        if not fits:
-            echo("\n".join(_ways_out(chosen, config_batch(chosen, count), config, where.name)), err=as_json)
-            raise typer.Exit(1)
+        how = {"rank": rank or 0, "steps": steps, "lateness_s": late / 1e3, "trace": trace}
+        _show_emulated(chosen, found, config, as_json=as_json, **how)
         return
     batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
     if trace is not None:
@@ -222,13 +218,16 @@ def _check_place(on: str | None, cluster: str | None, slow: Sequence[str], late:
         raise UsageError(f"--slow {' '.join(slow)} with --on gpu\n  {rule}\n  take --late MS, or leave --on out")
 
 
-def _show_emulated(config: Config, found: ReplayedStep, *, as_json: bool, **how: Any) -> bool:
-    """Runs and shows a few steps; returns whether they fit."""
+def _show_emulated(config: Config, found: ReplayedStep, path: Path, *, as_json: bool, **how: Any) -> None:
+    from paceline.config import config_batch
     from paceline.rehearse.emulate import emulate
 
     emulated = emulate(config, found, **how)
     print_json(emulated.to_json()) if as_json else echo(emulated.to_text())
-    return not emulated.problem
+    if emulated.problem:
+        batch = config_batch(config, found.program.ranks)
+        echo("\n".join(_ways_out(config, batch, path, found.cluster.name)), err=as_json)
+        raise typer.Exit(1)
 
 
 def _this_machine() -> tuple[Cluster, float]:
