@@ -41,7 +41,7 @@ LINES = {
     "launch": 2_965,
     "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_350,  # what snapshots cost; whole gradients; what is least certain
+    "predict": 4_360,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
     "run": 8_220,  # keeper.py: a host's snapshots

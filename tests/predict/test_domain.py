@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import load_cluster
+from paceline.cluster.kernels import todays_attention_seconds
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
-from paceline.predict.formulas.constants import fitted_constants, outside_of
+from paceline.predict.formulas.constants import constants_for, fitted_constants, outside_of
 from paceline.predict.formulas.step import predict
 from paceline_bench.scored.published import known_model
 
@@ -72,3 +73,26 @@ def test_a_factor_of_two_is_inside() -> None:
     for width, count in ((low / 2, 0), (low / 2 - 64, 1), (high * 2, 0), (high * 2 + 64, 1)):
         work = replace(INSIDE, model=replace(SHAPE, width=int(width), heads=1, kv_heads=1))
         assert len(outside_of(work, AMPERE, fitted_constants())) == count
+
+
+def test_products_of_a_device_that_eager_runs_alone_tell_of_are_as_much_faster_as_elsewhere() -> None:
+    sets = fitted_constants()
+    found, is_fitted = constants_for(sets, "volta", "megatron")
+    ratio = sets["ampere", "megatron"].matmul / sets["ampere", "eager"].matmul
+    assert not is_fitted
+    assert found.matmul == pytest.approx(min(0.98, sets["volta", "eager"].matmul * ratio))
+    # on Hopper compiled runs tell of the device as well: their mean
+    hopper, _ = constants_for(sets, "hopper", "megatron")
+    assert sets["hopper", "eager"].matmul < hopper.matmul < sets["hopper", "compiled"].matmul
+
+
+def test_attention_of_2025_is_as_fast_as_it_was_measured_alone() -> None:
+    device = HOPPER.device
+    rates, flops = fitted_constants()["hopper", "eager"], 1e12
+    for is_back, share in ((False, 0.70), (True, 0.65)):
+        own = (device, rates, flops, 8192, "bf16")
+        assert todays_attention_seconds(*own, is_back=is_back) == pytest.approx(
+            flops / (share * device.ceiling("bf16"))
+        )
+    short = todays_attention_seconds(device, rates, flops, 512, "bf16", is_back=False)
+    assert short > todays_attention_seconds(device, rates, flops, 8192, "bf16", is_back=False)

@@ -6,7 +6,8 @@
 
 ``bench/fit_constants.py`` writes these files from rows of the split ``calib`` alone. A set that no such row reaches is
 composed: the device's rates are the mean of the same generation's under other frameworks (else of the nearest
-generation's), what the framework adds is that of the same framework on the newest generation that has it.
+generation's), what the framework adds is that of the same framework on the newest generation that has it. Where eager
+runs alone tell of a device, its products are as much faster under another framework as they are elsewhere.
 
 Formulas are smooth, libraries are not: for another shape they take another kernel, and a block may take a tenth more or
 less than its neighbours would tell. Where rows ran a block of just this shape, the formulas' times of the block and of
@@ -93,6 +94,7 @@ DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit",
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.45
+_MOST_MATMUL = 0.98  # of the ceiling: that of the fit
 ConstantSets: TypeAlias = Mapping[tuple[str, str], Constants]
 
 
@@ -106,11 +108,19 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
     device = replace(
         mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={}, domain={}
     )
+    if near == [each for key, each in sets.items() if key[1] == "eager" and each in near]:
+        device = replace(device, matmul=min(_MOST_MATMUL, device.matmul * _over_eager(sets, framework)))
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
         composed = replace(composed, attention=CUDNN_ATTENTION)
     return composed, False
+
+
+def _over_eager(sets: ConstantSets, framework: str) -> float:
+    """Returns what products of a framework reach over those of eager code, on the newest generation that has both."""
+    both = [each for each in GENERATIONS if {(each, framework), (each, "eager")} <= sets.keys()]
+    return sets[both[-1], framework].matmul / sets[both[-1], "eager"].matmul if both else 1.0
 
 
 def between(sets: ConstantSets, generation: str, first: str, second: str) -> Constants:
