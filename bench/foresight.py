@@ -31,6 +31,7 @@ from typing import Any
 import yaml
 
 from foresight_models import language_model
+from paceline.cluster.detect import detect_machine
 from paceline.cluster.devices import load_cluster
 from paceline.config import load_config
 from paceline.predict.memory.memory import WORKSPACE_BYTES
@@ -261,14 +262,10 @@ def _steps(samples: int) -> tuple[str, ...]:
 
 @contextmanager
 def opened(asked: argparse.Namespace) -> Iterator[Bench]:
-    has, device = load_cluster(asked.cluster).device.memory_bytes, "cuda"
+    # The catalog's memory is what torch says of the GPU. Nothing here asks torch: its context would take a part.
+    has = load_cluster(asked.cluster).device.memory_bytes
     with tempfile.TemporaryDirectory() as folder, warm_runs(LIBRARIES) as runs:
-        import torch  # here: the server loads it at the same time
-
-        if torch.cuda.is_available():
-            has = float(torch.cuda.get_device_properties(0).total_memory)
-        else:
-            device = "cpu"
+        device = "cuda" if detect_machine().gpus else "cpu"
         yield Bench(runs=runs, folder=Path(folder), cluster=asked.cluster, device=device, has_bytes=has)
 
 

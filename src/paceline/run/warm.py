@@ -385,7 +385,7 @@ def main() -> None:
         if select.select([0], [], [], 0)[0]:  # it went before that
             os._exit(0)
         for name in modules:
-            with contextlib.suppress(ImportError):  # a rank that needs it says so
+            with contextlib.suppress(Exception):  # whatever a library raises: a rank that needs it says so
                 importlib.import_module(name)
         system.prctl(_PARENT_DEATH_SIGNAL, 0)
         if _COMPILER in modules and _has_device():
