@@ -40,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -217,15 +217,26 @@ def load_compiler() -> None:
         _loading[0].start()
 
 
+# Of a cast and its transposed copy torch 2.11 writes one kernel for CUDA, in which threads read what others may not have
+# written yet: gradients of experts with operands of 8 bits are wrong. Without the analysis, there are two kernels.
+FLOAT8_EXPERTS: Final = {"triton.coalesce_tiling_analysis": False}
+
+
 class Compiled:
     """A function whose first call compiles it; later calls of other sizes take the same graph."""
 
-    def __init__(self, function: Callable[..., Any], what: str, fixed: Collection[bool] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        what: str,
+        fixed: Collection[bool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> None:
         for thread in _loading:
             thread.join()
         self.notes: list[CompileNote] = []
         self._function = function
-        self._graph = torch.compile(function)
+        self._graph = torch.compile(function, options=options)
         self._what = what
         self._modes: set[bool] = set()  # with and without gradients: each has a graph
         self.fixed = fixed  # modes whose batches are all of one size
@@ -266,14 +277,15 @@ def compile_model(model: nn.Module, *, whole: bool, units: Sequence[nn.Module] =
     # limit the rest would run as they are, without a word.
     config: Any = torch._dynamo.config
     config.cache_size_limit = max(config.cache_size_limit, 4 * len(found))
+    options: Any = FLOAT8_EXPERTS if any(getattr(each, "float8", None) for each in model.modules()) else None
     for number, block in enumerate(found or [model], start=1):
         what = f"block {number} of {len(found)}" if found else "the whole model"
         run: Any = block.forward
         if getattr(run, "func", None) is _run and any(isinstance(each.forward, Tiled) for each in block.modules()):
             # A graph that holds both runs of a block cannot be left in its middle, for the tiles.
-            block.forward = functools.partial(_run, Compiled(run.args[0], what), *run.args[1:])
+            block.forward = functools.partial(_run, Compiled(run.args[0], what, options=options), *run.args[1:])
         else:
-            block.forward = Compiled(run, what)
+            block.forward = Compiled(run, what, options=options)
     tiled = [module.forward for module in model.modules() if isinstance(module.forward, Tiled)]
     for number, each in enumerate(tiled, start=1):
         each.compile(Compiled(each.function, f"MLP {number} of {len(tiled)}", fixed=(True, False)))
