@@ -217,8 +217,8 @@ def load_compiler() -> None:
         _loading[0].start()
 
 
-# Of a cast and its transposed copy torch 2.11 writes one kernel for CUDA, in which threads read what others may not have
-# written yet: gradients of experts with operands of 8 bits are wrong. Without the analysis, there are two kernels.
+# Of a cast and its transposed copy torch 2.11 writes one kernel for CUDA, in which threads read what others may write
+# later: gradients of experts with operands of 8 bits are wrong. Without the analysis, there are two kernels.
 FLOAT8_EXPERTS: Final = {"triton.coalesce_tiling_analysis": False}
 
 
