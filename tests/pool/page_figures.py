@@ -19,7 +19,7 @@ _UNITS = "ms|us|s|%|GiB|MiB|GB|MB|tokens/s|images/s|times|x"
 _FIGURE = re.compile(rf"(?<![\w.,/:-])(\d[\d,]*\.\d+|\d{{1,3}}(?:,\d{{3}})+)(?: of)? ?\*{{0,2}}({_UNITS})(?![\w-])")
 _RECORD = re.compile(r"[`/]([\w-]+)\.jsonl?\b")
 _SECONDS = {"_s": 1.0, "_ms": 1e-3, "_us": 1e-6}
-_SHARES = ("accuracy", "bubble", "difference", "by_all", "by_room")
+_SHARES = ("blocked_share", "accuracy", "bubble", "difference", "by_all", "by_room")
 _UNIT_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _UNIT_BYTES = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
 
