@@ -106,8 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them.
 
-    A run without exhaustive tests drops their cases here: they are thousands, and to build a test only to deselect it
-    takes a millisecond. One stays, as a test without cases would be another test.
+    A run without exhaustive tests drops their cases here, and those for a GPU where there is none: they are thousands,
+    and to build a test only to leave it out takes a millisecond. One stays, as a test without cases would be another.
     """
     yield
     cases = metafunc._calls
@@ -119,8 +119,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         for case in (case for place, case in enumerate(others) if place not in taken):
             case.marks.append(pytest.mark.exhaustive.mark)
     config = metafunc.config
+    if metafunc.definition.get_closest_marker("gpu") and not has_gpu(config):
+        others = others[:1]
     if "not exhaustive" in config.getoption("markexpr") and not any("[" in each for each in config.args):
         metafunc._calls = [case for case in others if not is_exhaustive(case)] or cases[:1]
+
+
+def has_gpu(config: pytest.Config) -> bool:
+    """Says whether tests for a GPU can run, or are rehearsed: else all cases of one are skipped for the same reason."""
+    import torch
+
+    return torch.cuda.is_available() or config.getoption("--judges-device") == "cpu"
 
 
 def is_exhaustive(case: Any) -> bool:

@@ -231,6 +231,9 @@ ALSO_LOADED = (
     "peft",
     "torch.distributed.pipelining",
     "sklearn.datasets",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "tensorboard.backend.event_processing.event_accumulator",
 )  # beside Paceline
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
@@ -292,11 +295,12 @@ def load_all() -> None:
         for name in ALSO_LOADED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        package = importlib.import_module("paceline")
-        for found in pkgutil.walk_packages(package.__path__, "paceline."):
-            if not found.name.endswith(("__main__", "warm_client")):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(found.name)
+        for name in ("paceline", "paceline_classic", "paceline_bench.profile"):
+            package = importlib.import_module(name)
+            for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+                if not found.name.endswith(("__main__", "warm_client")):
+                    with contextlib.suppress(ImportError):
+                        importlib.import_module(found.name)
     anyio = sys.modules.get("anyio")
     if anyio is not None:  # a plugin of pytest too: a worker is told that its assertions stay as they are
         anyio.__doc__ = f"{anyio.__doc__ or ''}\n\nPYTEST_DONT_REWRITE"
