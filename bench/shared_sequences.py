@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,17 @@ def config_of(tokens: int, ranks: int, method: str, data: dict[str, Any] | None 
     )
 
 
-def priced(config: Config, cluster: Cluster, ranks: int) -> tuple[float, list[Any]]:
-    """Returns a step's seconds, and of its attention the work, split, ranks, costs, and what each ring step adds."""
+def priced(config: Config, cluster: Cluster, ranks: int, share: float = 1.0) -> tuple[float, list[Any]]:
+    """Returns a step's seconds where attention has a share of all pairs, and nothing in place of the waits of a ring.
+
+    And of its attention the work, split, ranks, costs, and what adding the results of all queries of a rank takes.
+    """
     asked: list[Any] = []
-    waits: Callable[..., tuple[float, float]] = sequence_waits
-    split_of = BlockModel.sequence_split
+    split_of, attention = BlockModel.sequence_split, BlockModel._attention
 
     def note(*given: Any) -> tuple[float, float]:
         asked[:] = given
-        return waits(*given)
+        return 0.0, 0.0
 
     def note_merging(model: BlockModel, *given: Any) -> Any:
         found = split_of(model, *given)
@@ -65,43 +68,50 @@ def priced(config: Config, cluster: Cluster, ranks: int) -> tuple[float, list[An
             for width in (model.model.query_width, model.model.kv_width)
         )
         asked.append((query, query + keys))
-        return found
+        return replace(found[0], method="ulysses"), *found[1:]  # whose results are not added up
 
     block = vars(sys.modules[BlockModel.__module__])
     block["sequence_waits"], BlockModel.sequence_split = note, note_merging
+    BlockModel._attention = lambda model: tuple(share * each for each in attention(model))
     try:
         workload = task_of(config, ranks).workload(layout_of(config, ranks, min(ranks, cluster.node.devices)))
         return price(workload, cluster).seconds, asked
     finally:
         block["sequence_waits"], BlockModel.sequence_split = sequence_waits, split_of
+        BlockModel._attention = attention
+
+
+@cache
+def alone(place: str, tokens: int, share: float) -> float:
+    return priced(config_of(tokens, 1, "ring"), load_cluster(place), 1, share)[0]
+
+
+def reached(place: str, ranks: int, tokens: int, method: str, starts: tuple[int, ...]) -> float:
+    """Returns the step of one device over so many, over that of ranks that share each row."""
+    cluster, share = load_cluster(place), share_of_pairs(tokens, starts)
+    seconds, (work, split, group, cost, merging) = priced(config_of(tokens, ranks, method), cluster, ranks, share)
+    seconds += _waits(sequence_waits(replace(work, documents=starts), split, group, cost))
+    return alone(place, tokens, share) / ranks / (seconds + _merged(tokens, split, starts) * _waits(merging))
 
 
 def rows_of(place: str, ranks: int, tokens: int) -> Iterator[dict[str, Any]]:
     cluster = load_cluster(place)
-    alone, _ = priced(config_of(tokens, 1, "ring"), cluster, 1)
     packed = {"kind": "tokens", "path": "rows.npy", "context": tokens, "end_token": 0, "documents": "apart"}
     chosen, apart = (
         with_context_method(config_of(tokens, ranks, "auto", data), cluster, ranks).parallel.context_method
         for data in (None, packed)
     )
     for method in ("ring", "both") if ranks > 16 else ("ring", "both", "ulysses"):  # of 16 heads
-        seconds, (work, split, group, cost, merging) = priced(config_of(tokens, ranks, method), cluster, ranks)
+        _, (_, split, *_) = priced(config_of(tokens, ranks, method), cluster, ranks)
         row = {"place": place, "ranks": ranks, "tokens": tokens, "method": method, "is_chosen": method == chosen}
-        row["is_chosen apart"] = method == apart
-        row |= {"ring": split.ring, "ulysses": split.ulysses, "causal": round(alone / ranks / seconds, 3)}
-        computed = LAYERS * (FORWARDS + BACKWARD) * work.compute_s
-        rest = seconds - _waits(sequence_waits(work, split, group, cost)) - computed
-        rest -= split.ring * _waits(merging) if split.ring > 1 else 0.0
+        row |= {"is_chosen apart": method == apart, "ring": split.ring, "ulysses": split.ulysses}
+        row["causal"] = round(reached(place, ranks, tokens, method, (0,)), 3)
         for mean in MEANS:
-            reached = []
-            for starts in (typical_documents(tokens, mean, seed) for seed in range(ROWS)):
-                share = share_of_pairs(tokens, starts)
-                mine = replace(work, compute_s=work.compute_s * share, documents=starts)
-                step = rest + computed * share + _waits(sequence_waits(mine, split, group, cost))
-                step += _merged(tokens, split, starts) * _waits(merging)
-                reached.append((alone / ranks - computed * (1 - share)) / step)
-            row[f"documents, {mean:,}"] = round(sum(reached) / ROWS, 3)
-            row[f"least, {mean:,}"] = round(min(reached), 3)
+            found = [
+                reached(place, ranks, tokens, method, typical_documents(tokens, mean, seed)) for seed in range(ROWS)
+            ]
+            row[f"documents, {mean:,}"] = round(sum(found) / ROWS, 3)
+            row[f"least, {mean:,}"] = round(min(found), 3)
         yield row
 
 
@@ -110,20 +120,15 @@ def _waits(found: tuple[float, float]) -> float:
 
 
 def _merged(tokens: int, split: SequenceSplit, starts: tuple[int, ...]) -> float:
-    """Returns how many queries a rank merges more results of, over those that it has; the most of any rank."""
+    """Returns how many results of queries a rank adds up, over the queries that it has; the most of any rank."""
+    if len(starts) < 2:
+        return split.ring if split.ring > 1 else 0.0
     (shares,) = deal_documents(tokens, split.ring, [starts])
     cuts = [cut_parts(share) for share in shares]
-    merged = [
-        tokens_of(own)
-        + sum(
-            len(queries)
-            for other in cuts
-            if other is not own
-            for meet in meets_of(own, other)
-            for queries, _ in meet.pairs
-        )
-        for own in cuts
-    ]
+    merged = [tokens_of(own) for own in cuts]
+    for rank, own in enumerate(cuts):
+        for other in cuts[:rank] + cuts[rank + 1 :]:
+            merged[rank] += sum(len(queries) for meet in meets_of(own, other) for queries, _ in meet.pairs)
     return max(merged) * split.ring / tokens
 
 

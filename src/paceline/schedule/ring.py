@@ -35,7 +35,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 Meeting: TypeAlias = Literal["all", "diagonal", "first_keys", "later_queries", "nothing"]
 """Which of a rank's queries meet which keys: on the diagonal, those up to their own place."""
 _KEYS_OF_A_PASS = 1024  # that a query meets while keys and values of a token travel, between GPUs of a node
-_MOST = (2, 3, 4, 6, 8, 16)  # of a document in a share, in quarters of a share's mean work: one of these is taken
+_MOST = (1, 2, 3, 4, 6, 8)  # of a document in a share, in quarters of a share's mean work: one of these is taken
 _LIGHT = 8  # a document with less than this part of that is cut in order, if it must be
 
 
@@ -122,11 +122,14 @@ def deal_documents(length: int, ranks: int, rows: Sequence[Sequence[int]]) -> li
         (end - start, row, start) for row, starts in enumerate(rows) for start, end in pairwise((*starts, length))
     ]
     documents.sort(key=lambda each: (-each[0], *each[1:]))
-    mean = sum(_triangle(tokens) for tokens, *_ in documents) / ranks
-    dealers = [_Dealer(length, ranks, len(rows)) for _ in _MOST]
-    for quarters, dealer in zip(_MOST, dealers, strict=True):
+    works = [_triangle(tokens) for tokens, *_ in documents]
+    dealers = list[_Dealer]()
+    for most in (max(1, quarters * sum(works) // (4 * ranks)) for quarters in _MOST):
+        dealers.append(_Dealer(length, ranks, len(rows)))
         for document in documents:
-            dealer.deal(*document, most=max(1, int(mean * quarters / 4)))
+            dealers[-1].deal(*document, most=most)
+        if most >= works[0]:  # with more, all would be dealt alike
+            break
     return min(dealers, key=_Dealer.cost).shares()
 
 
@@ -143,6 +146,9 @@ class _Dealer:
         """Deals a document to shares, none of which gets more work by it than ``most`` if there is room."""
         rooms, work = self.rooms[row], _triangle(tokens)
         most_ranks = min(len(rooms), tokens)
+        if work <= most and (whole := [rank for rank, room in enumerate(rooms) if room >= tokens]):
+            self._give(row, start, [min(whole, key=self.works.__getitem__)], [(range(start, start + tokens),)])
+            return
         for number in range(min(most_ranks, -(-work // most)), most_ranks + 1):
             sizes = _sizes(tokens, number)
             fit = sorted((self.works[rank], rank) for rank, room in enumerate(rooms) if room >= sizes[-1])[:number]
@@ -238,11 +244,13 @@ def cut_parts(share: Share) -> Share:
 
 
 def halves_of(share: Share) -> tuple[list[Part], list[Part]]:
-    """Returns parts with about half of a share's own work, those of cut documents among them, and the others."""
-    parts = sorted(share, key=lambda part: part.is_whole)
-    works = list(accumulate(_triangle(part.tokens) for part in parts))
-    number = sum(not part.is_whole or 2 * work <= works[-1] for part, work in zip(parts, works, strict=True))
-    return parts[:number], parts[number:]
+    """Returns parts of a share with at most half of its own work, and the others.
+
+    In backward a rank computes the first ones while keys come to it, and the others while gradients are on their way.
+    """
+    works = [_triangle(part.tokens) for part in share]
+    number = sum(2 * work <= sum(works) for work in accumulate(works))
+    return share[:number], share[number:]
 
 
 def sent_ahead(sizes: Sequence[int], most: int) -> list[int]:
