@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines import apply
@@ -108,3 +109,17 @@ def test_parts_are_compiled_one_by_one_and_other_blocks_whole() -> None:
         return [name for name, module in model.named_modules() if compiled_inside(module.forward) is not None]
 
     assert run_virtual(work, ranks=2)[0] == [*PARTS, *REST]
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocabulary", "expected"),
+    [("cuda", 2**17, ["token_embedding", "head"]), ("cuda", 4096, []), ("cpu", 4096, ["token_embedding", "head"])],
+    ids=["large", "small", "small, on a CPU"],
+)
+def test_a_gpu_gathers_a_small_embedding_and_head_with_the_root(
+    kind: str, vocabulary: int, expected: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = GPT(gpt_config("gpt-nano", vocab_size=vocabulary, tied=False))
+    engine: Any = parallelize(model, DryWorld(2, kind).rank(0), "fsdp")
+    assert {unit.name for unit in engine._units[:-1]} == {*PARTS, *REST, *expected}

@@ -66,6 +66,7 @@ _MARK = "_paceline_engine"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")  # torch's own
 _FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
+_LARGE_END = 2**23  # parameters of an embedding or a head that a GPU gathers by itself: it takes three collectives more
 _LARGE_BLOCK = 2**27  # parameters: what is gathered first of a step, and reduced last, is then worth splitting
 
 
@@ -307,7 +308,9 @@ def _share(
     units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
     if layout.is_fully_sharded:
         unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
-        ends, apart = model_ends(model), model_apart(model)
+        least = 0 if comm.device_kind == "cpu" else _LARGE_END
+        ends = [end for end in model_ends(model) if num_parameters(end) >= least]
+        apart = model_apart(model)
         units = choose_units(model, blocks, ends, names=layout.units, unit_mb=unit_mb, apart=apart, parts=parts)
     if layout.is_compiled:
         swap_pools(model, comm.device)
