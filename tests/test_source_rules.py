@@ -36,7 +36,7 @@ LINES = {
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
-    "engines": 11_710,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_720,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_630,  # verdicts on experts
     "launch": 2_965,
     "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
