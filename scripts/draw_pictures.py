@@ -45,6 +45,7 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "at-scale.svg": ("pictures_limits", "draw_at_scale"),
     "play-curves.svg": ("pictures_curves", "draw_play_curves"),
     "restarts.svg": ("pictures_restarts", "draw_restarts"),
+    "survive.svg": ("pictures_survive", "draw_survive"),
 }
 
 

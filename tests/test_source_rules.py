@@ -32,7 +32,7 @@ LINES = {
     "checkpoint": 5_060,  # memory.py: snapshots in the memory of hosts
     "cli": 3_430,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
-    "comm": 7_450,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_460,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_670,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,

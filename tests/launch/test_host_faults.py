@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from host_network import HostNetwork
-from launched_runs import checkpoints, is_same_state, make_project, starts, steps, wait_until
+from launched_runs import checkpoints, events, is_same_state, make_project, records, starts, steps, wait_until
 
+from paceline.records.records import EventRecord, RunRecord, StepRecord
 from paceline.run.links import BlockedLink
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -116,6 +117,36 @@ def test_hosts_do_not_wait_for_one_that_nobody_starts_again(four_hosts: HostNetw
     assert "h1 (its launcher has ended) is gone" in told
     assert "h1: ssh does not reach it; all 2 hosts are needed: the others end" in told
     assert (launch / "exit").read_text().strip() in ("75", "143")
+
+
+def test_the_state_of_a_lost_hosts_ranks_comes_from_the_memory_of_the_others(
+    four_hosts: HostNetwork, tmp_path: Path
+) -> None:
+    make_project(tmp_path, pause_s=0.05)
+    words = ["data.samples=480", "train.global_batch=48", "train.steps=100000", "checkpoint.every_steps=100000"]
+    words += ["checkpoint.memory.every_steps=5", "--nodes", "2:3", "--detach"]
+    done = four_hosts.launch(tmp_path, *words, hosts="h0,h1,h2")
+    assert done.returncode == 0, done.stderr
+
+    def world() -> int:
+        return starts(tmp_path)[-1].world_size if starts(tmp_path) else 0
+
+    wait_until(lambda: world() == 3 and events(tmp_path)[-3:].count("snapshot") >= 2, "snapshots of three hosts")
+    listed = subprocess.run(["ip", "netns", "pids", four_hosts.network.host(1)], capture_output=True, check=True)
+    four_hosts.cut(1)
+    subprocess.run(["kill", "-KILL", *listed.stdout.decode().split()], check=True)
+    wait_until(lambda: world() == 2 and events(tmp_path)[-1] == "snapshot", "snapshots of the two that are left")
+    found = records(tmp_path)
+    last = max(place for place, each in enumerate(found) if isinstance(each, RunRecord))
+    resumed = next(each for each in found[last:] if isinstance(each, EventRecord) and each.name == "resume")
+    assert resumed.detail["checkpoint"].startswith("snapshot:/dev/shm/paceline-run-")
+    reached = max(each.step for each in found[:last] if isinstance(each, StepRecord))
+    assert reached - 10 <= resumed.step <= reached
+    after = [each for each in found[last:] if isinstance(each, StepRecord)]
+    assert [each.step for each in after] == list(range(resumed.step + 1, resumed.step + 1 + len(after)))
+    assert [each.position for each in after] == [48 * each.step for each in after]  # every sample once
+    assert checkpoints(tmp_path) == []  # without a disk
+    assert four_hosts.paceline(tmp_path, "launch", "cancel", "tiny").returncode == 0
 
 
 @contextlib.contextmanager

@@ -37,6 +37,11 @@ _AGAIN_S, _PAUSE_S = 3.0, 0.2
 _gone: set[wire.Address] = set()  # keepers for which this process has waited in vain
 
 
+def places_of_copies(place: int, size: int, copies: int) -> list[int]:
+    """Returns which of so many hosts copy what the one at a place holds."""
+    return [(place + number) % size for number in range(1, min(copies, size - 1) + 1)]
+
+
 class Kept:
     """The folder of one host, for the processes there."""
 

@@ -34,7 +34,7 @@ from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.tensors import encode
 from paceline.checkpoint.write import SaveTarget, own_shares, plain_state, write_part
 from paceline.checkpoint.writer import StagingBuffer
-from paceline.comm.control.kept import Kept
+from paceline.comm.control.kept import Kept, places_of_copies
 from paceline.comm.control.wire import Address
 from paceline.comm.objects import ask_first_rank
 from paceline.shards import Shard
@@ -198,8 +198,8 @@ class Snapshot:
         own = [name for name in files if name.startswith(part.stem) or (name == HEAD and target.rank == 0)]
         own.sort(key=lambda name: name == seal.name)  # it comes last: it says that all is there
         request = [keepers[place].host, keepers[place].port, target.partial.name, [[name, files[name]] for name in own]]
-        for number in range(1, min(self._copies, len(keepers) - 1) + 1):
-            self._have_copied(keepers[(place + number) % len(keepers)], request)
+        for other in places_of_copies(place, len(keepers), self._copies):
+            self._have_copied(keepers[other], request)
 
     def _have_copied(self, keeper: Address, request: list[Any]) -> None:
         """Has another host's keeper take a copy; without one the snapshot is still kept on this host."""
