@@ -278,10 +278,11 @@ def leave(
 
     monkeypatch.setattr(processes, "leave_process", stay)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(project / "error.json"))
+    marks = worker.records.mark_records(run, [0, 1])
 
     def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:
         with pytest.raises(LeftError):
-            worker._leave_launcher(failure, run, claimed, started=1.0)
+            worker._leave_launcher(failure, run, claimed, marks)
         detail = json.loads((project / "error.json").read_text())["message"]["extraInfo"]
         return SimpleNamespace(code=codes[-1], text=detail["py_callstack"], timestamp=int(detail["timestamp"]))
 

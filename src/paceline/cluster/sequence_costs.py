@@ -186,7 +186,7 @@ def _packed_loads(work: AttentionWork, size: int) -> tuple[list[_Load], list[int
 
 def typical_documents(tokens: int, mean: int, seed: int = 0) -> tuple[int, ...]:
     """Returns where documents begin in a row whose lengths are spread as those of texts are (lognormal, sigma 1)."""
-    drawn, starts = random.Random(seed), [0]
+    drawn, starts = random.Random(seed), [0]  # nosec B311  # lengths of texts
     while (end := starts[-1] + max(64, int(drawn.lognormvariate(0, 1) * mean / 1.65))) < tokens:
         starts.append(end)
     return tuple(starts)
