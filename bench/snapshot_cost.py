@@ -6,7 +6,8 @@
 Steps of one run are compared with one another: those behind a snapshot, whose copies they wait for; those beside which
 it is hashed and kept; and all others. A step's time is the device's, from the end of the step before: what the host
 stands still for is in it. The first twenty steps are left out. Where a snapshot takes longer than its interval, the
-next one waits: ``steps_between`` says how long.
+next one waits: ``steps_between`` says how long. Where the time of one goes tell ``copied_after_s`` (it is on the host),
+``written_after_s`` (it is hashed, and in files) and ``kept_after_s`` (other hosts have it).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from paceline.records.records import EventRecord, StepRecord, read_records
 from paceline_bench.timing import BenchRecord
 
 _WARM_UP = 20
+# Moments on the way of a snapshot, from when it was begun: all is on the host, in files, and with other hosts.
+_UNTIL = {"copied": "copied_seconds", "written": "written_seconds", "kept": "seconds"}
 
 
 def measure(config: str, overrides: list[str], steps: int, every: int) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def measure(config: str, overrides: list[str], steps: int, every: int) -> dict[s
         "blocked_share": share(behind),
         "beside_share": share(beside),
         "host_and_wait_s": round(median(float(each["stall_seconds"]) for each in kept.values()), 6),
-        "kept_after_s": round(median(float(each["seconds"]) for each in kept.values()), 3),
+        **{f"{name}_after_s": median(float(each[key]) for each in kept.values()) for name, key in _UNTIL.items()},
     }
 
 

@@ -29,7 +29,7 @@ LINES = {
     "beside the rooms": 1_580,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_680,
     "chaos": 1_270,
-    "checkpoint": 5_060,  # memory.py: snapshots in the memory of hosts
+    "checkpoint": 5_080,  # memory.py: snapshots in the memory of hosts
     "cli": 3_430,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_460,  # kept.py: files that keepers of hosts serve; emulated links
@@ -41,13 +41,13 @@ LINES = {
     "launch": 2_965,
     "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_715,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_360,  # what snapshots cost; whole gradients; what is least certain
+    "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 3_010,  # one of many ranks on a real GPU
     "run": 8_220,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
-    "search": 2_640,  # what snapshots take
-    "train": 5_440,  # snapshots.py
+    "search": 2_650,  # what snapshots take
+    "train": 5_520,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }

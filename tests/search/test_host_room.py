@@ -83,6 +83,11 @@ def test_hosts_hold_two_snapshots_of_their_ranks_and_of_each_copy(
     assert found.host_bytes == pytest.approx(states * whole)
     assert found.rank_bytes == pytest.approx(whole / ranks)
     assert found.blocked_s == pytest.approx(2e-12 * whole / ranks)
+    beside = snapshot_cost(
+        config, ranks=ranks, node_ranks=node_ranks, device="cuda", bytes_per_s=1e12, beside_bytes=1e9
+    )
+    assert beside is not None
+    assert beside.blocked_s == pytest.approx(2e-12 * max(0.0, whole / ranks - 1e9))
 
 
 def test_a_host_without_room_for_snapshots_is_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +107,8 @@ def test_a_host_without_room_for_snapshots_is_refused_before_any_rank_starts(mon
 
 def test_the_interval_between_snapshots_follows_failures_and_is_no_shorter_than_one_takes() -> None:
     config, cluster = _config(), load_cluster("h200")
-    often, told = choose_interval(config, cluster, 4, 0.2, 600.0)
-    seldom, _ = choose_interval(config, cluster, 4, 0.2, 100 * 600.0)
+    often, told = choose_interval(config, cluster, 4, 0.02, 600.0)
+    seldom, _ = choose_interval(config, cluster, 4, 0.02, 100 * 600.0)
     assert often < seldom < 10 * often * 1.01
     assert told.startswith(f"with a failure every 10 min 0 s: checkpoint.memory.every_steps = {often}; ")
     cost = snapshot_cost(config, ranks=4, node_ranks=4, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from paceline.config import Config, config_from_dict
 from paceline.config.sections import RecoveryConfig
 from paceline.train.assemble import build_trainer
 from paceline.train.step import StepResult
+from paceline.train.survive import snapshots as module
 from paceline.train.survive.hooks import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.snapshots import Snapshots
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Hook, Trainer
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -64,7 +66,15 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def train(comm: Communicator, config: Config, root: Path, every: int = 4, *, resume: int | None = None) -> States:
+def train(
+    comm: Communicator,
+    config: Config,
+    root: Path,
+    every: int = 4,
+    *,
+    resume: int | None = None,
+    extra: Sequence[Hook] = (),
+) -> States:
     """Trains to the end, with snapshots; returns the states of the steps behind which one is taken, and the last."""
     states, snapshots = States(), Snapshots(root, every)
 
@@ -74,7 +84,7 @@ def train(comm: Communicator, config: Config, root: Path, every: int = 4, *, res
         if result.step % every == 2:
             snapshots.join()  # steps are shorter than the time that it takes: else the next one would wait
 
-    hooks = [look, snapshots, ConsensusHook(StopRequest(), lambda _: None, RecoveryConfig(), snapshots)]
+    hooks = [look, snapshots, ConsensusHook(StopRequest(), lambda _: None, RecoveryConfig(), snapshots), *extra]
     trainer = build_trainer(config, comm, hooks=hooks)
     if resume is not None:
         trainer.load_state(open_checkpoint(snapshots_in(root) / f"step-{resume:08d}"))
@@ -106,6 +116,52 @@ def test_a_snapshot_is_the_state_of_its_step_whatever_comes_after(
     again = run_virtual(lambda comm: train(comm, config, root, resume=8), ranks, device=device)[0]
     assert_same(again[8], states[8])
     assert_same(again[12], states[12])
+
+
+@pytest.mark.parametrize("share", [0, 1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": True}, {"precision": "bf16_master", "cuda_graphs": True}])
+@pytest.mark.parametrize("device", [CUDA])
+def test_what_is_copied_directly_and_what_by_the_device_is_of_one_step(
+    root: Path, device: str, settings: dict[str, Any], share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "count_direct", lambda sizes, *_: share * len(sizes) // 3)
+    config = make_config(1, "ddp", device, **settings)
+    states = run_virtual(lambda comm: train(comm, config, root), 1, device=device)[0]
+    again = run_virtual(lambda comm: train(comm, config, root, resume=8), 1, device=device)[0]
+    assert_same(again[8], states[8])
+    assert_same(again[12], states[12])
+
+
+def test_as_much_is_copied_directly_as_the_passes_have_time_for() -> None:
+    sizes = [10, 20, 30, 40]
+    assert module.count_direct(sizes, 4, 0.1) == 4  # all, beside a tenth of a step
+    assert module.count_direct(sizes, 4, 1.0) == 3  # 70 of 100 would have fitted
+    assert [module.count_direct(sizes, 3, took) for took in (0.5, 0.6, 0.8)] == [3, 3, 3]  # good enough to stay
+    assert module.count_direct(sizes, 2, 0.1) == 4  # the bus is faster than it was
+    assert module.count_direct(sizes, 3, 0.9) == 2  # or slower
+    assert module.count_direct(sizes, 4, 50.0) == 0
+
+
+def test_files_of_the_snapshot_before_the_last_are_written_over(root: Path) -> None:
+    inodes: dict[int, list[int]] = {}
+
+    def look(*_: object) -> None:
+        for file in root.glob(".step-*/rank-00000.*.safetensors"):
+            inodes.setdefault(int(file.parent.name[6:14]), []).append(file.stat().st_ino)
+
+    config = make_config(1, "ddp", "cpu", steps=20)
+    run_virtual(lambda comm: train(comm, config, root, extra=[look]), 1)
+    found = {step: set(numbers) for step, numbers in inodes.items()}
+    assert sorted(found) == [4, 8, 12, 16]
+    assert found[4] == found[12] != found[8] == found[16]
+    verify_checkpoint(snapshots_in(root) / "step-00000016")
+
+
+def test_a_file_that_is_written_over_by_a_shorter_one_ends_where_that_does(tmp_path: Path) -> None:
+    storage = module.HostMemory()
+    storage.write(tmp_path / "file", [b"long ago"])
+    storage.write(tmp_path / "file", [b"now"])
+    assert (tmp_path / "file").read_bytes() == b"now"
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

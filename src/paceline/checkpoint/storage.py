@@ -36,6 +36,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,7 +101,7 @@ class LocalFiles:
         """Writes a file from its parts, to stay; returns its size and hash."""
         digest, num_bytes = hashlib.sha256(), 0
         # Hashing and writing both leave the interpreter alone: a second thread takes no time of the first one's.
-        with ThreadPoolExecutor(1) as pool, path.open("wb", buffering=0) as file:
+        with ThreadPoolExecutor(1) as pool, self.open_new(path) as file:
             for chunk in chunks:
                 view = memoryview(chunk)
                 hashed = pool.submit(digest.update, view) if len(view) >= _LARGE_BYTES else None
@@ -111,8 +112,12 @@ class LocalFiles:
                     view = view[file.write(view) :]
                 if hashed is not None:
                     hashed.result()
+            file.truncate()  # what a file that is written over had more
             os.fsync(file.fileno())
         return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
+
+    def open_new(self, path: Path) -> FileIO:
+        return path.open("wb", buffering=0)
 
     def read(self, path: Path) -> bytes:
         return read_regular(path)

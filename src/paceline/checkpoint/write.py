@@ -45,6 +45,10 @@ class SaveTarget:
     storage: FileStore = field(default_factory=LocalFiles)
 
     @property
+    def stem(self) -> str:  # of the names of this rank's files
+        return f"rank-{self.rank:05d}"
+
+    @property
     def final(self) -> Path:
         return self.folder / f"step-{self.step:08d}"
 
@@ -104,7 +108,7 @@ def write_rank(
 
     At most ``writers`` threads read the streams, each of them from its first to its last byte.
     """
-    storage, stem = target.storage, f"rank-{target.rank:05d}"
+    storage, stem = target.storage, target.stem
     storage.make_folder(target.partial)
     groups: dict[str, list[Stream]] = {}
     for stream in streams:

@@ -46,7 +46,8 @@ from paceline.shards import FlatLayout, Shard, flat_layout
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
-_PIECE = 2**20  # elements that are copied at once
+_PIECE = 2**21  # elements that are copied at once, where there is a pause behind them
+_ALL = slice(None)
 _LOOK_EVERY_S = 0.02
 _LEAVE_S = 0.3  # for the parts of others that were as good as there
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
@@ -191,9 +192,14 @@ class StagingBuffer:
             self._thread.start()
 
     def copy(
-        self, shares: Sequence[Shard], *, waits: bool = True, pause: Callable[[], object] = lambda: None
+        self,
+        shares: Sequence[Shard],
+        *,
+        part: slice = _ALL,
+        waits: bool = True,
+        pause: Callable[[], object] | None = None,
     ) -> list[Shard]:
-        """Returns copies of shares, which last until the next time; on CUDA it ``waits`` until they are made.
+        """Returns copies of a part of shares, which last until the next time; on CUDA it ``waits`` until they are made.
 
         ``pause`` is called behind each piece, between which what a step sends to the host comes through.
         """
@@ -204,12 +210,14 @@ class StagingBuffer:
             self.buffer = torch.empty(0, dtype=torch.uint8)
             self.buffer = torch.empty(places.length, dtype=torch.uint8, pin_memory=device is not None)
         staged = []
-        for share, view in zip(shares, places.views(self.buffer), strict=True):
+        for share, view in zip(shares[part], places.views(self.buffer)[part], strict=True):
             place = view.view(share.tensor.dtype)
-            pieces = (torch.split(each.view(-1), _PIECE) for each in (place, share.tensor))
+            size = max(1, place.numel()) if pause is None else _PIECE
+            pieces = (torch.split(each.view(-1), size) for each in (place, share.tensor))
             for piece, source in zip(*pieces, strict=True):
                 piece.copy_(source, non_blocking=True)
-                pause()
+                if pause is not None:
+                    pause()
             staged.append(replace(share, tensor=place))
         if device is not None and waits:
             torch.cuda.synchronize(device)  # sync point: the next step may change what is being copied

@@ -6,7 +6,8 @@ import math
 
 from paceline.cluster.devices import Cluster
 from paceline.config import Config
-from paceline.predict.formulas.saving import SnapshotCost, lost_share, refined_interval
+from paceline.predict.formulas.engine_costs import bus_bytes_per_s
+from paceline.predict.formulas.saving import BESIDE_SHARE, SnapshotCost, lost_share, refined_interval
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts
 from paceline.units import format_bytes, format_percent, format_seconds
@@ -15,7 +16,13 @@ _KEPT_BYTES_PER_S = 1e9  # that one thread hashes and writes into memory, beside
 
 
 def snapshot_cost(
-    config: Config, *, ranks: int, node_ranks: int, device: str, bytes_per_s: float = math.inf
+    config: Config,
+    *,
+    ranks: int,
+    node_ranks: int,
+    device: str,
+    bytes_per_s: float = math.inf,
+    beside_bytes: float = 0.0,
 ) -> SnapshotCost | None:
     """Prices a snapshot; None where only the model's own code knows what there is to copy."""
     model = describe_model(config, device)
@@ -23,12 +30,13 @@ def snapshot_cost(
         return None
     states, copies = StateFacts.of(config, device), config.checkpoint.memory.copies
     whole = model.parameters * states.itemsize * (1 + states.optimizer_slots) + model.buffer_bytes
-    return SnapshotCost.of(whole, ranks=ranks, node_ranks=node_ranks, copies=copies, bytes_per_s=bytes_per_s)
+    rates = {"bytes_per_s": bytes_per_s, "beside_bytes": beside_bytes}
+    return SnapshotCost.of(whole, ranks=ranks, node_ranks=node_ranks, copies=copies, **rates)
 
 
 def describe_snapshots(config: Config, cluster: Cluster, ranks: int, step_s: float) -> list[str]:
     """Returns a line on the snapshots that a config asks for; nothing where it asks for none."""
-    every, cost = config.checkpoint.memory.every_steps, _cost_on(config, cluster, ranks)
+    every, cost = config.checkpoint.memory.every_steps, _cost_on(config, cluster, ranks, step_s)
     if every is None or cost is None:
         return []
     wait = f"{format_seconds(cost.blocked_s)} each, {format_percent(cost.blocked_s / (every * step_s))} of the time"
@@ -41,7 +49,7 @@ def choose_interval(config: Config, cluster: Cluster, ranks: int, step_s: float,
 
     They are never closer than it takes to keep one.
     """
-    cost = _cost_on(config, cluster, ranks)
+    cost = _cost_on(config, cluster, ranks, step_s)
     if cost is None:
         return 0, "snapshots: only the model's own code knows what there is to copy"
     kept_s, blocked_s = cost.rank_bytes / _KEPT_BYTES_PER_S, max(cost.blocked_s, 1e-6)
@@ -53,7 +61,8 @@ def choose_interval(config: Config, cluster: Cluster, ranks: int, step_s: float,
     )
 
 
-def _cost_on(config: Config, cluster: Cluster, ranks: int) -> SnapshotCost | None:
+def _cost_on(config: Config, cluster: Cluster, ranks: int, step_s: float) -> SnapshotCost | None:
     device = "cpu" if cluster.device.name.startswith("cpu") else "cuda"
     here, rate = min(ranks, cluster.node.devices), cluster.device.memory_bandwidth
-    return snapshot_cost(config, ranks=ranks, node_ranks=here, device=device, bytes_per_s=rate)
+    beside = BESIDE_SHARE * step_s * bus_bytes_per_s(cluster) if device == "cuda" else 0.0
+    return snapshot_cost(config, ranks=ranks, node_ranks=here, device=device, bytes_per_s=rate, beside_bytes=beside)

@@ -12,7 +12,8 @@ training, and the interval is never shorter than that.
 
 Snapshots in the memory of hosts: two of what a host's ranks hold, the newest and the one that is being made, as many
 for each copy that it has of another host's, and the memory that its ranks copy to. Training waits until the state is
-copied once: read and written where it lies.
+copied once: read and written where it lies. On a GPU that is what the bus to the host cannot take away beside the
+passes of one step, most of the step's time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import math
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+
+BESIDE_SHARE = 0.7  # of a step: what is copied beside its passes in this time is copied before its update
 
 
 def time_between_failures(device_s: float, devices: int) -> float:
@@ -55,12 +58,23 @@ class SnapshotCost:
 
     @classmethod
     def of(
-        cls, state_bytes: float, *, ranks: int, node_ranks: int, copies: int, bytes_per_s: float = math.inf
+        cls,
+        state_bytes: float,
+        *,
+        ranks: int,
+        node_ranks: int,
+        copies: int,
+        bytes_per_s: float = math.inf,
+        beside_bytes: float = 0.0,
     ) -> SnapshotCost:
-        """Prices snapshots of a state that all ``ranks`` write together; ``bytes_per_s`` is a device's memory."""
+        """Prices snapshots of a state that all ``ranks`` write together; ``bytes_per_s`` is a device's memory.
+
+        ``beside_bytes`` of each rank go to the host beside the passes of one step.
+        """
         own, hosts = state_bytes / ranks, max(1, ranks // node_ranks)
         generations = 1 + 2 * (1 + min(copies, hosts - 1))
-        return cls(rank_bytes=own, host_bytes=own * node_ranks * generations, blocked_s=2.0 * own / bytes_per_s)
+        blocked = 2.0 * max(0.0, own - beside_bytes) / bytes_per_s
+        return cls(rank_bytes=own, host_bytes=own * node_ranks * generations, blocked_s=blocked)
 
 
 def lost_share(interval_s: float, *, save_s: float, failure_s: float, restart_s: float = 0.0) -> float:
