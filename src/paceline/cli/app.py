@@ -9,7 +9,6 @@ import inspect
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import typer
 from typer.main import get_command
@@ -79,10 +78,7 @@ def _root(
     del version
 
 
-@cache
-def _command_line(verbs: typer.Typer) -> Any:
-    """Returns the parser of all verbs, which takes 0.1 s to make."""
-    return get_command(verbs)
+_command_line = cache(get_command)  # the parser of all verbs takes 0.1 s to make
 
 
 def run_command(verbs: typer.Typer = app, program: str = "paceline") -> None:

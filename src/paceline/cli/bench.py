@@ -16,9 +16,7 @@ from paceline.errors import UsageError
 from paceline.terminal import echo
 from paceline_bench.output import Rows, show_record
 
-Output = Annotated[
-    Path | None, typer.Option(callback=check_file, help="Also write the record to this file, row after row.")
-]
+Output = Annotated[Path | None, typer.Option(callback=check_file, help="Also write the record here, row after row.")]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
 tell = partial(echo, err=True)  # what is measured now
@@ -110,9 +108,7 @@ def engines(
     models: Models = None,
     device: str = typer.Option("cpu", help="cpu or cuda."),
     ranks: int = typer.Option(2, help="Gloo ranks on a CPU, beside world size 1; with --cluster, its GPUs.", min=2),
-    cluster: str | None = typer.Option(
-        None, metavar="NAME", help="One of --ranks GPUs, with this cluster's links emulated."
-    ),
+    cluster: str | None = typer.Option(None, metavar="NAME", help="One of --ranks GPUs, its links emulated."),
     arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and their peers."),
     rounds: Rounds = None,
     output: Output = None,
@@ -154,10 +150,8 @@ def engines(
                 tell(f"{name} at world size 1 ...")
                 yield bench_fp32(workload, protocol, 1, words)
 
-    settings: dict[str, Any] = {
-        "device": device,
-        "protocols": {name: asdict(protocol) for name, protocol in protocols.items()},
-    }
+    timed = {name: asdict(protocol) for name, protocol in protocols.items()}
+    settings: dict[str, Any] = {"device": device, "protocols": timed}
     if where is not None:
         settings |= {"links": f"emulated: {where.name}", "ranks": ranks}
     show_record("engines", settings, measure(), output, as_json=as_json)
@@ -191,7 +185,6 @@ def gpu(
     as_json: AsJson = False,
 ) -> None:
     """Time paceline train beside the best loops of a user on one GPU."""
-
     from paceline_bench.arms import check_words
     from paceline_bench.gpu.arms import arms_of, bench_gpu
     from paceline_bench.gpu.loops import workloads_on

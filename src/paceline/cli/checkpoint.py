@@ -34,11 +34,8 @@ _JSON = typer.Option(False, "--json", help="Print it as JSON.")
 _FAST = typer.Option(False, "--fast", help="Compare the sizes of the source's files, not their hashes, before.")
 _SOURCE = typer.Argument(metavar="SRC", autocompletion=complete_run, help="A checkpoint, run, folder or URL.")
 _FORCE = typer.Option(False, "--force", help="Replace what is there.")
-_PATH = typer.Argument(
-    metavar="PATH",
-    autocompletion=complete_run,
-    help="A checkpoint; of a run or folder, the newest whole one. URLs work, too.",
-)
+_NEWEST = "A checkpoint; of a run or folder, the newest whole one. URLs work, too."
+_PATH = typer.Argument(metavar="PATH", autocompletion=complete_run, help=_NEWEST)
 
 
 @app.command("ls")
@@ -224,9 +221,7 @@ def take(
 
 @app.command()
 def upcycle(
-    source: str = typer.Argument(
-        metavar="SRC", help="A dense GPT: a checkpoint, run, or weights as import takes them."
-    ),
+    source: str = typer.Argument(metavar="SRC", help="A dense GPT: a checkpoint, run or weights as import takes them."),
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     *,
     experts: int = typer.Option(..., min=2, help="Experts of a layer, each of which begins as its MLP."),
@@ -244,8 +239,8 @@ def upcycle(
     from paceline.config.sections import GPTModelConfig
 
     if active > experts:
-        rule, fix = "a token takes different experts", "give at most as many"
-        raise UsageError(f"--active {active} of --experts {experts}\n  {rule}\n  {fix}")
+        rule = "a token takes different experts"
+        raise UsageError(f"--active {active} of --experts {experts}\n  {rule}\n  give at most as many")
     path = Path(source)
     if path.is_file() or (path / "config.json").is_file():
         with _reading():
@@ -316,8 +311,9 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     """Shows a manifest in words, and tensors if they were asked for."""
     manifest, about = found.manifest, found.manifest.about
     if as_json:
-        of_manifest = ("step", "position", "world", "num_bytes", "metrics", "about")
-        shown: dict[str, Any] = {"path": str(found.path), **{name: getattr(manifest, name) for name in of_manifest}}
+        shown: dict[str, Any] = {"path": str(found.path)}
+        for name in ("step", "position", "world", "num_bytes", "metrics", "about"):
+            shown[name] = getattr(manifest, name)
         for name in ("num_parameters", "bytes_by_kind", "bytes_by_dtype", "optimizer"):
             shown[name] = getattr(found, name)
         shown["files"] = {name: asdict(file) for name, file in manifest.files.items()}
@@ -326,10 +322,8 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     echo(f"{found.path}")
     reason = about.get("reason", "a call")
     echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
-    echo(
-        f"  written by {_world(manifest.world, str(about.get('strategy', '')), manifest.mesh)} into "
-        f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
-    )
+    world = _world(manifest.world, str(about.get("strategy", "")), manifest.mesh)
+    echo(f"  written by {world} into {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}")
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.bytes_by_kind.items())
     dtypes = ", ".join(f"{code} {format_bytes(size)}" for code, size in found.bytes_by_dtype.items())
     echo(f"  {len(manifest.tensors)} tensors, {format_count(found.num_parameters)} elements in the model")

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import (
-    AsJson,
-    ConfigPath,
-    Overrides,
-    check_file,
-    check_word,
-    load_and_tell,
-    print_json,
-    progress_bar,
-    write_output,
-)
+from paceline.cli import options
+from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell, print_json
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.terminal import echo, new_console
 from paceline.units import format_bytes
@@ -33,9 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", "-n", min=1, help="The number of ranks, where parallel.ranks is auto.")
-]
+Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks, where parallel.ranks is auto.")]
 _LADDER = "derived.strategy_ladder"
 
 
@@ -100,8 +89,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
     except ConfigError as error:
         if not as_json:
             raise
-        problems = [asdict(each) for each in error.problems]
-        print_json({"source": error.source, "ok": False, "problems": problems})
+        print_json({"source": error.source, "ok": False, "problems": [asdict(each) for each in error.problems]})
         raise typer.Exit(1) from None
     notes = packing_notes(loaded.config)
     if as_json:
@@ -125,17 +113,17 @@ def list_configs() -> None:
 @app.command()
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A config that ships: see paceline config ls.")],
-    target: Annotated[Path | None, typer.Argument(metavar="FILE", callback=check_file, help="Else NAME.yaml.")] = None,
+    target: Path = typer.Argument(None, metavar="FILE", callback=options.check_file, help="Else NAME.yaml."),
 ) -> None:
     """Write a config that comes with Paceline into a new file."""
     from paceline.config.shipped import shipped_configs
 
     shipped = shipped_configs()
-    check_word("config copy", name, tuple(shipped))
+    options.check_word("config copy", name, tuple(shipped))
     file = target or Path(shipped[name].name)
     if file.exists():
         raise UsageError(f"{file} is there\n  a copy replaces nothing\n  name another file")
-    write_output(file, shipped[name].read_text(encoding="utf-8"), "config")
+    options.write_output(file, shipped[name].read_text(encoding="utf-8"), "config")
     echo(f"{file}: a copy of {name}")
 
 
@@ -178,9 +166,8 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     changed[key] = ExplainRow(key=key, value="auto", origin=loaded.sources[key])
     rows = explain_config(LoadedConfig(config=settled, sources=loaded.sources), ranks)
     rows = [changed.pop(row.key, row) for row in rows]
-    ladder = [
-        f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
-    ]
+    tried = {each.label: each.rejected or f"fits, {format_bytes(each.memory.device_bytes)}" for each in choice.ladder}
+    ladder = [f"{label}: {verdict}" for label, verdict in tried.items()]
     ladder += [f"impossible: {reason}" for reason in choice.left_out]
     rows += [
         *changed.values(),
@@ -224,19 +211,13 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare text as files of toke
 
 @data_app.command()
 def prepare(
-    sources: Annotated[
-        list[Path], typer.Argument(metavar="SOURCE...", help="Files or folders: text, .jsonl, .parquet.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER|bytes|char", help="A folder with tokenizer.json, or bytes, or char.")
-    ],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the tokens.")],
-    field: Annotated[str, typer.Option(help="Field of JSON lines, or column of parquet, that has the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one for each core.")] = None,
-    on_error: Annotated[
-        str, typer.Option(metavar="stop|skip", help="What to do with a document that cannot be read.")
-    ] = "stop",
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    sources: list[Path] = typer.Argument(metavar="SOURCE...", help="Files or folders: text, .jsonl, .parquet."),
+    tokenizer: str = typer.Option(metavar="FOLDER|bytes|char", help="A folder with tokenizer.json, or bytes, or char."),
+    output: Path = typer.Option(metavar="DIR", help="A new folder for the tokens."),
+    field: str = typer.Option("text", help="Field of JSON lines, or column of parquet, that has the text."),
+    workers: int = typer.Option(None, min=1, help="Processes; by default one for each core."),
+    on_error: str = typer.Option("stop", metavar="stop|skip", help="What to do with a document that cannot be read."),
+    force: bool = typer.Option(False, "--force", help="Replace what is there."),
     as_json: AsJson = False,
 ) -> None:
     """Encode text once, into files that runs map into memory."""
@@ -244,22 +225,16 @@ def prepare(
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
-    check_word("--on-error", on_error, ("stop", "skip"))
+    options.check_word("--on-error", on_error, ("stop", "skip"))
     if tokenizer == "byte":
         tokenizer = "bytes"
         echo("--tokenizer byte: the word is bytes", err=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
-    options = PrepareOptions(
-        sources=tuple(sources),
-        output=output,
-        tokenizer=tokenizer,
-        field=field,
-        workers=workers or len(usable_cores()),
-        on_error="skip" if on_error == "skip" else "stop",
-        may_replace=force,
-    )
-    with progress_bar("encoding", total_bytes(options), as_json) as hear:
-        manifest = run(options, hear)
+    workers = workers or len(usable_cores())
+    how: dict[str, Any] = {"field": field, "workers": workers, "on_error": on_error, "may_replace": force}
+    asked = PrepareOptions(sources=tuple(sources), output=output, tokenizer=tokenizer, **how)
+    with options.progress_bar("encoding", total_bytes(asked), as_json) as hear:
+        manifest = run(asked, hear)
     if as_json:
         print_json(_facts(manifest))
         return

@@ -47,11 +47,9 @@ def plan(
     from paceline.rehearse.planning import plan as find
     from paceline.rehearse.planning import trace_plan
 
-    source, words = _source(config, list(overrides or []), hf)
-    counts = _counts(gpus, png)
-    found = find(
-        source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
-    )
+    source, changes = _source(config, list(overrides or []), hf)
+    how: Any = {"by": by, "gpus": _counts(gpus, png), "precision": precision, "price": price, "host_gb": host_gb}
+    found = find(source, cluster, overrides=changes, **how)
     interval = ""
     if mtbf is not None and found.winner is not None:
         found, interval = found.with_snapshots(3600.0 * mtbf)
@@ -100,16 +98,14 @@ def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[
 
 
 def _counts(text: str | None, png: Path | None) -> list[int] | None:
+    if text is None and png is not None:
+        raise UsageError(f"--png {png}: nothing to draw\n  it is for the table of --gpus\n  add --gpus 8,16,32")
     if text is None:
-        if png is not None:
-            raise UsageError(f"--png {png}: nothing to draw\n  it is for the table of --gpus\n  add --gpus 8,16,32")
         return None
     found = _series(text.split(","))
     if not found:
-        raise UsageError(
-            f"--gpus {text!r}\n  it is a list of whole numbers, in which ... goes on as the two before it do\n"
-            "  try --gpus 1,2,4,8,16 or --gpus 1,2,4,...,64"
-        )
+        rule = "it is a list of whole numbers, in which ... goes on as the two before it do"
+        raise UsageError(f"--gpus {text!r}\n  {rule}\n  try --gpus 1,2,4,8,16 or --gpus 1,2,4,...,64")
     return found
 
 
@@ -135,9 +131,7 @@ def predict(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    cluster: str = typer.Option(
-        None, "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100'; else this machine."
-    ),
+    cluster: str = typer.Option(None, "--cluster", "-c", metavar="NAME", help="Like '4x dgx-h100'; else this machine."),
     ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
     rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline."),
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated."),
@@ -145,9 +139,7 @@ def predict(
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
     longest: bool = typer.Option(False, "--longest", help="The longest sequences that fit, by what saves memory."),
     host_gb: float = typer.Option(None, min=0.0, metavar="GIB", help="--longest: host memory of a node; else enough."),
-    on: str | None = typer.Option(
-        None, metavar="gpu", help="Run a rank on this GPU, with the cluster's links emulated."
-    ),
+    on: str | None = typer.Option(None, metavar="gpu", help="Run a rank on this GPU, the cluster's links emulated."),
     steps: int = typer.Option(8, min=2, help="--on gpu: steps that are timed."),
     late: float = typer.Option(0.0, min=0.0, metavar="MS", help="--on gpu: how late the last rank is on average."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
@@ -238,22 +230,21 @@ def _this_machine() -> tuple[Cluster, float]:
     machine = detect_machine()
     found = detect_cluster(machine, machine_entry())
     if found.cluster is None:
-        raise UsageError(
-            f"{found.assumed[0]}\n  a prediction is for devices of the catalog\n  name one: --cluster h200"
-        )
+        rule = "a prediction is for devices of the catalog"
+        raise UsageError(f"{found.assumed[0]}\n  {rule}\n  name one: --cluster h200")
     return found.cluster, machine.memory_bytes
 
 
 def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, bound: int | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
-    program, cluster, (low, high) = found.program, found.cluster, found.band
+    program, cluster = found.program, found.cluster
+    took, low, high = map(format_seconds, (found.seconds, *found.band))
     devices = f"{program.ranks} x {cluster.device.name}"
     kind = ", the band of runs outside what was calibrated" if found.outside else " in nine of ten runs of this kind"
     lines = [
         f"{program.name} on {cluster.name}: {devices}, {program.strategy}, {found.framework}",
         "",
-        f"step          {format_seconds(found.seconds)}, between {format_seconds(low)} and "
-        f"{format_seconds(high)}{kind}",
+        f"step          {took}, between {low} and {high}{kind}",
         f"{program.element:<13} {found.elements_per_s:,.0f} per second",
         f"MFU           {found.mfu:.1%}",
         f"batch         {batch.global_batch} samples: microbatch {batch.microbatch} x accumulate {batch.accumulate} x "
@@ -287,8 +278,7 @@ def _breakdown(found: ReplayedStep) -> list[str]:
         if seconds > 0 or name in ("compute", "exposed"):
             lines.append(f"{name:<13} {seconds:>10.4f} {seconds / step:>7.1%}  {what}")
     lines += ["", f"{'phase':<13} {'seconds':>10} {'share':>7}  with what is waited for in it"]
-    for phase, seconds in rank.phases.items():
-        lines.append(f"  {phase:<11} {seconds:>10.4f} {seconds / step:>7.1%}")
+    lines += [f"  {phase:<11} {spent:>10.4f} {spent / step:>7.1%}" for phase, spent in rank.phases.items()]
     if rank.communication:
         lines += ["", f"{'communication':<14} {'seconds':>9} {'share':>7}  hidden or not"]
     for kind, seconds in rank.communication.items():
@@ -299,9 +289,7 @@ def _breakdown(found: ReplayedStep) -> list[str]:
 
 def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
     lines = [f"{'memory':<13} {'GiB':>10}  of a rank at its worst moment, by the dry run"]
-    for name, size in found.memory.items():
-        if size:
-            lines.append(f"  {name:<11} {size / 2**30:>10.3f}")
+    lines += [f"  {name:<11} {size / 2**30:>10.3f}" for name, size in found.memory.items() if size]
     verdict = "fits" if found.fits else "OUT OF MEMORY"
     room = found.cluster.device.memory_bytes / 2**30
     lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {room:.1f}: {verdict}")

@@ -71,22 +71,9 @@ def start(
     least, most = _counts(nodes or str(len(named) or 1))
     if named and most != len(named):
         raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
-    request = LaunchJob(
-        target=on,
-        nodes=most,
-        least=least,
-        gpus=gpus_per_node,
-        time=time,
-        queue=queue,
-        hosts=named,
-        slots=slots,
-        tasks=array,
-        max_requeues=max_requeues,
-        python=python,
-        port=port,
-        settings=words,
-        setup=tuple(setup or ()),
-    )
+    machines: dict[str, Any] = {"nodes": most, "least": least, "gpus": gpus_per_node, "hosts": named, "slots": slots}
+    taken: dict[str, Any] = {"time": time, "queue": queue, "tasks": array, "max_requeues": max_requeues, "port": port}
+    request = LaunchJob(target=on, python=python, settings=words, setup=tuple(setup or ()), **machines, **taken)
     how = {"resumes": resume, "checks_memory": not no_memory_check, "is_dry": dry_run}
     target, job, lines = launching.prepare(config, overrides or [], request, **how)
     for line in (f"run {job.run} on {job.target}", *lines):

@@ -16,6 +16,8 @@ from paceline.terminal import echo, plain
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
+    from paceline.calibrate.doubts import Halved
+    from paceline.calibrate.entry import Refit
     from paceline.calibrate.machine import MachineFigures
     from paceline.cluster.devices import Cluster
     from paceline.doctor.findings import MachineCheck, MachineFinding
@@ -34,9 +36,7 @@ def calibrate(
     noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
     run: Path | None = typer.Option(None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a run."),
-    config: Path | None = typer.Option(
-        None, "--for", metavar="CONFIG", help="Halve the doubt about this config's step."
-    ),
+    config: Path | None = typer.Option(None, "--for", metavar="CONFIG", help="Halve the doubt about a step of it."),
     cluster: Path | None = typer.Option(
         None, metavar="FILE.yaml", help="The entry that --from and --for begin with.  [default: the catalog's]"
     ),
@@ -58,17 +58,17 @@ def calibrate(
     from paceline.calibrate.entry import entry_of
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
-    more = (2 * count,) if chosen == "cpu" and count > 1 else ()
-    wanted = Wanted(
-        device=chosen, ranks=count, with_compiled=compiled, accepts_noise=noisy, more_ranks=more, alone=True
-    )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    count = ranks or (max(1, torch.cuda.device_count()) if device == "cuda" else 1)
+    more = (2 * count,) if device == "cpu" and count > 1 else ()
+    how: Any = {"with_compiled": compiled, "accepts_noise": noisy, "alone": True}
+    wanted = Wanted(device=device, ranks=count, more_ranks=more, **how)
     check_wanted(wanted)
     if not as_json:
-        echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
+        echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {device}, for about a minute", err=True)
     measured = measure_machine(wanted)
-    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    command = f"paceline calibrate --device {device} --ranks {count}{'' if compiled else ' --no-compiled'}"
     entry_name, text = entry_of(measured, command, torch.__version__, name)
     if output is not None:
         write_output(output, text, "entry")
@@ -101,22 +101,25 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
     from paceline.cluster.detect import detect_machine
 
     found = refit(run, detect_machine(), base)
+    lines = [f"measured          {1e3 * found.measured_s:10.4g} ms a step"]
+    for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
+        lines.append(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
+    lines.append(f"kernels           {found.compute:10.4g} times what the entry said")
+    lines.append(f"collectives       {found.communication:10.4g} times")
+    _hand_out(found, lines, output, as_json=as_json)
+    for doubt in () if as_json else found.doubts():
+        echo(f"paceline: doubtful: {doubt}", err=True)
+
+
+def _hand_out(found: Refit | Halved, lines: list[str], output: Path | None, *, as_json: bool) -> None:
+    """Writes the entry or shows it, below what is told of it; or all of it as JSON."""
     if output is not None:
         write_output(output, found.text, "entry")
     if as_json:
         print_json(found.to_json())
         return
-    echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
-    for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
-        echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
-    echo(f"kernels           {found.compute:10.4g} times what the entry said")
-    echo(f"collectives       {found.communication:10.4g} times")
-    for doubt in found.doubts():
-        echo(f"paceline: doubtful: {doubt}", err=True)
-    if output is None:
-        echo(f"\n{found.text}", nl=False)
-    else:
-        echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
+    wrote = f"wrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}\n"
+    echo("\n".join([*lines, "", found.text if output is None else wrote]), nl=False)
 
 
 def _halve_doubt(path: Path, overrides: list[str], base: Path | None, output: Path | None, *, as_json: bool) -> None:
@@ -138,24 +141,15 @@ def _halve_doubt(path: Path, overrides: list[str], base: Path | None, output: Pa
     machine = detect_machine(with_gpus=config.parallel.device == "cuda")
     tell = partial(echo, err=True)
     found = halve_doubt(config, machine, base or machine_entry(), tell, train=run)
-    if output is not None:
-        write_output(output, found.text, "entry")
-    if as_json:
-        print_json(found.to_json())
-        return
-    echo(f"{'measured':<60} {'a step':>7} {'predicted':>12} {'measured':>12}")
+    lines = [f"{'measured':<60} {'a step':>7} {'predicted':>12} {'measured':>12}"]
     for each in found.measured:
         times = f"{1e3 * each.predicted_s:9.4g} ms {1e3 * each.measured_s:9.4g} ms"
-        echo(f"{each.name:<60} {each.count:>6}x {times}")
-    echo("")
+        lines.append(f"{each.name:<60} {each.count:>6}x {times}")
+    lines.append("")
     for name, step in (("before", found.before), ("now", found.after)):
-        share = step.doubts[found.part] / step.seconds
-        echo(f"{name:<7} {1e3 * step.seconds:10.4g} ms a step, of which {found.part} may be off by {share:.1%} of it")
-    echo(f"next    {found.after.doubt}")
-    if output is None:
-        echo(f"\n{found.text}", nl=False)
-    else:
-        echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
+        told = f"{name:<7} {1e3 * step.seconds:10.4g} ms a step, of which {found.part} may be off by "
+        lines.append(f"{told}{step.doubts[found.part] / step.seconds:.1%} of it")
+    _hand_out(found, [*lines, f"next    {found.after.doubt}"], output, as_json=as_json)
 
 
 def _show_measured(measured: MachineFigures) -> None:
@@ -164,8 +158,7 @@ def _show_measured(measured: MachineFigures) -> None:
     kernels = measured.kernels
     for dtype, rate in best_rates(kernels.rates).items():
         echo(f"products in {dtype:<5} {rate / 1e12:10.4g} TFLOP/s at most")
-    attention = [rate.flops for rate in kernels.rates if rate.kind == "attention"]
-    if attention:
+    if attention := [rate.flops for rate in kernels.rates if rate.kind == "attention"]:
         echo(f"attention         {max(attention) / 1e12:10.4g} TFLOP/s at most")
     echo(f"memory            {kernels.memory_bandwidth / 1e9:10.4g} GB/s")
     echo(f"launch, eager     {kernels.launch_s * 1e6:10.4g} us")
@@ -304,11 +297,10 @@ def _checks() -> list[MachineCheck]:
 
     return [
         *(machine.python, machine.torch_build, machine.driver, machine.gpus, machine.processors, machine.memory),
-        machine.half_precision,
-        *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
-        *(machine.packages, network.launcher, network.interfaces, network.host_name, network.chosen_interfaces),
-        network.ports,
-        *(network.listening, network.variables, network.nccl_files, network.run, self_test.handshake),
+        *(machine.half_precision, machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory),
+        *(machine.disk, machine.packages, network.launcher, network.interfaces, network.host_name),
+        *(network.chosen_interfaces, network.ports, network.listening, network.variables, network.nccl_files),
+        *(network.run, self_test.handshake),
     ]
 
 

@@ -137,11 +137,9 @@ def given_token(path: Path | None) -> str:
         raise UsageError(f"the token of the page cannot be read: {path}: {why}\n  {rule}\n  {fix}") from error
     token = token.strip()
     if len(token) < _FEWEST_CHARACTERS or not re.fullmatch(r"[\w.~+/=-]+", token, re.ASCII):
-        raise UsageError(
-            f"the token of the page in {source} has {len(token)} characters\n"
-            f"  it takes {_FEWEST_CHARACTERS} at least, letters, digits and any of -._~+/= alone\n"
-            "  make one with: openssl rand -hex 32"
-        )
+        what, fix = f"the token of the page in {source} has {len(token)} characters", "openssl rand -hex 32"
+        rule = f"it takes {_FEWEST_CHARACTERS} at least, letters, digits and any of -._~+/= alone"
+        raise UsageError(f"{what}\n  {rule}\n  make one with: {fix}")
     return token
 
 
@@ -153,11 +151,7 @@ def open_browser(url: str) -> None:
 
 
 def sample(
-    run: str = typer.Argument(
-        metavar="RUN",
-        autocompletion=complete_run,
-        help="A run's folder, or a checkpoint: the newest whole one is taken.",
-    ),
+    run: str = typer.Argument(metavar="RUN", autocompletion=complete_run, help="A checkpoint; of a run, the newest."),
     prompt: str = typer.Option("\n", help="The text that the model goes on from."),
     *,
     tokens: int = typer.Option(200, min=1, help="The most tokens that are written."),

@@ -39,9 +39,7 @@ def simulate(
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated."),
     compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device."),
     device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda)."),
-    trace: Path = typer.Option(
-        None, callback=options.check_file, help="Write the time line here too, for ui.perfetto.dev."
-    ),
+    trace: Path = typer.Option(None, callback=options.check_file, help="Write the time line too, for ui.perfetto.dev."),
     force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     no_memory_check: options.NoMemoryCheck = False,
@@ -59,13 +57,8 @@ def simulate(
         from paceline.run.decide import check_virtual
 
         check_virtual(settled)
-    conditions = Conditions(
-        cluster=where,
-        backend=loaded.comm.backend,
-        compute=compute,  # type: ignore[arg-type]
-        slow=slow_ranks,
-        slow_links=slow_links,
-    )
+    how: dict[str, Any] = {"backend": loaded.comm.backend, "compute": compute}
+    conditions = Conditions(cluster=where, slow=slow_ranks, slow_links=slow_links, **how)
     _run(settled, conditions, trace=trace, force=force, as_json=as_json)
 
 
@@ -75,10 +68,8 @@ def read_slow(texts: list[str]) -> tuple[dict[int, float], dict[int, float]]:
     for text in texts:
         match = _SLOW.match(text.replace(" ", ""))
         if match is None or float(match[3]) <= 0:
-            raise UsageError(
-                f"--slow {text}\n  it names a rank or a link, and how many times as long it takes\n"
-                "  write --slow rank=2:1.5x or --slow link=0:3x"
-            )
+            rule = "it names a rank or a link, and how many times as long it takes"
+            raise UsageError(f"--slow {text}\n  {rule}\n  write --slow rank=2:1.5x or --slow link=0:3x")
         found[match[1]][int(match[2])] = float(match[3])
     return found["rank"], found["link"]
 
@@ -94,12 +85,9 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
     may_replace = force or (folder / _MARK).is_file()
     check_folder(folder, force=may_replace)
-    error = find_write_error(folder.parent)
-    if error is not None:
-        raise RunFolderError(
-            f"cannot make the run's folder {folder}: {error.strerror or error}\n  it is made when training is over\n"
-            "  set monitor.folder=... elsewhere"
-        )
+    if (error := find_write_error(folder.parent)) is not None:
+        rule, fix = "it is made when training is over", "set monitor.folder=... elsewhere"
+        raise RunFolderError(f"cannot make the run's folder {folder}: {error.strerror or error}\n  {rule}\n  {fix}")
     view = ProgressView() if config.monitor.console and not as_json else None
     try:
         found = run_simulation(config, conditions, view=view)

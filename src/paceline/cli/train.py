@@ -67,14 +67,8 @@ def train(
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
     if verbose and (quiet or as_json):
         raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
-    asked = RunOptions(
-        force=force,
-        resume=resume,
-        is_quiet=as_json or quiet,
-        is_verbose=verbose,
-        checks_memory=not no_memory_check,
-        hosts=hosts,
-    )
+    how = {"is_quiet": as_json or quiet, "is_verbose": verbose, "checks_memory": not no_memory_check}
+    asked = RunOptions(force=force, resume=resume, hosts=hosts, **how)
     if find_lr:
         from paceline.run.find_rate import find_rate
 
@@ -202,9 +196,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
             (overrides if files or is_override else files).append(value)
         elif option.strip("-") in _CONFIG and value:
             files.append(value)
-        elif found := [
-            f"{key}={setting}" for key, setting in translate_setting(option.strip("-"), value or True).items()
-        ]:
+        elif found := [f"{key}={it}" for key, it in translate_setting(option.strip("-"), value or True).items()]:
             overrides += found
             notes.append(f"{option} {value}".strip() + f": read as {shlex.join(found)}")
         else:
@@ -277,16 +269,12 @@ def chaos(
         changes += [f"comm.backend={backend}", "parallel.device=cpu"]
     changes += ["parallel.device=cpu"] if hosts > 1 else []
     kinds = ["hang"] * random if faults is None else [each.kind for each in parse_faults(faults)]  # any may hang
-    run = prepare_run(
-        load_config_with_sources(config, changes),
-        config,
-        changes,
-        kinds=kinds,
-        ranks=CPU_RANKS,
-        environment=os.environ,
-        say=lambda text: echo(f"chaos: {text}", err=True),
-        hosts=hosts,
-    )
+
+    def say(text: str) -> None:
+        echo(f"chaos: {text}", err=True)
+
+    loaded, known = load_config_with_sources(config, changes), os.environ
+    run = prepare_run(loaded, config, changes, kinds=kinds, ranks=CPU_RANKS, environment=known, say=say, hosts=hosts)
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0
     with scratch_folder() as scratch:
@@ -305,9 +293,7 @@ def profile(
     config: options.ConfigPath,
     overrides: options.Overrides = None,
     steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
-    output: Path = typer.Option(
-        Path("trace.json"), callback=options.check_file, help="The time line; a .gz is compressed."
-    ),
+    output: Path = typer.Option("trace.json", callback=options.check_file, help="The time line; a .gz is compressed."),
     beside: list[Path] = typer.Option([], metavar="TRACE", help="A time line to lay beside it; may be repeated."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:

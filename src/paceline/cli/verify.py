@@ -134,10 +134,9 @@ def _load(name: str, overrides: list[str]) -> Config:
         values = {**BUILT_IN[name], "name": f"verify-{name}", "train": _EXACT}
         return config_from_dict(values, f"the built-in case {name}", overrides)
     if not name.endswith((".yaml", ".yml")) and not find_config(name).exists():
+        what, rule = f"{name} is no file, no config that ships, and not built in", f"built in are {', '.join(BUILT_IN)}"
         hint = did_you_mean(name, BUILT_IN, "check the path, or take paceline verify gpt")
-        raise UsageError(
-            f"{name} is no file, no config that ships, and not built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
-        )
+        raise UsageError(f"{what}\n  {rule}\n  {hint}")
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 
@@ -147,9 +146,8 @@ def _show(certificate: Certificate, name: str) -> None:
     console = new_console()
     verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
-    degrees = [
-        f"{axis} {n}" for axis in ("pipeline", "context", "tensor", "expert") if (n := getattr(certificate, axis)) > 1
-    ]
+    axes = ("pipeline", "context", "tensor", "expert")
+    degrees = [f"{axis} {n}" for axis in axes if (n := getattr(certificate, axis)) > 1]
     spread = " x ".join([*degrees, certificate.strategy])
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"
