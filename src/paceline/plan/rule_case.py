@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -45,6 +45,13 @@ class RuleCase:
             value = text_of(getattr(self.layout, name))
             yield no_effect(self.key(name), value, f"with {where}", f"it belongs to {owner}", f"set {instead}")
 
+    def problem(self, sentences: str, **values: object) -> Problem:
+        """Returns a problem as ``rules.json`` says it, with the values that do not follow from the case itself."""
+        case = {"case": self, "layout": self.layout, "model": self.model}
+        known = {"key": _Field(self.key), "said": _Field(self.said), **case, **values}
+        what, rule, fix = (each.format_map(known) for each in SENTENCES[sentences])
+        return Problem(what=what, rule=rule, fix=fix)
+
     @property
     def degrees(self) -> str:
         return self.said(*(self.split_by or ["pipeline"]))
@@ -57,6 +64,16 @@ class RuleCase:
     def divides(self) -> bool:
         """Whether the number of ranks is known, and is one that the degrees divide."""
         return self.ranks is not None and self.ranks % self.layout.degree == 0
+
+
+class _Field:
+    """What a sentence names a field by: ``{key.pipeline}`` has its key, ``{said.pipeline}`` its value besides."""
+
+    def __init__(self, write: Callable[[str], str]) -> None:
+        self._write = write
+
+    def __getattr__(self, name: str) -> str:
+        return self._write(name)
 
 
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
@@ -93,8 +110,16 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """What fields may be that are one of some words; a schedule may also be one's own."""
 
-MEANINGS: dict[str, str] = json.loads(Path(__file__).with_name("meanings.json").read_text(encoding="utf-8"))
+
+def _shipped(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+MEANINGS: dict[str, str] = _shipped("meanings.json")
 """What fields mean that a config and the command line may set, in a sentence each."""
+
+SENTENCES: dict[str, tuple[str, str, str]] = _shipped("rules.json")
+"""What problems of ``rules.py`` say: what is wrong, the rule, the fix; with fields of a case in braces."""
 
 FIELDS = {"context": "context_ranks"}
 """Keys of ``parallel`` in a config, and options, that have another name than their field of the layout."""

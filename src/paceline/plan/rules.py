@@ -1,10 +1,10 @@
-"""What goes together in a layout, and what does not: this file and ``compute_rules.py`` alone know.
+"""What goes together in a layout, and what does not: this file alone knows, and ``rules.json`` how it is said.
 
     problems = rules(RuleCase(layout, ranks=8, node_ranks=4, model=outline))
 
-A rule is a pure function that yields problems: what is wrong, with the values; the rule; the fix. Messages name the
-fields of the layout, or the keys of a config where ``keys`` gives them. A rule that needs the number of ranks is silent
-while that is not known.
+A rule is a pure function that yields problems. The sentences of each (what is wrong, with the values; the rule; the
+fix) name the fields of the layout, or the keys of a config where ``keys`` gives them. A rule that needs the number of
+ranks is silent while that is not known.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from typing import TypeAlias
 
 from paceline.errors import Problem, UsageError
 from paceline.mesh import divisors
-from paceline.plan.compute_rules import COMPUTE_RULES
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.rule_case import RuleCase, field_problems, named_twice, nearest_divisor, no_effect, text_of
 from paceline.schedule.schedules import CHUNKS
 
+Rule: TypeAlias = Callable[[RuleCase], Iterator[Problem]]
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
+_NO_TRANSFORMERS = ("mlp", "resnet")
 
 
 def rules(case: RuleCase, only: Callable[[tuple[str, ...]], bool] = lambda _: True) -> list[Problem]:
@@ -62,34 +64,10 @@ def _schedule_fits(case: RuleCase) -> Iterator[Problem]:
         least, most = CHUNKS.get(layout.schedule, (1, None))  # names are checked before
         chunks = layout.chunks or least
         if chunks < least or (most is not None and chunks > most):
-            yield Problem(
-                what=f"{case.said('chunks')} with {case.said('schedule')}",
-                rule=f"it takes {'exactly' if least == most else 'at least'} {least}: the stages that each rank has",
-                fix=f"set {case.key('chunks')} = {least}, or {case.key('schedule')} = "
-                + ("interleaved" if chunks > 1 else "1f1b"),
-            )
+            exactly, other = "exactly" if least == most else "at least", "interleaved" if chunks > 1 else "1f1b"
+            yield case.problem("count of chunks", least=least, exactly=exactly, other=other)
     elif layout.schedule.ranks != layout.pipeline:
-        what = f"a schedule of {layout.schedule.ranks} ranks with {case.said('pipeline')}"
-        rule = "every rank of the pipeline has its row"
-        fix = f"set {case.key('pipeline')} = {layout.schedule.ranks}, or make another schedule"
-        yield Problem(what=what, rule=rule, fix=fix)
-
-
-def _weights_stay(case: RuleCase) -> Iterator[Problem]:
-    layout = case.layout
-    if layout.splits_backward and layout.is_fully_sharded:
-        what = f"{case.key('schedule')} = {layout.schedule_name} with {case.said('strategy')}"
-        rule = "it runs backward in two halves, and full sharding frees the weights between them"
-        fix = f"set {case.key('strategy')} = zero2, or {case.key('schedule')} = 1f1b"
-        yield Problem(what=what, rule=rule, fix=fix)
-
-
-def _stages_are_asked_once(case: RuleCase) -> Iterator[Problem]:
-    layout = case.layout
-    if layout.stages != "estimated" and layout.stage_layers is not None:
-        what = f"{case.said('stages')} and {case.said('stage_layers')} are both given"
-        rule = "a model is cut at the names of layers, or by counting its blocks"
-        yield Problem(what=what, rule=rule, fix="remove one of them")
+        yield case.problem("ranks of a schedule")
 
 
 def _stages_fit(case: RuleCase) -> Iterator[Problem]:
@@ -105,10 +83,7 @@ def _stages_fit(case: RuleCase) -> Iterator[Problem]:
     stages, twice = layout.num_stages, named_twice(layout.stages)
     if twice or len(layout.stages) != stages - 1:
         cuts = f"cuts into {len(layout.stages) + 1} stages, and there are {stages}"
-        what = f"{case.said('stages')} {f'names {twice} twice' if twice else cuts}"
-        rule = "a new stage begins at each layer that is named, such as layers.4"
-        fix = f"name {stages - 1} layers, each once; or set {case.key('stages')} = auto"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("names of stages", wrong=f"names {twice} twice" if twice else cuts, wanted=stages - 1)
 
 
 def _enough_layers(case: RuleCase) -> Iterator[Problem]:
@@ -121,95 +96,63 @@ def _enough_layers(case: RuleCase) -> Iterator[Problem]:
         fewer = f"{case.key('chunks')} = {max(1, layers // layout.pipeline)}"
     noun = "linear layers" if case.model.kind == "mlp" else "layers, blocks and both ends"
     times = f" x {case.key('chunks')} = {chunks}" if chunks > 1 else ""
-    what = f"{case.said('pipeline')}{times} makes {stages} stages of a model with {layers} {noun}"
-    rule = "every stage runs at least one whole layer"
-    yield Problem(what=what, rule=rule, fix=f"try {fewer}, or a deeper model")
+    yield case.problem("too many stages", times=times, stages=stages, noun=noun, fewer=fewer)
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
     stages, blocks, is_mlp = case.layout.num_stages, case.model.layers, case.model.kind == "mlp"
-    noun = "linear layers" if is_mlp else "blocks"
-    asked, good = case.said("stage_layers"), f"give {stages} counts"
+    noun, good = "linear layers" if is_mlp else "blocks", f"give {stages} counts"
     if blocks:
         even = tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
         good = f"try {case.key('stage_layers')} = {text_of(even)}"
     if len(counts) != stages:
-        what = f"{asked} is for {len(counts)} stages, and there are {stages}"
-        yield Problem(what=what, rule="it has a count for each stage: pipeline x chunks", fix=good)
+        yield case.problem("counts for other stages", given=len(counts), stages=stages, good=good)
     elif blocks and sum(counts) != blocks:
-        what = f"{asked} adds up to {sum(counts)}, and the model has {blocks} {noun}"
-        yield Problem(what=what, rule="together the stages run all of them", fix=good)
+        yield case.problem("counts of other blocks", total=sum(counts), noun=noun, good=good)
     elif 0 in (counts if is_mlp else counts[1:-1]):
-        rule = "only a first or last stage may have none, and run the embedding or the head alone"
-        yield Problem(what=f"{asked} leaves a stage without {noun}", rule=rule, fix=good)
+        yield case.problem("a count of none", noun=noun, good=good)
 
 
 def _tensor_fits(case: RuleCase) -> Iterator[Problem]:
-    degree, model, key = case.layout.tensor, case.model, case.key
+    degree, model = case.layout.tensor, case.model
     if degree == 1:
         return
-    if model.kind in ("mlp", "resnet"):
-        stages = min(degree, 3 if model.kind == "mlp" else 10)
-        what = f"{case.said('tensor')} with model.kind = {model.kind}"
-        rule = "layers are split by a plan, and there are plans for gpt and for transformers of your own code"
-        fix = f"set {key('tensor')} = 1, and {key('pipeline')} = {stages} to split it by layers"
-        yield Problem(what=what, rule=rule, fix=fix)
+    if model.kind in _NO_TRANSFORMERS:
+        yield case.problem("no plan for tensors", stages=min(degree, 3 if model.kind == "mlp" else 10))
     for name, heads in (("heads", model.heads), ("kv_heads", model.kv_heads)):
         if heads and heads % degree and (name == "heads" or heads != model.heads):
-            what = f"{case.said('tensor')} does not divide {key(name)} = {heads}"
-            rule = "every rank has the same number of whole heads"
-            fix = f"try {key('tensor')} = {nearest_divisor(heads, degree)}, or a multiple of {degree} as {key(name)}"
-            yield Problem(what=what, rule=rule, fix=fix)
-    parts = degree * (1 if case.layout.context_ranks == 1 else 2 * case.layout.context_ranks)
+            near = nearest_divisor(heads, degree)
+            yield case.problem("heads among tensor ranks", name=case.key(name), heads=heads, near=near)
+    is_one = case.layout.context_ranks == 1
+    parts = degree * (1 if is_one else 2 * case.layout.context_ranks)
     if case.layout.sequence_parallel and model.context and model.context % parts:
-        is_one = case.layout.context_ranks == 1
         asked = case.said("tensor") if is_one else f"{case.said('context_ranks', 'tensor')}, with two parts for each,"
-        what = f"{asked} does not divide the {model.context} tokens of a sample"
-        rule = "sequence parallelism gives every rank the same number of tokens"
-        fix = f"try {key('context')} = {max(1, model.context // parts) * parts}, or {key('sequence_parallel')} = false"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("tokens among tensor ranks", asked=asked, near=max(1, model.context // parts) * parts)
 
 
 def _split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
-    layout, key = case.layout, case.key
+    layout = case.layout
     if not layout.is_split:
         return
     if layout.is_compiled and layout.splits_backward:
-        what = f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}"
-        rule = "it runs backward in two parts, which a compiled block does in one"
-        fix = f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("two parts of a compiled backward")
     if layout.compression.is_any:
-        yield Problem(
-            what=f"{key('compression')}.policy = {layout.compression.policy} with {case.degrees}",
-            rule="a tensor that several ranks or stages hold must get the same gradient on all of them, and each "
-            "would leave out other parts of it",
-            fix=f"set {key('compression')}.policy = none",
-        )
+        yield case.problem("compression of a split model")
     if layout.offload.moves_states:
-        what = f"{case.said('offload')} with {case.degrees}"
-        rule = "gradients that stages or tensor ranks share are exchanged on the device"
-        fix = f"remove {key('offload')}, and set {key('strategy')} = zero2 for more room"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("offload of a split model")
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
-    layout, ranks, parts, key = case.layout, case.ranks, case.layout.degree, case.key
+    layout, ranks, parts, split = case.layout, case.ranks, case.layout.degree, case.split_by
     if ranks is None:
         return
     if ranks % parts:
-        fix = f"try {key('ranks')} = {-(-ranks // parts) * parts}"
-        split = case.split_by
+        do, other = "do" if len(split) > 1 else "does", ""
         if len(split) == 1:
-            fix += f", or {key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
-        what = f"{case.degrees} {'do' if len(split) > 1 else 'does'} not divide {key('ranks')} = {ranks}"
-        rule = "ranks = pipeline x data x context x tensor, and data is a whole number"
-        yield Problem(what=what, rule=rule, fix=fix)
+            other = f", or {case.key(split[0])} = {nearest_divisor(ranks, getattr(layout, split[0]))}"
+        yield case.problem("degrees among ranks", do=do, enough=-(-ranks // parts) * parts, other=other)
     elif layout.data and layout.data * parts != ranks:
-        what = f"{case.said('data')} with {case.degrees} on {key('ranks')} = {ranks}"
-        rule = f"ranks = pipeline x data x context x tensor, and here that is {layout.data * parts}"
-        fix = f"try {key('data')} = {ranks // parts}, or {key('ranks')} = {layout.data * parts}; or leave data out"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("data among ranks", enough=layout.data * parts, data=ranks // parts)
 
 
 def _groups_divide(case: RuleCase) -> Iterator[Problem]:
@@ -218,14 +161,12 @@ def _groups_divide(case: RuleCase) -> Iterator[Problem]:
         return
     data = ranks // case.layout.degree * layout.context_ranks  # that average gradients
     for name, size, whole in (("shard_ranks", layout.shard_ranks, data), ("node_ranks", layout.node_ranks, ranks)):
-        if not size or whole % size == 0:
-            continue
-        near, multiple = nearest_divisor(whole, size), size * (ranks // whole)
-        left = f"the {whole} data ranks of " if whole < ranks else ""
-        what = f"{case.key(name)} = {size} does not divide {left}{case.key('ranks')} = {ranks}"
-        rule = "groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks"
-        fix = f"try {case.key(name)} = {near}, or a multiple of {multiple} as {case.key('ranks')}"
-        yield Problem(what=what, rule=rule, fix=fix)
+        if size and whole % size:
+            near, multiple = nearest_divisor(whole, size), size * (ranks // whole)
+            left = f"the {whole} data ranks of " if whole < ranks else ""
+            rule = "groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks"
+            values = {"name": case.key(name), "size": size, "left": left, "rule": rule}
+            yield case.problem("groups among ranks", **values, near=near, multiple=multiple)
 
 
 def _hybrid_has_groups(case: RuleCase) -> Iterator[Problem]:
@@ -235,10 +176,7 @@ def _hybrid_has_groups(case: RuleCase) -> Iterator[Problem]:
     if layout.node_ranks or case.node_ranks == 0 or ranks > (case.node_ranks or ranks):
         return
     half = next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), 1)
-    what = f"{case.said('strategy')} on {ranks} ranks of one host, without {case.key('shard_ranks')}"
-    rule = "hybrid shards inside a host and replicates across hosts, and here there is one host"
-    fix = f"set {case.key('shard_ranks')} = {half}, or {case.key('strategy')} = fsdp"
-    yield Problem(what=what, rule=rule, fix=fix)
+    yield case.problem("hybrid on one host", half=half)
 
 
 def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
@@ -250,25 +188,18 @@ def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
         return
     group = layout.for_ranks(ranks, case.node_ranks).shards
     if reshard < 1 or group % reshard:
-        key = case.key("reshard_after_forward")
-        what = f"{key} = {reshard} does not divide the {group} ranks of a shard group"
-        rule = "after forward, parameters are kept by equal parts of a group"
-        fix = f"try {key} = {nearest_divisor(group, reshard)}, or true"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("parts of a shard group", group=group, near=nearest_divisor(group, reshard))
 
 
 def _several_hosts(case: RuleCase) -> Iterator[Problem]:
-    ranks, asked, key = case.ranks, case.layout.node_ranks, case.key
+    ranks, asked = case.ranks, case.layout.node_ranks
     if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
         return
     if (case.node_ranks == 0 and not asked) or (asked or case.node_ranks or ranks) < ranks:
         return
     half = next((size for size in range(ranks // 2, 0, -1) if ranks % size == 0), 1)
-    there = f"{key('node_ranks')} = {asked}" if asked else "one host"
-    what = f"{case.said('algorithm')} on {ranks} ranks with {there}"
-    rule = "it reduces inside hosts and then across them, so that it takes two hosts at least"
-    fix = f"set {key('node_ranks')} = {half} to treat the ranks as several hosts, or {key('algorithm')} = auto"
-    yield Problem(what=what, rule=rule, fix=fix)
+    there = f"{case.key('node_ranks')} = {asked}" if asked else "one host"
+    yield case.problem("hierarchical on one host", there=there, half=half)
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
@@ -288,28 +219,18 @@ def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
     if units is None:
         return
     if layout.unit_mb is not None:
-        what = f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given"
-        yield Problem(what=what, rule="a model is cut into units by name or by size", fix="remove one of them")
+        yield case.problem("units by two ways")
     twice = named_twice(units)
-    is_slip = not units and case.keys  # in code, () asks for one unit: the root
-    if is_slip or twice:
-        what = f"{case.said('units')} " + (f"names {twice} twice" if twice else "names no module")
-        rule = "each unit is a module of the model, such as layers.0; what is left makes a unit of its own"
-        fix = "name each once" if twice else "leave it out for the model's repeated blocks"
-        yield Problem(what=what, rule=rule, fix=fix)
+    if twice:
+        yield case.problem("names of units", wrong=f"names {twice} twice", good="name each once")
+    elif not units and case.keys:  # in code, () asks for one unit: the root
+        good = "leave it out for the model's repeated blocks"
+        yield case.problem("names of units", wrong="names no module", good=good)
 
 
 def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
-    strategy, policy = case.layout.strategy, case.layout.compression.policy
-    if policy == "none" or strategy in ("ddp", "hybrid"):
-        return
-    key = f"{case.key('compression')}.policy"
-    yield Problem(
-        what=f"{key} = {policy} with {case.said('strategy')}",
-        rule="compression works where replicas average the same gradients: in "
-        f"{case.strategy or strategy} each rank gets a slice of its own, and what the others did not send is nobody's",
-        fix=f"set {case.key('strategy')} = ddp or hybrid, or {key} = none",
-    )
+    if case.layout.compression.is_any and case.layout.strategy not in ("ddp", "hybrid"):
+        yield case.problem("compression without replicas", strategy=case.strategy or case.layout.strategy)
 
 
 def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
@@ -324,46 +245,31 @@ def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
 
 
 def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
-    given, place = case.layout.compression, case.key("compression")
+    given = case.layout.compression
     if given.is_any and given.error_feedback and case.layout.precision == "fp16":
-        what = f"{place}.policy = {given.policy} with {case.said('precision')}"
-        rule = "fp16 scales the loss by a factor that changes, and what a step did not send keeps its own factor"
-        fix = f"set {case.key('precision')} = bf16, or {place}.error_feedback = false"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("residuals of scaled losses")
 
 
 def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
     layout = case.layout
-    first, other = layout.first_bucket_mb, layout.bucket_mb
-    if case.keys and not layout.tunes_buckets and first > other:  # in code, the smaller one holds
-        what = f"{case.key('first_bucket_mb')} = {first:g} is larger than {case.key('bucket_mb')} = {other:g}"
-        rule = "the first bucket is the smaller one, so that communication starts early"
-        fix = f"set {case.key('first_bucket_mb')} = {other:g}, or {case.key('bucket_mb')} = {first:g}"
-        yield Problem(what=what, rule=rule, fix=fix)
+    is_wrong = not layout.tunes_buckets and layout.first_bucket_mb > layout.bucket_mb
+    if case.keys and is_wrong:  # in code, the smaller one holds
+        yield case.problem("a large first bucket")
 
 
 def _sequences_can_be_cut(case: RuleCase) -> Iterator[Problem]:
     """A rank has two parts of a sequence, one from its beginning and one from its end, so that all work alike."""
-    layout, model, key = case.layout, case.model, case.key
-    ranks = layout.context_ranks
+    layout, model, ranks = case.layout, case.model, case.layout.context_ranks
     if ranks == 1:
         return
-    asked, alone = case.said("context_ranks"), f"set {key('context_ranks')} = 1"
-    if model.kind in ("mlp", "resnet"):
-        rule = "ranks share the tokens of a sequence, and these samples have none"
-        yield Problem(what=f"{asked} with model.kind = {model.kind}", rule=rule, fix=alone)
+    if model.kind in _NO_TRANSFORMERS:
+        yield case.problem("no sequences")
     elif model.context and model.context < 2 * ranks:
-        fix = f"try {key('context_ranks')} = {max(1, model.context // 2)}, or {key('context')} = {2 * ranks} or more"
-        rule = "every rank has two parts of each sequence, of at least one token"
-        yield Problem(what=f"{asked} for sequences of {model.context} tokens", rule=rule, fix=fix)
+        yield case.problem("short sequences", most=max(1, model.context // 2), least=2 * ranks)
     heads = model.heads // layout.tensor
     if layout.context_method == "ulysses" and heads and heads % ranks:
         split = "" if layout.tensor == 1 else f", of which each of {layout.tensor} tensor ranks has {heads}"
-        what = f"{asked} with {case.said('context_method')} and {key('heads')} = {model.heads}{split}"
-        rule = "ulysses gives every rank whole heads, as many to each"
-        near = nearest_divisor(heads, ranks)
-        fix = f"try {key('context_ranks')} = {near}, or {key('context_method')} = ring, which heads do not limit"
-        yield Problem(what=what, rule=rule, fix=fix)
+        yield case.problem("heads among context ranks", split=split, near=nearest_divisor(heads, ranks))
 
 
 def _shards_follow_the_sequences(case: RuleCase) -> Iterator[Problem]:
@@ -371,35 +277,23 @@ def _shards_follow_the_sequences(case: RuleCase) -> Iterator[Problem]:
     if case.ranks is None or not case.divides or case.layout.context_ranks == 1 or case.node_ranks == 0:
         return
     held = case.layout.for_ranks(case.ranks, case.node_ranks)
-    if held.data * held.context_ranks % held.shards or held.shards_over_context or held.data % held.shards == 0:
-        return
-    size = held.context_ranks
-    what = f"{case.key('shard_ranks')} = {held.shards} with {case.said('context_ranks')} and {held.data} data ranks"
-    rule = "a shard group is made of whole groups that share a sequence, or of ranks with other samples alone"
-    yield Problem(what=what, rule=rule, fix=f"try {case.key('shard_ranks')} = {size}, or a multiple of it")
+    is_whole = held.data * held.context_ranks % held.shards == 0
+    if is_whole and not held.shards_over_context and held.data % held.shards:
+        yield case.problem("shards across sequences", held=held)
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
-    layout, expert, model, asked = case.layout, case.layout.expert, case.model, case.said("expert")
+    layout, expert, model = case.layout, case.layout.expert, case.model
     if expert == 1:
         return
     if model.kind == "hf":
-        rule = "ranks are dealt the experts of a gpt; those of transformers stay whole, or are split inside"
-        fix = f"set {case.key('expert')} = 1, and {case.key('tensor')} = {expert} to split each expert"
-        yield Problem(what=f"{asked} with model.kind = hf", rule=rule, fix=fix)
-    elif model.kind in ("mlp", "resnet") or (model.kind == "gpt" and model.layers and not model.experts):
-        rule = "ranks hold different experts of a block, and these blocks have none"
-        fix = f"set {case.key('expert')} = 1" + (", or give the model model.experts" if model.kind == "gpt" else "")
-        yield Problem(what=f"{asked} with model.kind = {model.kind} without experts", rule=rule, fix=fix)
+        yield case.problem("experts of transformers")
+    elif model.kind in _NO_TRANSFORMERS or (model.kind == "gpt" and model.layers and not model.experts):
+        yield case.problem("no experts", other=", or give the model model.experts" if model.kind == "gpt" else "")
     elif model.experts % expert:
-        what = f"{asked} does not divide model.experts = {model.experts}"
-        near = nearest_divisor(model.experts, expert)
-        fix = f"try {case.key('expert')} = {near}, or a multiple of {expert} as model.experts"
-        yield Problem(what=what, rule="every rank holds as many whole experts as the others", fix=fix)
+        yield case.problem("experts among ranks", near=nearest_divisor(model.experts, expert))
     if layout.compression.is_any:
-        fix = f"set {case.key('compression')}.policy = none"
-        what = f"{asked} with {case.key('compression')}.policy = {layout.compression.policy}"
-        yield Problem(what=what, rule="one group averages all that is compressed, and experts have another", fix=fix)
+        yield case.problem("compression of experts")
     if case.ranks is None or case.ranks % case.layout.degree:
         return
     held = layout.for_ranks(case.ranks, case.node_ranks)
@@ -407,16 +301,75 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     for name, size in (("data", shared), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
             more = f" x {case.said('context_ranks')}" if name == "data" and held.context_ranks > 1 else ""
-            what = f"{asked} does not divide {case.key(name)}{more} = {size}"
-            rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
             good = [each for each in divisors(size) if (model.experts or each) % each == 0]
             best = min(good, key=lambda each: (abs(each - expert), -each))
             fits = name == "data" and model.experts % expert == 0
-            rest = f", or {case.ranks * math.lcm(size, expert) // size} ranks" if fits else ""
-            yield Problem(what=what, rule=rule, fix=f"try {case.key('expert')} = {best}{rest}")
+            other = f", or {case.ranks * math.lcm(size, expert) // size} ranks" if fits else ""
+            values = {"name": f"{case.key(name)}{more}", "size": size, "best": best, "other": other}
+            yield case.problem("expert ranks among others", **values)
 
 
-RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # and the fields that each reads
+def _offload_has_shards(case: RuleCase) -> Iterator[Problem]:
+    """What is offloaded are shards: ddp has none, and ZeRO 1 and 2 keep whole parameters where they compute."""
+    strategy, offload = case.layout.strategy, case.layout.offload
+    if not offload.moves_states or case.layout.is_fully_sharded:
+        return
+    if strategy == "ddp":
+        yield case.problem("offload without shards")
+    elif offload.parameters or not offload.optimizer:
+        yield case.problem("offload of whole parameters")
+
+
+def _tiles_suit_the_rest(case: RuleCase) -> Iterator[Problem]:
+    layout = case.layout
+    if layout.mlp_tiles == 1:
+        return
+    tiles = f"{case.key('mlp_tiles')} = {layout.mlp_tiles or 'auto'}"
+    if case.model.kind in _NO_TRANSFORMERS:
+        yield case.problem("tiles of other models", tiles=tiles)
+    if layout.checkpoint_activations == "matmuls":
+        yield case.problem("tiles beside kept products", tiles=tiles)
+    if layout.sequence_parallel and layout.tensor > 1:
+        yield case.problem("tiles of parts of a sequence", tiles=tiles)
+
+
+def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.fused_loss is not True:
+        return
+    if case.layout.tensor > 1:
+        yield case.problem("fused loss of tensor ranks")
+    if case.layout.pipeline > 1:
+        yield case.problem("fused loss of a pipeline")
+    if case.model.kind in _NO_TRANSFORMERS:
+        yield case.problem("fused loss of a classifier")
+
+
+def _has_blocks(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
+        yield case.problem("checkpoints without blocks")
+
+
+def _offload_has_inputs(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.offload.activations and case.layout.checkpoint_activations == "none":
+        yield case.problem("offload without inputs")
+
+
+def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in _NO_TRANSFORMERS:
+        yield case.problem("8 bits without blocks")
+
+
+def _weights_stay(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.splits_backward and case.layout.is_fully_sharded:
+        yield case.problem("weights that are gone")
+
+
+def _stages_are_asked_once(case: RuleCase) -> Iterator[Problem]:
+    if case.layout.stages != "estimated" and case.layout.stage_layers is not None:
+        yield case.problem("stages by two ways")
+
+
+RULES: Mapping[Rule, tuple[str, ...]] = {  # and the fields that each reads
     _buckets_ordered: ("first_bucket_mb", "bucket_mb"),
     _several_hosts: ("algorithm", "ranks"),
     _compression_has_replicas: ("compression", "strategy"),
@@ -427,7 +380,12 @@ RULES: Mapping[Callable[[RuleCase], Iterator[Problem]], tuple[str, ...]] = {  # 
     _smaller_group_divides: ("ranks", "strategy"),
     _sharding_is_read: ("strategy",),
     _units_are_asked_once: ("units",),
-    **COMPUTE_RULES,
+    _offload_has_shards: ("strategy", "offload"),
+    _has_blocks: ("heads", "checkpoint_activations"),
+    _offload_has_inputs: ("offload", "checkpoint_activations"),
+    _tiles_suit_the_rest: ("mlp_tiles", "checkpoint_activations", "sequence_parallel", "heads"),
+    _fused_loss_has_the_output_layer: ("fused_loss", "pipeline", "tensor", "heads"),
+    _has_linear_blocks: ("precision",),
     _degrees_divide: ("ranks",),
     _split_is_read: ("pipeline", "tensor", "context_ranks"),
     _schedule_fits: ("schedule",),
