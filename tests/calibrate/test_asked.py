@@ -57,6 +57,8 @@ def test_ranks_share_the_cores_and_one_alone_has_all(
     monkeypatch.setattr(machine, "check_wanted", lambda _: None)
     found = measure_machine(wanted)
     assert [call[:3] for call in asked] == expected
+    sizes = {name: call.sizes for name, *_, call in asked}  # of ranks that take turns no large ones, which take long
+    assert max(sizes["measure_rank"]) > machine._MOST_BYTES >= max(sizes.get("_measure_links", (0,)))
     assert (found.device, found.ranks, found.threads) == ("cpu", wanted.ranks, expected[0][2])
     assert found.spread == pytest.approx(0.02)
     is_alone = expected[-1][0] == "measure_rank" and len(expected) > 1

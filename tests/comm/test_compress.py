@@ -493,7 +493,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": "top_k"}, "did you mean 'topk'"),
+        ({"policy": "top_k"}, "did you mean topk\\?"),
         ({"policy": "zip"}, "it is one of topk, randomk"),
         ({"ratio": 0.0}, "ratio = 0\n"),
         ({"ratio": 1.5}, "ratio = 1.5\n"),

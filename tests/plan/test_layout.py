@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from paceline.config.schema import CommConfig, MemoryConfig, ParallelConfig, Tra
 from paceline.errors import UsageError
 from paceline.plan.layout import STRATEGIES, Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.rule_case import RuleCase
+from paceline.plan.rule_case import SENTENCES, RuleCase
 from paceline.plan.rules import RULES, check_layout, rules
 from paceline.schedule.schedules import make_schedule
 
@@ -119,6 +121,12 @@ def test_every_rule_says_what_it_reads() -> None:
     known = {field.name for field in fields(Layout)} | {"ranks", "heads", "context"}
     assert all(set(reads) <= known for reads in RULES.values())
     assert all(name in CONFIG_KEYS for reads in RULES.values() for name in reads)
+
+
+def test_every_sentence_is_that_of_a_rule() -> None:
+    code = Path(sys.modules[check_layout.__module__].__file__ or "").read_text()
+    assert all(code.count(f'"{name}"') for name in SENTENCES)
+    assert all(len(sentences) == 3 for sentences in SENTENCES.values())
 
 
 @pytest.mark.parametrize(

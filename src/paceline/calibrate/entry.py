@@ -377,16 +377,13 @@ def text_of(base: Path | None, config: Config, machine: Machine) -> str:
         if not (found.nodes or found.devices):
             raise UsageError(f"{base} has no nodes and no devices\n  {rule}")
         return text
-    name = "cpu-host" if config.parallel.device == "cpu" else _tables_of(machine)
+    name: str | None = "cpu-host"
+    if config.parallel.device != "cpu":  # the catalog's file of what was measured on GPUs like these, if there is one
+        known = shipped().devices.get(find_name(machine.gpus[0], shipped().devices) or "") if machine.gpus else None
+        name = None if known is None else known.tables_of
     if name is None:
         raise UsageError(
             "a run on GPUs, and no entry to fit\n  the catalog has no figures that were measured on such GPUs\n"
             "  measure this machine first: paceline calibrate --output mine.yaml, then --cluster mine.yaml"
         )
     return resources.files("paceline.cluster").joinpath("catalog", f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _tables_of(machine: Machine) -> str | None:
-    """Returns the name of the catalog's file of what was measured on GPUs like these, if there is one."""
-    known = shipped().devices.get(find_name(machine.gpus[0], shipped().devices) or "") if machine.gpus else None
-    return None if known is None else known.tables_of

@@ -28,7 +28,7 @@ from paceline.units import KIB, MIB
 
 _TIMEOUT_S = 600.0
 _GPU_SAMPLE_S = 0.01
-_MOST_BYTES = 16 * MIB
+_MOST_BYTES = 16 * MIB  # among ranks that take turns, which take long for more
 _BUSY_BYTES = 4 * MIB
 _BUSY_PRODUCTS = 12
 _LEAST_BUSY, _MOST_BUSY = 0.05, 1.5  # beyond is noise: it costs what it takes, and a little of the caches
@@ -74,7 +74,8 @@ def measure_machine(wanted: Wanted) -> MachineFigures:
     found = run_processes(measure_rank, wanted.ranks, args=(wanted,), threads=threads, timeout_s=_TIMEOUT_S)
     measured = combine_ranks(found, wanted, threads)
     for count in wanted.more_ranks:
-        links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
+        few = replace(wanted, sizes=tuple(size for size in wanted.sizes if size <= _MOST_BYTES))
+        links = run_processes(_measure_links, count, args=(few,), threads=1, timeout_s=_TIMEOUT_S)[0]
         measured = replace(measured, links=with_more_ranks(measured.links, links))
     if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= len(usable_cores()):
         one = replace(wanted, ranks=1, shapes=wanted.shapes or shapes_for("all_cores"), with_compiled=False)
@@ -175,19 +176,13 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
 
 
 def _measure_links(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]:
-    """Measures all-reduces alone, of the sizes up to some MiB: ranks that take turns take long for more."""
-    few = replace(wanted, sizes=tuple(size for size in wanted.sizes if size <= _MOST_BYTES))
-    watch = Stopwatch(samples=wanted.samples, meet=comm.barrier)
-    return _links(comm, torch.device("cpu"), few, watch)
+    """Measures all-reduces of CPU ranks alone."""
+    return _links(comm, torch.device("cpu"), wanted, Stopwatch(samples=wanted.samples, meet=comm.barrier))
 
 
 def measure_sizes(wanted: Wanted) -> dict[str, tuple[tuple[int, float], ...]]:
     """Times all-reduces of CPU ranks; returns bytes and seconds by kind of link."""
-    return {kind: link.points for kind, link in run_processes(_time_sizes, wanted.ranks, args=(wanted,))[0].items()}
-
-
-def _time_sizes(comm: Communicator, wanted: Wanted) -> dict[str, LinkFigures]:
-    return _links(comm, torch.device("cpu"), wanted, Stopwatch(samples=wanted.samples, meet=comm.barrier))
+    return {kind: link.points for kind, link in run_processes(_measure_links, wanted.ranks, args=(wanted,))[0].items()}
 
 
 def _least_share(comm: Communicator) -> float:

@@ -124,7 +124,7 @@ _OPS = {op: getattr(dist.ReduceOp, op.upper()) for op in OPS}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_SMALL_BYTES = 4096
+_SMALL_BYTES = 4096  # up to here two messages, one each way, cost less than a ring's four
 
 
 Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
@@ -268,7 +268,9 @@ class TorchCommunicator(Communicator):
 
     def _all_reduce(self, call: Call) -> Work:
         tensor, op = call.tensor, call.op
-        if self._exchanges is not None and self.size == 2 and _is_small(tensor, op):
+        is_small = 0 < tensor.nbytes <= _SMALL_BYTES and tensor.is_contiguous()
+        has_op = tensor.is_floating_point() or op != "avg"  # a mean of integers is torch's to refuse
+        if self._exchanges is not None and self.size == 2 and is_small and has_op:
             return self._attempt("all_reduce", self._exchanges.all_reduce, _flat(tensor), op)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
         try:
@@ -390,12 +392,6 @@ def _all_reduce_options(op: Any) -> Any:
     options.reduceOp = op
     options.asyncOp = True  # on CUDA, use the backend's own stream
     return options
-
-
-def _is_small(tensor: torch.Tensor, op: ReduceOp) -> bool:
-    """Whether two messages, one each way, cost less than a ring's four; a mean of integers is torch's to refuse."""
-    has_op = tensor.is_floating_point() or op != "avg"
-    return has_op and 0 < tensor.numel() * tensor.element_size() <= _SMALL_BYTES and tensor.is_contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -328,13 +328,8 @@ class DataParallel(ModuleEngine):
         """Makes the buckets: last defined first until the order of arrival is known."""
         self._watch()
         order = self._order or list(reversed(self._trainable))
-        policy = (
-            BucketPolicy.of(self.layout, self.gradient_comm)
-            if self.bucket_choice is None
-            else self.bucket_choice.policy
-        )
-        if self._tuner is not None:
-            policy = self._tuner.policy
+        source = self._tuner or self.bucket_choice
+        policy = BucketPolicy.of(self.layout, self.gradient_comm) if source is None else source.policy
         members = bucket_parameters(self._sizes(), order, policy)
         # The last one carries the flags, so that it is one of all ranks, if there is any.
         sharing = {each: self.groups.of(self._held[each[0]]) for each in members}

@@ -276,7 +276,8 @@ def choose_float8(model: nn.Module, blocks: Sequence[nn.Module]) -> Float8Layers
     # A tied weight is read by another module too: an embedding, or a layer that stays as it is.
     swapped = {id(module) for name, module in linears.items() if name not in left}
     read = {id(p) for each in model.modules() if id(each) not in swapped for p in each.parameters(recurse=False)}
-    left |= {n: "tied to another layer" for n in linears if n not in left and id(_first_weight(linears[n])) in read}
+    weights = {name: each.first if isinstance(each, Experts) else each.weight for name, each in linears.items()}
+    left |= {n: "tied to another layer" for n, each in weights.items() if n not in left and id(each) in read}
     return Float8Layers(chosen=tuple(name for name in linears if name not in left), left=left)
 
 
@@ -319,10 +320,6 @@ def _sizes(module: nn.Linear | Experts) -> tuple[int, ...]:
     if isinstance(module, Experts):
         return (*module.first.shape[1:], *module.last.shape[1:])
     return module.in_features, module.out_features
-
-
-def _first_weight(module: nn.Linear | Experts) -> Tensor:
-    return module.first if isinstance(module, Experts) else module.weight
 
 
 def _is_plain(module: nn.Linear) -> bool:

@@ -82,7 +82,8 @@ def choose_way(query: Tensor, documents: Tensor, dropout: float) -> Way:
         return "whole"
     if documents.is_cuda and torch.cuda.is_current_stream_capturing():
         return "mask"
-    if has_kernels and _fits_flash(query):
+    fits_flash = query.dtype in _HALF and query.shape[3] % 8 == 0 and query.shape[3] <= _WIDEST
+    if has_kernels and fits_flash and torch.cuda.get_device_capability(query.device) >= _AMPERE and _varlen()[0]:
         return "varlen"
     return "mask" if is_short else "blocks"
 
@@ -186,12 +187,6 @@ def _varlen() -> tuple[Callable[..., Any] | None, bool]:
         return None, False
     known = inspect.signature(varlen_attn).parameters
     return varlen_attn if "window_size" in known else None, "enable_gqa" in known
-
-
-def _fits_flash(query: Tensor) -> bool:
-    width = query.shape[3]
-    fits = query.dtype in _HALF and width % 8 == 0 and width <= _WIDEST
-    return fits and torch.cuda.get_device_capability(query.device) >= _AMPERE and _varlen()[0] is not None
 
 
 @_disable_dynamo  # torch.compiler.disable, which loads the compiler only when it is called: that takes two seconds

@@ -177,7 +177,9 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    if kind == "cuda" and is_aligned and _fits_kernel(rows, weights):
+    is_half = rows.dtype == weights.dtype == torch.bfloat16
+    goes_on_aligned = all(size % 8 == 0 for size in weights.shape[1:])  # rows of both, by multiples of 16 bytes
+    if kind == "cuda" and is_aligned and is_half and goes_on_aligned and len(rows) > 0:
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     sizes = counts.tolist()
     *parts, rest = torch.split(rows, [*sizes, len(rows) - sum(sizes)])
@@ -206,13 +208,6 @@ def _is_aligned(weights: Tensor) -> bool:
 
 # What torch.compiler.assume_constant_result does, which would load the compiler with this file.
 vars(_is_aligned)["_dynamo_marked_constant"] = True
-
-
-def _fits_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Says whether torch's kernel takes these: rows of both go on by multiples of 16 bytes."""
-    return (
-        rows.dtype == weights.dtype == torch.bfloat16 and len(rows) > 0 and all(n % 8 == 0 for n in weights.shape[1:])
-    )
 
 
 def _of_best_groups(scores: Tensor, groups: int, active: int) -> Tensor:

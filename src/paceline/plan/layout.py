@@ -29,14 +29,13 @@ layers. A new axis of the mesh gets its place in ``Layout.mesh``, and its questi
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 from paceline.mesh import Mesh
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
@@ -175,10 +174,11 @@ class Compression:
     def __post_init__(self) -> None:
         """Raises UsageError for numbers that no policy can work with."""
         if self.policy not in COMPRESSIONS:
-            near = difflib.get_close_matches(self.policy, COMPRESSIONS[1:], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "take one of these"
-            known = ", ".join(COMPRESSIONS[1:])
-            raise UsageError(f"compression policy = {self.policy!r} is unknown\n  it is one of {known}\n  {hint}")
+            names = COMPRESSIONS[1:]
+            hint = did_you_mean(self.policy, names, "take one of these", cutoff=0.5)
+            raise UsageError(
+                f"compression policy = {self.policy!r} is unknown\n  it is one of {', '.join(names)}\n  {hint}"
+            )
         limits = [
             (0 < self.ratio <= 1, f"ratio = {self.ratio:g}", "it is the share of elements sent", "above 0, at most 1"),
             (self.factor_rank >= 1, f"factor_rank = {self.factor_rank}", "factors have so many columns", "1 or more"),
@@ -444,16 +444,10 @@ class RankGroups(Generic[GroupT]):
 def names_of(groups: RankGroups[Ranks]) -> dict[Ranks, str]:
     """Returns what records call the groups of several ranks: the whole world, then axes, ``data``, experts'."""
     found = {groups.world: "world"}
-    for name in ("pipeline", "replicate", "shard", "context", "tensor"):
-        ranks: Ranks = getattr(groups, name)
-        if len(ranks) > 1:
-            found.setdefault(ranks, name)
-    for name, ranks in (
-        ("data", groups.gradients),
-        ("expert", groups.expert),
-        ("expert data", groups.expert_gradients),
-    ):
-        if len(ranks) > 1:
+    others = {"data": "gradients", "expert": "expert", "expert data": "expert_gradients"}
+    axes = {name: name for name in ("pipeline", "replicate", "shard", "context", "tensor")}
+    for name, group in (axes | others).items():
+        if len(ranks := getattr(groups, group)) > 1:
             found.setdefault(ranks, name)
     return found
 

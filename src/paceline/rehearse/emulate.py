@@ -28,7 +28,8 @@ from paceline.errors import UsageError
 from paceline.notebook import Shown
 from paceline.predict.replay.replay import cost_in_training
 from paceline.predict.replay.replayed import ReplayedStep
-from paceline.records.records import Record, StepRecord
+from paceline.records.records import StepRecord
+from paceline.rehearse.simulate.recording import KeptRecords
 from paceline.train.assemble import build_trainer
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer
@@ -145,22 +146,6 @@ class EmulatedStep(Shown):
         return "\n".join(lines)
 
 
-class _Steps:
-    """A sink that keeps how long steps took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}
-
-    def write(self, *records: Record) -> None:
-        self.seconds |= {each.step: each.step_s for each in records if isinstance(each, StepRecord)}
-
-    def flush(self) -> None:
-        """Keeps nothing back."""
-
-    def close(self) -> None:
-        """Has nothing open."""
-
-
 def emulate(
     config: Config,
     predicted: ReplayedStep,
@@ -235,7 +220,7 @@ def _for_a_few_steps(config: Config, device: torch.device, ranks: int, steps: in
 def _run(
     config: Config, world: EmulatedWorld, rank: int, stage: int, node_ranks: int, look: torch.profiler.profile | None
 ) -> EmulatedRank:
-    device, sink, fabric = world.device, _Steps(), world.fabric
+    device, sink, fabric = world.device, KeptRecords(), world.fabric
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     trainer = build_trainer(config, world.rank(rank), node_ranks=node_ranks, sink=sink)
@@ -253,12 +238,12 @@ def _run(
     trainer.run()
     if look is not None:
         look.stop()
-    steps = last - _WARM
-    on_gpu = device.type == "cuda"
+    steps, on_gpu = last - _WARM, device.type == "cuda"
+    taken = [each.step_s for each in sink.records if isinstance(each, StepRecord) and each.step > _WARM]
     return EmulatedRank(
         rank=rank,
         stage=stage,
-        seconds=statistics.median(seconds for step, seconds in sink.seconds.items() if step > _WARM),
+        seconds=statistics.median(taken),
         traffic={
             kind: Traffic(each.calls // steps, each.num_bytes // steps, each.seconds / steps, each.exposed / steps)
             for kind, each in traffic.items()

@@ -53,10 +53,7 @@ class Kept:
         self.write_secret(secret)
 
     def write_secret(self, secret: bytes) -> None:
-        partial = self.root / f".{_SECRET}"
-        partial.touch(mode=0o600)
-        partial.write_bytes(secret)
-        partial.replace(self.root / _SECRET)
+        wire.write_secret(self.root / _SECRET, secret)
 
     def secret(self) -> bytes:
         return wire.read_secret(self.root / _SECRET)

@@ -208,7 +208,11 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
     if not address.is_path:
         link = socket.create_connection((address.host, address.port), timeout=timeout_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _notice_cut(link)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends it if the other side does not even acknowledge: slow ones do
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_S))
         return link
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -218,15 +222,6 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
         link.close()
         raise
     return link
-
-
-def _notice_cut(link: socket.socket) -> None:
-    """Has the system end a connection whose other side does not even acknowledge bytes; a slow server does that."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_S))
 
 
 def listen(address: Address) -> socket.socket:
@@ -247,12 +242,12 @@ def listen(address: Address) -> socket.socket:
     return listener
 
 
-def write_secret(path: Path) -> None:
-    """Makes a new secret in a file that its owner alone can read; it is whole or not there."""
+def write_secret(path: Path, secret: bytes | None = None) -> None:
+    """Writes a secret, or makes one, into a file that its owner alone can read; it is whole or not there."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_hex(32).encode() if secret is None else secret)
     partial.replace(path)
 
 

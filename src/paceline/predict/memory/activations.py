@@ -133,10 +133,10 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     inside = _gpt_inner_bytes(shape, tokens, widths)
     norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
-    products = _gpt_product_features(shape)
     normed_heads = {"none": 0, "head": 2 * shape.head_width, "whole": queries + shape.kv_width // 2}
     # Products, attention over all tokens, and what is written: every product twice, scores about four times.
     length, wide = shape.context or tokens, shape.mlp_width * (2 if shape.gated else 1)
+    products = 2 * queries + shape.kv_width + wide + 2 * width
     turned = 5 * queries if shape.positions == "rotary" else 0
     normed = (6 if shape.norm == "rms" else 2) * width
     written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
@@ -251,11 +251,6 @@ def _kept_hidden(shape: ModelShape, widths: Widths) -> int:
     A compiler keeps no silu: the backward makes it again from the gate (predict/replay/kernel_costs.py).
     """
     return (3 if widths.is_compiled else 4) if shape.gated else 2
-
-
-def _gpt_product_features(shape: ModelShape) -> int:
-    mlp = (2 if shape.gated else 1) * shape.mlp_width + shape.width
-    return 2 * shape.query_width + shape.width + shape.kv_width + mlp
 
 
 def _norm_bytes(shape: ModelShape, widths: Widths, *, readers: int) -> tuple[float, float]:
