@@ -41,6 +41,7 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "placement.svg": ("pictures_network", "draw_placement"),
     "landscape.svg": ("pictures_plans", "draw_landscape"),
     "ring-attention.svg": ("pictures_ring", "draw_ring_attention"),
+    "document-deal.svg": ("pictures_ring", "draw_document_deal"),
     "experts.svg": ("pictures_experts", "draw_experts"),
     "at-scale.svg": ("pictures_limits", "draw_at_scale"),
     "play-curves.svg": ("pictures_curves", "draw_play_curves"),

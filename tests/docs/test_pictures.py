@@ -88,6 +88,17 @@ def test_zigzag_is_even_in_every_turn() -> None:
     assert whole == by_ring
 
 
+def test_documents_one_by_one_are_more_even_than_a_row_in_zigzag() -> None:
+    row, documents = (
+        pictures_ring.work_and_keys(pictures_ring.token_ranks(shares)) for shares in pictures_ring.row_shares().values()
+    )
+    pairs = sum(tokens * (tokens + 1) // 2 for tokens in pictures_ring.DOCUMENTS)
+    assert [sum(own + others for own, others, _ in way) for way in (row, documents)] == [pairs, pairs]
+    slowest = [max(own + others for own, others, _ in way) / (pairs / pictures_ring.RANKS) for way in (row, documents)]
+    assert slowest == [pytest.approx(1.69, abs=0.01), pytest.approx(1.08, abs=0.01)]
+    assert sum(keys for *_, keys in documents) < sum(keys for *_, keys in row) / 2
+
+
 def test_memory_bars_follow_the_strategies() -> None:
     """What a strategy shards is a share of what DDP holds, and the activations are the same."""
     rows = {name: priced.memory for name, priced in pictures_plans.memory_rows("8x dgx-h100").items()}
