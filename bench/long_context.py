@@ -124,6 +124,7 @@ CASES = (
     *around("3b-eager", "limit-eager", 2.0, EAGER, B3),
     *around("7b-eager", "limit-eager", 1.0, EAGER, B7),
     *around("1b-eager-matmuls", "limit-eager", 8.0, EAGER, "memory.checkpoint_activations=matmuls"),
+    *around("7b-eager-matmuls", "limit-eager", 2.0, EAGER, B7, "memory.checkpoint_activations=matmuls"),
     *around("1b-none", "limit-1b", 5.5),
     *around("1b-matmuls", "limit-1b", 10.0, "memory.checkpoint_activations=matmuls"),
     *around("1b-tiles", "limit-1b", 22.0, TILES),
