@@ -6,6 +6,7 @@ Each arm takes its turns twice: with the links of a cluster, and with links that
     tail       what no order can hide: the collective of the gradient that backward makes last, the embedding's
     can hide   the time on the wires less the tail, or the step without links where that is shorter
     hidden     (time on the wires - exposed) / can hide
+    group host the host time of a step inside the emulated process group of a peer; one in C++ takes less
 
 The first gather of a step counts as one that can be hidden: under the optimizer of the step before.
 """
@@ -25,7 +26,7 @@ from paceline.cluster.wires import WireCost, num_channels
 from paceline.comm.emulated.communicator import EmulatedCommunicator, EmulatedWorld, Fabric, Traffic
 from paceline.predict.replay.replay import cost_in_training
 from paceline_bench.arms import Arm, BenchWorkload, arms_on_links, select, sets_of
-from paceline_bench.emulated_group import emulated_group
+from paceline_bench.emulated_group import EmulatedGroup, emulated_group
 from paceline_bench.engines import MeasuredArm, clean_up, row_of, warm_up
 from paceline_bench.timing import Timing, Turns, interleave
 from paceline_bench.traced_step import trace_step
@@ -50,8 +51,8 @@ def bench_on_links(
     """
     price = cost_in_training(cluster, ranks, is_compiled=compiled)
     comm = one_rank(price, cluster, ranks, device)
-    with emulated_group(comm):
-        bench = LinkBench(comm=comm, price=price, workload=workload, turns=turns, compiled=compiled)
+    with emulated_group(comm) as group:
+        bench = LinkBench(comm=comm, group=group, price=price, workload=workload, turns=turns, compiled=compiled)
         return [row for arms in sets_of(select(arms_on_links(), wanted)) for row in bench.measure(arms)]
 
 
@@ -67,6 +68,7 @@ class LinkBench:
     """What arms are timed on."""
 
     comm: EmulatedCommunicator
+    group: EmulatedGroup
     price: WireCost
     workload: BenchWorkload
     turns: Turns
@@ -108,6 +110,7 @@ class LinkBench:
         steps: dict[str, Callable[[], None]] = {}
         peaks: dict[str, int | None] = {}
         traffic: dict[str, dict[str, Traffic]] = {}
+        on_host: dict[str, dict[str, float]] = {}
 
         def step_on_free_links(step: Callable[[], None]) -> None:
             fabric.is_free = True
@@ -117,7 +120,9 @@ class LinkBench:
         for arm in arms:
             step, peaks[arm.name] = warm_up(arm, self.comm, self.workload, self.turns.warm_up, self.compiled)
             fabric.take_traffic()
+            begun = self.group.host_s
             step()
+            on_host[arm.name] = {"group_host_ms": round(1e3 * (self.group.host_s - begun), 4)}
             traffic[arm.name] = fabric.take_traffic()
             steps[arm.name], steps[f"{arm.name}{_FREE}"] = step, partial(step_on_free_links, step)
         fabric.keeps = False
@@ -129,6 +134,7 @@ class LinkBench:
         by_name = {each.arm: each for each in timed}
         return [
             self._row(by_name[arm.name], by_name[f"{arm.name}{_FREE}"], peaks[arm.name], traffic[arm.name])
+            | on_host[arm.name]
             | ran[arm.name]
             for arm in arms
         ]

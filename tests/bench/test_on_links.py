@@ -36,6 +36,7 @@ def test_arms_send_what_their_strategy_says() -> None:
         assert (row["ranks"], row["backend"], row["loss"]) == (8, "emulated", None)
         assert row["ratio"] > 0
         assert row["on_wires_ms"] > 0
+        assert (row["group_host_ms"] > 0) == ("torch" in row["arm"])  # ours have no process group
     assert not dist.is_initialized()
 
 
