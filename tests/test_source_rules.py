@@ -33,7 +33,7 @@ LINES = {
     "cli": 3_315,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_445,  # kept.py: files that keepers of hosts serve; emulated links
-    "config": 3_670,  # checkpoint.memory
+    "config": 3_680,  # checkpoint.memory
     "data": 4_985,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 840,
     "engines": 11_705,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
@@ -41,10 +41,10 @@ LINES = {
     "launch": 2_965,
     "models": 3_820,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_600,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_365,  # what snapshots cost; whole gradients; what is least certain
+    "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 2_990,  # one of many ranks on a real GPU
-    "run": 8_215,  # keeper.py: a host's snapshots
+    "run": 8_310,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_650,  # what snapshots take
     "train": 5_515,  # snapshots.py

@@ -1,10 +1,10 @@
 """How long a killed rank stops a run: from SIGKILL to the first new step, beside torchrun.
 
 On CPU ranks all arms train the same small classifier on Gloo, save every ten steps and resume by themselves; ours with
-processes that stay, with these and snapshots in memory in place of the disk, and with new processes; torchrun's is a
-bare script. On a GPU they train a compiled GPT of 124 million parameters on two NCCL ranks that share the device, each
-a host of its own; torchrun starts ranks of ours, with the same checkpoints and the same cache of the compiler, which
-the first arm fills.
+processes that stay, with these and snapshots in memory in place of the disk, with a spare process besides, and with new
+processes; torchrun's is a bare script. On a GPU they train a compiled GPT of 124 million parameters on two NCCL ranks
+that share the device, each a host of its own; torchrun starts ranks of ours, with the same checkpoints and the same
+cache of the compiler, which the first arm fills.
 
 A rank is killed once it is past a step between two saves; the time runs until a restarted rank has trained its first
 step (on a GPU has issued its third, which waits for the first). The arms take turns, so that the ratio stands when the
@@ -29,14 +29,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from paceline.errors import LaunchError
 from paceline.health.diagnosis import TrainedSteps
 from paceline.records.records import EventRecord, RunRecord, read_records
 from paceline.run.notes import noted_processes, read_progress
 
 _KILL_AFTER = 35
+_EVERY = 10  # steps between checkpoints
+_GPU_SPARE_S = 20.0  # in which a spare has loaded the compiler and opened its GPU
 _PATIENCE_S = 180.0
 _KEPT, _NEW = "paceline train, kept processes", "paceline train, new processes"
+_SPARE = "paceline train, spare processes"
+_SPARES = ("recovery.spares=1",)
 _MEMORY = ("checkpoint.every_steps=1000000", "checkpoint.memory.every_steps=10")
 
 _CONFIG = """
@@ -125,25 +131,33 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartArm:
-    """What is started, and after which step a rank is killed; a new step counts when so many others are issued."""
+    """What is started, and after which step a rank is killed; a new step counts when so many others are issued.
+
+    ``spare_s`` after the host of that rank has a spare process it is ready.
+    """
 
     name: str
     start: Starter
     kill_after: int = _KILL_AFTER
     steps_behind: int = 0
+    spare_s: float | None = None
 
 
 def restart_arms(device: str) -> list[RestartArm]:
     """Returns the arms on a device. The last is the one that the others are compared with."""
     if device == "cpu":
         in_memory = partial(_start_ours, settings=_MEMORY)
-        starts: list[Starter] = [_start_ours, in_memory, partial(_start_ours, keeps=False), _start_bare]
-        names: tuple[str, ...] = (_KEPT, f"{_KEPT}, snapshots in memory", _NEW, "torchrun, bare DDP script")
-        return [RestartArm(name=name, start=start) for name, start in zip(names, starts, strict=True)]
-    starts = [_start_hosts, partial(_start_hosts, keeps=False), _start_elastic]
-    names = (_KEPT, _NEW, "torchrun, ranks of paceline")
+        spare = partial(_start_ours, settings=(*_MEMORY, *_SPARES))
+        starts: list[Starter] = [_start_ours, in_memory, spare, partial(_start_ours, keeps=False), _start_bare]
+        names: tuple[str, ...] = (_KEPT, f"{_KEPT}, snapshots in memory", _SPARE, _NEW, "torchrun, bare DDP script")
+        waits = [1.0 if name == _SPARE else None for name in names]
+        return [RestartArm(name=a, start=b, spare_s=c) for a, b, c in zip(names, starts, waits, strict=True)]
+    starts = [_start_hosts, partial(_start_hosts, settings=_SPARES), partial(_start_hosts, keeps=False), _start_elastic]
+    names = (_KEPT, _SPARE, _NEW, "torchrun, ranks of paceline")
     return [
-        RestartArm(name=name, start=start, kill_after=15, steps_behind=2)
+        RestartArm(
+            name=name, start=start, kill_after=15, steps_behind=2, spare_s=_GPU_SPARE_S if name == _SPARE else None
+        )
         for name, start in zip(names, starts, strict=True)
     ]
 
@@ -199,7 +213,12 @@ def _measure(arm: RestartArm, ranks: int, environment: Mapping[str, str]) -> Res
         folder = Path(scratch) / "run"
         processes = arm.start(Path(scratch), ranks, environment)
         try:
-            before = _wait(processes, folder, lambda found: found.last_step >= arm.kill_after)
+            _wait(processes, folder, lambda found: found.last_step >= arm.kill_after)
+            if arm.spare_s is not None:
+                _wait(processes, folder, lambda _: _has_spare(folder))
+                time.sleep(arm.spare_s)
+            # As far behind a save as the first that it may be.
+            before = _wait(processes, folder, lambda found: found.last_step % _EVERY == arm.kill_after % _EVERY)
             used = _used_gib() if arm.steps_behind else None
             os.kill(_process_of(folder), signal.SIGKILL)
             began = time.perf_counter()
@@ -223,6 +242,13 @@ def _measure(arm: RestartArm, ranks: int, environment: Mapping[str, str]) -> Res
                 with contextlib.suppress(ProcessLookupError):  # ranks that a launcher has left behind go with it
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _has_spare(folder: Path) -> bool:
+    """Says whether the server that rank 1 comes from has forked a process long after it."""
+    rank = psutil.Process(_process_of(folder))
+    parent = rank.parent()
+    return parent is not None and any(each.create_time() > rank.create_time() + 5.0 for each in parent.children())
 
 
 def _process_of(folder: Path) -> int:
@@ -280,7 +306,7 @@ def _start_bare(scratch: Path, ranks: int, environment: Mapping[str, str]) -> li
 
 
 def _start_hosts(
-    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True
+    scratch: Path, ranks: int, environment: Mapping[str, str], *, keeps: bool = True, settings: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
     """Starts a launcher for each rank, which NCCL takes for a host of its own."""
     (scratch / "config.yaml").write_text(_GPT, encoding="utf-8")
@@ -288,7 +314,7 @@ def _start_hosts(
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
     hosts = ["--nnodes", str(ranks), "--node-ranks", "1", "--rdzv", place]
-    command = [*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}", *hosts]
+    command = [*_TRAIN, f"recovery.keep_processes={str(keeps).lower()}", *settings, *hosts]
     return [
         _start(command, scratch, {**environment, **_ON_LOOPBACK, "NCCL_HOSTID": f"host{number}"})
         for number in range(ranks)

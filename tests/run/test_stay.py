@@ -49,6 +49,13 @@ def kill(trainer):
         time.sleep(0.01)  # the other rank is interrupted wherever it is
     os.kill(os.getpid(), signal.SIGKILL)
 
+def kill_beside_spare(trainer):
+    """Dies when the spare is there: a process beside the ranks, of the same parent."""
+    import psutil
+    while len(psutil.Process(os.getppid()).children()) < 3:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 def plant(trainer):
     """Leaves behind what a step, or code that trusts in a process of its own, may leave."""
     global left
@@ -164,6 +171,20 @@ def test_a_process_whose_threads_go_on_does_not_stay(
     log = tmp_path / "faults" / "runs" / "tiny" / "logs" / "rank-0.log"
     assert "the process of rank 0 cannot stay for another attempt, so a new one takes its place" in log.read_text()
     assert "deeds.py:" in log.read_text()
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_died(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.run.supervise._SPARES_AFTER_S", 0.0)
+    assert train("faults", ["1 5 kill_beside_spare", "0 9 kill_beside_spare"], "recovery.spares=1").code == DONE
+    assert train("none", []).code == DONE
+    assert losses(tmp_path / "faults") == losses(tmp_path / "none")
+    first, second = processes(tmp_path / "faults", 0), processes(tmp_path / "faults", 1)
+    assert [how for _, how in first] == ["new", "kept", "spare"]
+    assert [how for _, how in second] == ["new", "spare", "kept"]
+    assert len({pid for pid, _ in first + second}) == 4
+    assert not any(psutil.pid_exists(pid) for pid, _ in first + second)
 
 
 def test_nothing_stays_where_that_is_not_wanted(train: Call, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fork_server
+import psutil
 import pytest
 from command_runs import LiveRun, newest_ranks
 from gone_processes import wait_until_gone
@@ -30,6 +31,11 @@ pytestmark = [
 RANK = """
 import ctypes, gc, os, signal, subprocess, sys, threading, time
 from pathlib import Path
+
+def prepare(arguments):
+    Path("prepared.partial").write_text(str(os.getpid()))
+    Path("prepared.partial").rename("prepared")
+    raise ValueError(arguments)  # that a rank would say, too
 
 def main():
     deed, *details = sys.argv[1:]
@@ -233,6 +239,47 @@ def test_a_rank_that_may_stay_does_what_its_next_client_asks_for(
     assert last.communicate(timeout=240)[0] == f"so long green {tmp_path.name} True\n"  # into the output of this client
     assert last.returncode == 4
     wait_until_gone(pids)
+
+
+def test_a_spare_does_what_the_next_client_asks_for_in_the_place_of_a_rank_that_died(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STAYS", "60")
+    monkeypatch.setenv("PACELINE_SPARES", "1,0")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    process = client("stay")
+    (first,) = attempts_in(tmp_path, 1)
+    spare = int(wait_for(tmp_path / "prepared"))  # with the folder, the environment and the request of a rank
+    (tmp_path / "prepared").unlink()
+    os.kill(spare, signal.SIGTERM)  # which a scheduler sends to all of its processes
+    os.kill(first, signal.SIGKILL)
+    assert process.wait(240) == -signal.SIGKILL
+    process = client("stay")
+    assert attempts_in(tmp_path, 2)[1] == spare
+    another = int(wait_for(tmp_path / "prepared"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == -signal.SIGTERM
+    last = client("leave", "4")  # the process that has stayed goes before the spare
+    assert last.communicate(timeout=240)[0] == f"so long green {tmp_path.name} True\n"
+    assert last.returncode == 4
+    wait_until_gone([spare])
+    monkeypatch.setenv("LOCAL_RANK", "6")  # a spare takes the place of any rank
+    process = client("stay")
+    assert another in attempts_in(tmp_path, 3)
+
+
+def test_a_spare_goes_with_its_server(warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_STAYS", "60")
+    monkeypatch.setenv("PACELINE_SPARES", "2,0")
+    with clients_of(warm) as client:
+        client("stay")
+        attempts_in(tmp_path, 1)
+        deadline = time.monotonic() + 240
+        while len(found := psutil.Process(warm._server.pid).children()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        warm.close()
+        wait_until_gone([each.pid for each in found])
 
 
 def test_a_rank_that_waits_and_is_killed_is_replaced(

@@ -8,7 +8,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, layout_of, load_config
 from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts, estimate_memory
+from paceline.predict.memory.memory import StateFacts, estimate_memory, framework_bytes
 from paceline.run.decide import check_host
 from paceline.search.expect import host_problems
 from paceline.search.snapshots import choose_interval, describe_snapshots, snapshot_cost
@@ -114,6 +114,19 @@ def test_the_interval_between_snapshots_follows_failures_and_is_no_shorter_than_
     cost = snapshot_cost(config, ranks=4, node_ranks=4, device="cuda")
     assert cost is not None
     assert choose_interval(config, cluster, 4, 0.2, 1.0)[0] == round(cost.rank_bytes / 1e9 / 0.2)
+
+
+def test_a_prediction_tells_what_spares_take_and_counts_it() -> None:
+    config, device = _config("memory.offload=[]"), load_cluster("h200")
+    spare = config.with_values("recovery", spares=2)
+    assert describe_snapshots(config, device, 4, 0.2) == []
+    assert describe_snapshots(spare, device, 4, 0.2) == ["spares        2 a host: 1000.0 MiB of a GPU each, besides"]
+    model = describe_model(config, "cuda")
+    assert model is not None
+    needs = [
+        estimate_memory(model, layout_of(each, 4), StateFacts.of(each, "cuda")).device_bytes for each in (config, spare)
+    ]
+    assert needs[1] - needs[0] == framework_bytes("cuda")
 
 
 def test_a_prediction_tells_what_snapshots_take() -> None:

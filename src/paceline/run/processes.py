@@ -76,16 +76,23 @@ def uses_gpu(config: Config) -> bool:
     return config.parallel.device != "cpu" and torch.cuda.is_available()
 
 
-def open_device(config: Config) -> None:
-    """Has a thread open this rank's GPU while the process does other things.
+def open_device(config: Config, *, waits: bool = False) -> None:
+    """Has a thread open this rank's GPU while the process does other things; or ``waits``, until it has multiplied.
 
     That takes seconds. Torch does it when it first needs the device, and holds all threads of Python up meanwhile.
     """
     import torch
 
-    if uses_gpu(config) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        number = int(os.environ.get("LOCAL_RANK", "0"))
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if not uses_gpu(config) or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if not waits:
         threading.Thread(target=_open_device, args=(number,), name="device", daemon=True).start()
+        return
+    torch.cuda.set_device(number)
+    for dtype in (torch.float32, torch.bfloat16):  # whose libraries are loaded by the first product
+        square = torch.ones(64, 64, device=f"cuda:{number}", dtype=dtype)
+        (square @ square).sum().item()
 
 
 def _open_device(number: int) -> None:

@@ -46,6 +46,7 @@ from paceline.run.warm_client import LENGTH, receive
 from paceline.untrusted import parse_json_object
 
 STAYS: Final = "PACELINE_STAYS"  # in the environment of a process that may stay: seconds for it to end an attempt
+SPARES: Final = "PACELINE_SPARES"  # beside it: how many spare processes a host has, and seconds until they are made
 CODE: Final = struct.Struct("!i")
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
 _HEARD_S, _AGAIN_S = 0.05, 1.0
@@ -98,15 +99,18 @@ class StayingProcess:
                 say(f"the process of rank {rank} cannot stay for another attempt, so a new one takes its place: {why}")
             leave_process(code)
 
-    def wait_for_next(self, code: int) -> tuple[dict[str, Any], list[int]]:
+    def wait_for_next(self, code: int | None) -> tuple[dict[str, Any], list[int]]:
         """Tells that the attempt is over, with that code, and returns the next one's request and output.
+
+        None: there was no attempt yet.
 
         Where there is no other one, because whoever has started this process is gone, the process ends.
         """
-        self._link.sendall(CODE.pack(code))
+        if code is not None:
+            self._link.sendall(CODE.pack(code))
         request = self._requests.get()
         if request is None:
-            leave_process(code)
+            leave_process(code or 0)
         self._ender = None
         for each in (self._is_heard, self._is_over, _TOLD):
             each.clear()

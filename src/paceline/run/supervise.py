@@ -52,7 +52,7 @@ from paceline.run.processes import allocator_variables, end_groups, loopback_int
 from paceline.run.records import Mark, end_records, mark_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, LeftOutError, Rendezvous, rendezvous
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, scratch_folder, signals_ignored
-from paceline.run.stay import STAYS
+from paceline.run.stay import SPARES, STAYS
 from paceline.run.warm import WarmRanks
 from paceline.run.watch import Watch, WatchPolicy, watch_policy
 from paceline.run.whereami import Surroundings, host_name, interface_of
@@ -61,6 +61,7 @@ _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 # For a rank that is well to end its attempt; then it is killed. On a GPU a new process takes longer than this.
 _STAYS_S, _STAYS_GPU_S = 1.5, 8.0
+_SPARES_AFTER_S = 10.0  # from the last rank's start on: what spares do ahead would hold ranks up that are starting
 
 
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
@@ -186,6 +187,8 @@ class LocalRanks:
         threads, watch = config.parallel.threads, watch_policy(config)
         if config.recovery.keep_processes and watch is not None:  # it sees what NCCL is told to leave alone
             variables[STAYS] = str(_STAYS_GPU_S if uses_gpu(config) else _STAYS_S)
+            if config.recovery.spares:
+                variables[SPARES] = f"{config.recovery.spares},{_SPARES_AFTER_S}"
         keeps = config.checkpoint.memory.every_steps is not None
         return cls(ranks=ranks, threads=threads, variables=variables, watch=watch, keeps_snapshots=keeps, **others)
 

@@ -12,6 +12,10 @@ and error. The server forks, says so, and sends back how the rank ended. A byte 
 rank: SIGKILL ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input
 on standard input) the server ends all ranks and itself. It computes nothing and has no CUDA context: a process may be
 forked only as long as that is so.
+
+Spare processes, where ranks ask for them (``SPARES``), are ranks that wait for their first attempt: forked when no rank
+was asked for in a while, with the environment of one, which they do ahead for what a new rank has to do first
+(``prepare`` of the module). A rank that is asked for later, and of which no process has stayed, is one of them.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from paceline.config import Config
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import PREEMPTING, scratch_folder
-from paceline.run.stay import CODE, STAYS, AttemptOverError, StayingProcess
+from paceline.run.stay import CODE, SPARES, STAYS, AttemptOverError, StayingProcess
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
 
@@ -158,13 +162,23 @@ def parse_request(content: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class StayingRank:
-    """A rank that may stay for another attempt (``stay.py``); ``number`` on this host."""
+    """A rank that may stay for another attempt (``stay.py``); ``number`` on this host, or of what a spare is like."""
 
     link: socket.socket
     number: str
     patience_s: float  # for it to say that its attempt is over
     until_s: float = math.inf
     waits: bool = False  # for another attempt
+    is_spare: bool = False  # it had none yet
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """What a process that was forked is to do, with its link to the server if it may stay for another attempt."""
+
+    request: dict[str, Any]
+    link: socket.socket | None
+    is_spare: bool = False
 
 
 class WarmServer:
@@ -175,6 +189,8 @@ class WarmServer:
         self._clients: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # by their clients
         self._ranks: dict[int, StayingRank] = {}
+        self._requests: dict[str, dict[str, Any]] = {}  # the last one of each number, if spares are wanted
+        self._num_spares, self._spares_at_s = 0, math.inf
         self._wakeup, self._wakeup_sender = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -184,13 +200,12 @@ class WarmServer:
         for each in (0, listener, self._wakeup):
             self._selector.register(each, selectors.EVENT_READ)
 
-    def serve(self) -> tuple[dict[str, Any], socket.socket | None] | None:
-        """Has a rank for each client; returns its request in a forked one, and None here when the launcher is gone.
-
-        With the request comes the rank's link to this server, if it may stay for another attempt.
-        """
+    def serve(self) -> Forked | None:
+        """Has a rank for each client; returns its request in a forked one, and None here when the launcher is gone."""
         while True:
-            until_s = min((rank.until_s for rank in self._ranks.values()), default=math.inf)
+            if self._spares_at_s <= time.monotonic() and (spare := self._make_spare()) is not None:
+                return spare
+            until_s = min([self._spares_at_s, *(rank.until_s for rank in self._ranks.values())])
             patience_s = None if math.isinf(until_s) else max(0.0, until_s - time.monotonic())
             for key, _ in self._selector.select(patience_s):
                 if key.fileobj == 0:
@@ -218,7 +233,7 @@ class WarmServer:
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
 
-    def _accept(self) -> tuple[dict[str, Any], socket.socket | None] | None:
+    def _accept(self) -> Forked | None:
         client, _ = self._listener.accept()
         output: list[int] = []
         links: list[socket.socket] = []  # the server's end, and the rank's
@@ -241,34 +256,67 @@ class WarmServer:
             self._become_rank(client, output)
             for each in links[:1]:
                 each.close()
-            return request, links[1] if links else None
+            return Forked(request, links[1] if links else None)
         for descriptor in output:
             os.close(descriptor)
         if links:
-            links.pop().close()
-            if pid > 0:
-                links[0].settimeout(_REQUEST_S)
-                number, patience = (request["environment"].get(name, "") for name in ("LOCAL_RANK", STAYS))
-                self._ranks[pid] = StayingRank(links[0], number, float(patience))
-                self._selector.register(links[0], selectors.EVENT_READ, data=(self._end_attempt, pid))
+            self._keep_link(pid, links, request)
         if pid < 0:
             client.close()
             return None
+        self._plan_spares(request)
         with contextlib.suppress(OSError):  # it is gone: then its end is read next
             client.sendall(FORKED)
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, data=(self._obey, pid))
         return None
 
+    def _keep_link(self, pid: int, links: list[socket.socket], like: dict[str, Any], *, is_spare: bool = False) -> None:
+        """Keeps the server's end of the link to a process that was forked, if it was."""
+        links.pop().close()
+        if pid > 0:
+            links[0].settimeout(_REQUEST_S)
+            number, patience = (like["environment"].get(name, "") for name in ("LOCAL_RANK", STAYS))
+            self._ranks[pid] = StayingRank(links[0], number, float(patience), waits=is_spare, is_spare=is_spare)
+            self._selector.register(links[0], selectors.EVENT_READ, data=(self._end_attempt, pid))
+
+    def _plan_spares(self, request: dict[str, Any]) -> None:
+        """Notes how many spares a rank that is there now asks for, and when they may be made."""
+        environment = request["environment"]
+        if STAYS in environment and SPARES in environment:
+            count, after_s = environment[SPARES].split(",")
+            self._requests[environment.get("LOCAL_RANK", "")] = request
+            self._num_spares, self._spares_at_s = int(count), time.monotonic() + float(after_s)
+
+    def _make_spare(self) -> Forked | None:
+        """Forks a spare, if one is wanting; returns, in it, what it is to be like."""
+        numbers = sorted(self._requests, key=lambda each: (len(each), each))
+        there = [rank.number for rank in self._ranks.values() if rank.is_spare]
+        if len(there) >= self._num_spares:
+            self._spares_at_s = math.inf
+            return None
+        like, links = self._requests[min(numbers, key=there.count)], list(socket.socketpair())
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(None, [os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
+            links[0].close()
+            return Forked(like, links[1], is_spare=True)
+        self._keep_link(pid, links, like, is_spare=True)
+        return None
+
     def _hand_over(self, environment: dict[str, str], content: bytes, output: list[int]) -> int:
-        """Gives a request to the rank of its number on this host that has stayed; returns its process, or -1."""
-        for pid, rank in self._ranks.items():
-            if rank.waits and rank.number == environment.get("LOCAL_RANK", ""):
+        """Gives a request to the rank of its number on this host that has stayed, or to a spare; returns its process.
+
+        -1: there is none.
+        """
+        number = environment.get("LOCAL_RANK", "")
+        for pid, rank in sorted(self._ranks.items(), key=lambda each: (each[1].is_spare, each[1].number != number)):
+            if rank.waits and (rank.is_spare or rank.number == number):
                 rank.patience_s = float(environment[STAYS])
                 with contextlib.suppress(OSError):  # it has ended
                     socket.send_fds(rank.link, [LENGTH.pack(len(content))], output)
                     rank.link.sendall(content)
-                    rank.waits = False
+                    rank.waits, rank.is_spare, rank.number = False, False, number
                     return pid
         return -1
 
@@ -293,13 +341,14 @@ class WarmServer:
                 client.sendall(STATUS.pack(code, pid in self._ended))
         self._ended.discard(pid)
 
-    def _become_rank(self, client: socket.socket, output: list[int]) -> None:
+    def _become_rank(self, client: socket.socket | None, output: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         self._selector.close()
         links = [rank.link for rank in self._ranks.values()]
-        for each in (self._listener, self._wakeup, self._wakeup_sender, client, *self._clients.values(), *links):
+        clients = [*self._clients.values(), *([] if client is None else [client])]
+        for each in (self._listener, self._wakeup, self._wakeup_sender, *clients, *links):
             each.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
         for descriptor, place in ((nothing, 0), (output[0], 1), (output[1], 2)):
@@ -397,7 +446,7 @@ def main() -> None:
         server = os.getpid()
         forked = WarmServer(listener).serve()
     if forked is not None:
-        _run(*forked, server)
+        _run(forked, server)
     with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
 
@@ -408,10 +457,13 @@ def _has_device() -> bool:
     return any("nvidia-uvm" in os.readlink(each) for each in found if each.is_symlink())  # noqa: PTH115
 
 
-def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> NoReturn:
+def _run(forked: Forked, server: int) -> NoReturn:
     """Does what was requested; a rank that stays goes on with the next request when its attempt is over."""
-    staying = None if link is None else StayingProcess(link)
+    staying, request = None if forked.link is None else StayingProcess(forked.link), forked.request
     since: list[str] = []
+    if forked.is_spare and staying is not None:
+        _prepare(request, server)
+        request, since = _next(staying, None)
     while True:
         _set_up(request["environment"], request["folder"], server)
         name, *arguments = request["command"]
@@ -429,11 +481,28 @@ def _run(request: dict[str, Any], link: socket.socket | None, server: int) -> No
         for place in (1, 2):
             os.dup2(nothing, place)
         os.close(nothing)
-        request, output = staying.wait_for_next(code)
-        since = ["--since", str(time.monotonic())]
-        for descriptor, place in zip(output, (1, 2), strict=True):
-            os.dup2(descriptor, place)
-            os.close(descriptor)
+        request, since = _next(staying, code)
+
+
+def _prepare(request: dict[str, Any], server: int) -> None:
+    """Does ahead what a rank with such a request has to do first; whatever fails, that rank says so."""
+    _set_up(request["environment"], request["folder"], server)
+    for number in (signal.SIGINT, *PREEMPTING):  # they ask ranks for room
+        signal.signal(number, signal.SIG_IGN)
+    name, *arguments = request["command"]
+    with contextlib.suppress(Exception):
+        prepare = getattr(importlib.import_module(name), "prepare", None)
+        if prepare is not None:
+            prepare(arguments)
+
+
+def _next(staying: StayingProcess, code: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Waits for the next request, whose output this process takes; returns arguments that say how it came to it."""
+    request, output = staying.wait_for_next(code)
+    for descriptor, place in zip(output, (1, 2), strict=True):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    return request, ["--since", str(time.monotonic()), "--process", "spare" if code is None else "kept"]
 
 
 def _set_up(environment: dict[str, str], folder: str, server: int) -> None:

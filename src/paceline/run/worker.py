@@ -37,6 +37,7 @@ from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
+from paceline.engines.blocks import load_compiler
 from paceline.engines.engine import ignore_phase
 from paceline.errors import CheckpointError, LostRankError, MisfitError, PreemptedError, RankFailedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
@@ -76,7 +77,8 @@ def main() -> None:
     parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--restart", type=json.loads)
-    parser.add_argument("--since", type=float, help="by time.monotonic(), of a process that stays")
+    parser.add_argument("--since", type=float, help="by time.monotonic(), of a process that was there before")
+    parser.add_argument("--process", default="new")
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
@@ -87,7 +89,7 @@ def main() -> None:
     times = StartTimes(arguments.since or began)
     times.lap("processes")
     if restart is not None:
-        restart["process"] = "new" if arguments.since is None else "kept"
+        restart["process"] = arguments.process
     attempt = RankRunner(folder, rank, restart=restart, times=times, launcher=arguments.launcher)
     logs = contextlib.ExitStack()
     try:
@@ -119,6 +121,15 @@ def main() -> None:
         finally:  # this process stays
             logs.close()
             forget(folder, f"logs/rank-{rank}.pid")
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Does what takes a new process long, and asks for no other rank: a spare does it ahead (``warm.py``)."""
+    config = load_config(config_of(Path(arguments[0])))
+    processes.keep_compiled(config)
+    if config.model.compile not in (False, "none"):
+        load_compiler()
+    processes.open_device(config, waits=True)
 
 
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:

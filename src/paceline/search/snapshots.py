@@ -9,7 +9,7 @@ from paceline.config import Config
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s
 from paceline.predict.formulas.saving import BESIDE_SHARE, SnapshotCost, lost_share, refined_interval
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts
+from paceline.predict.memory.memory import StateFacts, framework_bytes
 from paceline.units import format_bytes, format_percent, format_seconds
 
 _KEPT_BYTES_PER_S = 1e9  # that one thread hashes and writes into memory, beside the steps
@@ -35,13 +35,16 @@ def snapshot_cost(
 
 
 def describe_snapshots(config: Config, cluster: Cluster, ranks: int, step_s: float) -> list[str]:
-    """Returns a line on the snapshots that a config asks for; nothing where it asks for none."""
+    """Returns lines on the snapshots and the spare processes that a config asks for; nothing where it asks for none."""
     every, cost = config.checkpoint.memory.every_steps, _cost_on(config, cluster, ranks, step_s)
+    lines, spares = [], config.recovery.spares
+    if spares and not cluster.device.is_cpu:
+        lines = [f"spares        {spares} a host: {format_bytes(framework_bytes('cuda'))} of a GPU each, besides"]
     if every is None or cost is None:
-        return []
+        return lines
     wait = f"{format_seconds(cost.blocked_s)} each, {format_percent(cost.blocked_s / (every * step_s))} of the time"
     room = f"{format_bytes(cost.rank_bytes)} a rank, {format_bytes(cost.host_bytes)} of each host's memory"
-    return [f"snapshots     every {every} steps: {room}; {wait}"]
+    return [*lines, f"snapshots     every {every} steps: {room}; {wait}"]
 
 
 def choose_interval(config: Config, cluster: Cluster, ranks: int, step_s: float, failure_s: float) -> tuple[int, str]:

@@ -76,6 +76,7 @@ class StateFacts:
     optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter, and the average of weights
     fewer_in_blocks: int = 0  # of these, that it does not keep for a parameter of a block: Muon has one momentum there
     device: str = "cuda"
+    spares: int = 0  # processes that wait on a device with a context of their own
     fuses_cast: bool = False  # the optimizer writes masters and copies: gradients may stay as backward left them
 
     @classmethod
@@ -85,6 +86,9 @@ class StateFacts:
             optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
             fewer_in_blocks=int(config.optim.kind == "muon"),
             device=device,
+            spares=int(
+                device == "cuda" and config.recovery.spares > 0
+            ),  # as many on one device, as they are shared out
             fuses_cast=config.optim.kind == "adamw" and device == "cuda",
         )
 
@@ -222,7 +226,7 @@ class _Estimate:
             activations=activations,
             buffers=model.buffer_bytes,
             temporary=temporary,
-            framework=framework_bytes(self.states.device),
+            framework=framework_bytes(self.states.device) * (1 + self.states.spares),
             host=host,
             compression=owed,
             at_other_times=self._at_other_times(blocks, activations, gradients),
