@@ -44,7 +44,7 @@ LINES = {
     "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_960,  # what saves cost
     "rehearse": 2_990,  # one of many ranks on a real GPU
-    "run": 8_310,  # keeper.py: a host's snapshots
+    "run": 8_340,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_650,  # what snapshots take
     "train": 5_515,  # snapshots.py

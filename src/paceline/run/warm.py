@@ -39,15 +39,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.cluster import detect
 from paceline.comm.control.wire import Address, listen
 from paceline.config import Config
+from paceline.run.forked import Forked, run_forked
 from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import PREEMPTING, scratch_folder
-from paceline.run.stay import CODE, SPARES, STAYS, AttemptOverError, StayingProcess
+from paceline.run.stay import CODE, SPARES, STAYS
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 from paceline.untrusted import parse_json_object
 
@@ -61,7 +62,6 @@ _COMPILER = "torch._inductor.compile_fx"
 _WITHOUT_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
 _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
-PARENT = "PACELINE_PARENT"
 _EXITING = 0x4  # of the flags that Linux keeps of a process
 _PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 _MOST_BYTES = 2**26  # of a request: an environment has a few MiB at most
@@ -170,15 +170,6 @@ class StayingRank:
     until_s: float = math.inf
     waits: bool = False  # for another attempt
     is_spare: bool = False  # it had none yet
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """What a process that was forked is to do, with its link to the server if it may stay for another attempt."""
-
-    request: dict[str, Any]
-    link: socket.socket | None
-    is_spare: bool = False
 
 
 class WarmServer:
@@ -446,7 +437,7 @@ def main() -> None:
         server = os.getpid()
         forked = WarmServer(listener).serve()
     if forked is not None:
-        _run(forked, server)
+        run_forked(forked, server)
     with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
 
@@ -455,68 +446,6 @@ def _has_device() -> bool:
     """Whether this process has asked CUDA's driver for a device, as only its own file for memory tells."""
     found = [Path("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]  # noqa: PTH208  # one of them closes
     return any("nvidia-uvm" in os.readlink(each) for each in found if each.is_symlink())  # noqa: PTH115
-
-
-def _run(forked: Forked, server: int) -> NoReturn:
-    """Does what was requested; a rank that stays goes on with the next request when its attempt is over."""
-    staying, request = None if forked.link is None else StayingProcess(forked.link), forked.request
-    since: list[str] = []
-    if forked.is_spare and staying is not None:
-        _prepare(request, server)
-        request, since = _next(staying, None)
-    while True:
-        _set_up(request["environment"], request["folder"], server)
-        name, *arguments = request["command"]
-        sys.argv = [name, *arguments, *since]
-        try:
-            importlib.import_module(name).main()
-            sys.exit(0)
-        except AttemptOverError as over:
-            code = over.code
-        if staying is None:
-            sys.exit(code)
-        staying.clear(code)
-        sys.stdout.flush()
-        nothing = os.open(os.devnull, os.O_WRONLY)  # who reads the output of the attempt waits for its end
-        for place in (1, 2):
-            os.dup2(nothing, place)
-        os.close(nothing)
-        request, since = _next(staying, code)
-
-
-def _prepare(request: dict[str, Any], server: int) -> None:
-    """Does ahead what a rank with such a request has to do first; whatever fails, that rank says so."""
-    _set_up(request["environment"], request["folder"], server)
-    for number in (signal.SIGINT, *PREEMPTING):  # they ask ranks for room
-        signal.signal(number, signal.SIG_IGN)
-    name, *arguments = request["command"]
-    with contextlib.suppress(Exception):
-        prepare = getattr(importlib.import_module(name), "prepare", None)
-        if prepare is not None:
-            prepare(arguments)
-
-
-def _next(staying: StayingProcess, code: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Waits for the next request, whose output this process takes; returns arguments that say how it came to it."""
-    request, output = staying.wait_for_next(code)
-    for descriptor, place in zip(output, (1, 2), strict=True):
-        os.dup2(descriptor, place)
-        os.close(descriptor)
-    return request, ["--since", str(time.monotonic()), "--process", "spare" if code is None else "kept"]
-
-
-def _set_up(environment: dict[str, str], folder: str, server: int) -> None:
-    os.environ.clear()
-    os.environ.update(environment, **{PARENT: str(server)})
-    if STAYS in environment:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process when another one is gone
-    os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each in PREEMPTING:
-        signal.signal(each, signal.SIG_DFL)
-    torch, number = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and number.isdecimal():  # libraries have read it when they were loaded in the server
-        torch.set_num_threads(int(number))
 
 
 if __name__ == "__main__":

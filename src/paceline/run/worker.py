@@ -49,6 +49,7 @@ from paceline.records.thin import lines_kept
 from paceline.run import processes, records
 from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
+from paceline.run.forked import PARENT
 from paceline.run.keeper import MEMORY
 from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
 from paceline.run.logs import rank_logs, say
@@ -56,7 +57,6 @@ from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note
 from paceline.run.observe import observing_from_a_rank
 from paceline.run.signals import hear_requests
 from paceline.run.stay import STAYS, AttemptOverError, is_told_over
-from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger, watch_itself, watch_policy
 from paceline.search.request import decided_config, make_plan
 from paceline.train.assemble import build_trainer
