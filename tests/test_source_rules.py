@@ -42,7 +42,7 @@ LINES = {
     "models": 3_820,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_600,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
-    "records": 3_960,  # what saves cost
+    "records": 3_970,  # what saves cost
     "rehearse": 2_990,  # one of many ranks on a real GPU
     "run": 8_340,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel

@@ -282,6 +282,16 @@ def test_the_tables_fit_and_say_the_numbers(tmp_path: Path, width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_what_a_run_could_not_keep_is_told_once_with_the_reason_of_the_rank_that_has_it(tmp_path: Path) -> None:
+    reasons = ["another rank could not keep its part", "the memory is full", "the memory is full"]
+    for rank, reason in enumerate(reasons):
+        detail = {"reason": reason, "ranks": 2}
+        lost = EventRecord(name="no_snapshots", step=1, detail=detail, time=START)
+        write_records(tmp_path, rank, _run(rank, world_size=3), _step(1), lost, _end())
+    told = [line for line in _draw(summarize(tmp_path), 120).splitlines() if "snapshots" in line]
+    assert told == ["no snapshots at step 1: none from here on, on 2 ranks: the memory is full"]
+
+
 EXPECTED = Expectation(ranks=2, step_s=2.0, step_s_low=1.5, step_s_high=2.5, memory_bytes=200.0)
 
 

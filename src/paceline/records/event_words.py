@@ -103,6 +103,7 @@ def _first_step(detail: Detail) -> str:
     return f"after {format_seconds(float(detail['seconds']))}: {parts}"
 
 
+ELSEWHERE = "another rank could not keep its part"  # of a snapshot: that rank's own event has the reason
 _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
     "checkpoint": "{bytes:B} saved to {folder} in {seconds:S}, "
     "[{background:?}in the background; training waited {stall_seconds:S}|while training waited]",

@@ -32,6 +32,7 @@ from paceline.health.experts import WINDOWS, ExpertsVerdict
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, parameters_text
+from paceline.records.event_words import ELSEWHERE, event_name, event_text
 from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.limits import UNKNOWN, Limits, gains_of, judge_run
 from paceline.records.records import CommRecord, ExpertsRecord, RunRecord, strict_json
@@ -84,6 +85,7 @@ class RunSummary(Shown):
     prediction: Compared | None = None
     straggler: Straggler | None = None
     late: tuple[str, ...] = ()  # who was told to be late while the run went on
+    unsaved: tuple[str, ...] = ()  # what could not be kept, while the run went on without
     unit: str = "samples"
     units_per_s: float | None = None
     flops_per_s: float | None = None
@@ -160,6 +162,7 @@ def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary
         prediction=prediction,
         straggler=facts.straggler,
         late=tuple(f"at step {each.step}: {each.detail.get('sentence', '')}" for each in records.events("straggler")),
+        unsaved=tuple(dict.fromkeys(_unsaved(records))),
         limits=judge_run(facts, gains_of(run_folder, run, cluster)),
         goodput=facts.goodput,
         traffic=facts.traffic,
@@ -408,8 +411,14 @@ def _goodput_table(goodput: Goodput | None) -> PlainTable:
     return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
 
 
+def _unsaved(records: RunRecords) -> Iterator[str]:
+    for event in [*records.events("no_snapshots"), *records.events("not_saved")]:
+        if event.detail.get("reason") != ELSEWHERE:
+            yield f"{event_name(event.name)} at step {event.step}: {event_text(event)}"
+
+
 def _doubts(summary: RunSummary) -> list[str]:
-    """Returns what a reader must know before trusting the figures."""
+    """Returns what a reader must know before trusting the figures, or the run's state."""
     there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
     num_missing = summary.world_size - len(there)
     missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
@@ -417,7 +426,7 @@ def _doubts(summary: RunSummary) -> list[str]:
     if num_missing > len(doubts):
         doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
     most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
-    return doubts + [
+    return [*summary.unsaved, *doubts] + [
         f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
         if rank.absent_steps
         else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"

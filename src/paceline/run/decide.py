@@ -221,7 +221,8 @@ def check_host(config: Config, ranks_of_host: int | None = None) -> None:
             few = f"{format_bytes(shared)} of {FOLDER}" if shared < free else f"{format_bytes(free)} of its memory"
             what = f"checkpoint.memory.every_steps = {every}: snapshots take {format_bytes(need.host_bytes)} of a host"
             rule = "a host keeps two snapshots of its ranks' states, as many for each copy, and one that is being taken"
-            fix = f"give {FOLDER} more room (docker run --shm-size), set checkpoint.memory.copies = 0, or save to disk"
+            more = f"give {FOLDER} more room (docker run --shm-size)" if shared < free else "end what else fills it"
+            fix = f"{more}, spread the run over more hosts, or leave checkpoint.memory out: checkpoints on disk stay"
             problems.append(Problem(what=f"{what}, and {few} are free", rule=rule, fix=fix))
     _refuse(problems)
 

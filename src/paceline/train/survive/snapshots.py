@@ -46,6 +46,7 @@ from paceline.comm.control.kept import Kept, places_of_copies
 from paceline.comm.control.wire import Address
 from paceline.comm.objects import ask_first_rank
 from paceline.predict.formulas.saving import BESIDE_SHARE
+from paceline.records.event_words import ELSEWHERE
 from paceline.shards import Shard
 from paceline.train.master_adamw import MasterAdamW
 from paceline.train.step import StepResult
@@ -118,7 +119,7 @@ class Snapshots:
         self._pending = None
         if num_failed:
             self._is_off = True
-            why = pending.problem or "another rank could not keep its part"
+            why = pending.problem or ELSEWHERE
             trainer.note("no_snapshots", {"reason": why, "ranks": num_failed}, step=step)
             return
         self._stay = {pending.target.partial.name}
