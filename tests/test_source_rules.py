@@ -29,7 +29,7 @@ LINES = {
     "beside the rooms": 1_580,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_675,
     "chaos": 1_265,
-    "checkpoint": 5_080,  # memory.py: snapshots in the memory of hosts
+    "checkpoint": 5_090,  # memory.py: snapshots in the memory of hosts
     "cli": 3_315,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_445,  # kept.py: files that keepers of hosts serve; emulated links
@@ -47,7 +47,7 @@ LINES = {
     "run": 8_340,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_650,  # what snapshots take
-    "train": 5_515,  # snapshots.py
+    "train": 5_520,  # snapshots.py
     "verify": 1_145,
     "view": 2_025,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
 }

@@ -21,7 +21,15 @@ from yaml import YAMLError
 from paceline.bounded_yaml import load_yaml
 from paceline.checkpoint.formats import coverage_problems, decode_with, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
-from paceline.checkpoint.storage import FileStore, cannot_read, file_in, is_remote, nothing_there, storage_of
+from paceline.checkpoint.storage import (
+    FileStore,
+    cannot_read,
+    file_in,
+    is_remote,
+    is_snapshot,
+    nothing_there,
+    storage_of,
+)
 from paceline.errors import CheckpointError
 from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
@@ -32,6 +40,7 @@ _THREADS = 4
 _HEAD_BYTES = 2**14
 _MOST_DIGITS = 18
 _UNFINISHED = f"it has no {MANIFEST}, which a save writes last: it did not end"
+_IN_PARTS = "parts of it are missing in the memory of hosts: it was not kept to its end, or a host is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +220,8 @@ def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None
                 continue
             above = [folder / name for name in storage_of(folder).names(folder)]
             above = [each for each in above if (step_of(each) or 0) > (step_of(chosen) or 0)]
-            passed += [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
+            reason = _IN_PARTS if is_snapshot(folder) else _UNFINISHED
+            passed += [PassedOver(path=each, reason=reason) for each in above if each not in candidates]
             reason = f"the run has gone back from it, and {chosen.name} is on its line"
             passed += [PassedOver(path=each, reason=reason) for each in above if each in candidates[:place]]
             if tell is not None:

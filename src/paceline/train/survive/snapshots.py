@@ -319,7 +319,8 @@ class _SideStream:
         """Returns how many of the shares are copied directly: by what the snapshot before took, or all."""
         if self._is_written_early:
             return 0
-        if self._direct is None or self._num_direct is None or len(self._steps) < 2:
+        is_known = len(self._steps) == 2 and self._steps[1].query()  # type: ignore[no-untyped-call]
+        if self._direct is None or self._num_direct is None or not is_known:  # not known where a run went back
             return len(sizes) if self._num_direct is None else self._num_direct
         took, step = (first.elapsed_time(last) for first, last in (self._direct, self._steps))
         return count_direct(sizes, self._num_direct, took / max(step, 1e-9))
