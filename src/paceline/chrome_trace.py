@@ -31,9 +31,7 @@ def name_track(process: int, track: int, name: str) -> Event:
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
 
 
-def span(
-    process: int, track: str, name: str, start_s: float, end_s: float, more: Mapping[str, Any] | None = None
-) -> Event:
+def span(process: int, track: str, name: str, start_s: float, end_s: float, more: Event | None = None) -> Event:
     """Makes an event that lasts; times count in seconds from the beginning of the time line."""
     event: Event = {"ph": "X", "name": name, "cat": track, "pid": process, "tid": TRACKS[track]}
     event |= {"ts": round(start_s * 1e6, 3), "dur": round((end_s - start_s) * 1e6, 3)}

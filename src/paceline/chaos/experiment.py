@@ -135,16 +135,13 @@ def run_with_faults(
     attempts = _attempts(run.folder, run.ranks)
     fired, started = faults.read_notes(scratch, faults.Fired), faults.read_notes(scratch, faults.Started)
     notes = report.Notes(fired=fired, started=started, passed=faults.read_notes(scratch, faults.Passed))
-    handlings = [report.handle(each, notes, attempts[each.rank or 0], commands, run.config) for each in planned]
-    handlings = [
-        replace(each, verdict=report.straggler_verdict(each, attempts)) if each.fault.kind == "slow" else each
-        for each in handlings
-    ]
+    handled = [report.handle(each, notes, attempts[each.rank or 0], commands, run.config) for each in planned]
+    for number, each in enumerate(handled):
+        if each.fault.kind == "slow":
+            handled[number] = replace(each, verdict=report.straggler_verdict(each, attempts))
     samples, twin = audit_samples(run.folder), _compare(run, attempts, planned, scratch) if compare else None
-    name, first = run.config.name, attempts[0]
-    found = report.make_report(
-        name, run.ranks, first, commands, handlings, mtbf_s=mtbf_s, samples=samples, comparison=twin
-    )
+    name, own = run.config.name, attempts[0]
+    found = report.make_report(name, run.ranks, own, commands, handled, mtbf_s=mtbf_s, samples=samples, comparison=twin)
     if run.folder.is_dir():
         kept = run.folder / "chaos"
         kept.mkdir(exist_ok=True)
@@ -289,6 +286,5 @@ def _compare(
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)
     is_expected = is_expected and len({each.run.world_size for each in (*attempts[0], *twin[0])}) == 1
-    return report.compare_steps(
-        attempts, twin, is_expected=is_expected, samples=report.SAME if ours == theirs else theirs
-    )
+    samples = report.SAME if ours == theirs else theirs
+    return report.compare_steps(attempts, twin, is_expected=is_expected, samples=samples)

@@ -50,18 +50,14 @@ class Trait:
 
 
 TRAITS: Final[Mapping[str, Trait]] = {
-    "kill": Trait(phases=_ANYWHERE),  # by SIGKILL
-    "hang": Trait(phases=_ANYWHERE),  # for good
-    "stop": Trait(phases=_ANYWHERE),  # by SIGSTOP
-    "exception": Trait(phases=_ANYWHERE),
+    **dict.fromkeys(("kill", "hang", "stop", "exception"), Trait(phases=_ANYWHERE)),  # SIGKILL, for good, SIGSTOP
     "oom": Trait(phases=("forward", "backward")),
     "preempt": Trait(phases=("optimizer", "data", "forward", "backward")),  # by SIGUSR1
     "slow": Trait(factor=2.0, has_length=True),
     "slow-link": Trait(factor=20.0, has_length=True),
     "nan": Trait(on_all_ranks=True),
     "spike": Trait(factor=100.0, on_all_ranks=True),
-    "disk-full": Trait(),
-    "unwritable": Trait(),
+    **dict.fromkeys(("disk-full", "unwritable"), Trait()),
     "kill-while-saving": Trait(),  # in the middle of a file of a checkpoint
     "corrupt-checkpoint": Trait(),  # flips a bit of the newest, then SIGKILL
     "kill-two": Trait(phases=_ANYWHERE),  # the rank and the next one, at once
@@ -118,9 +114,7 @@ def parse_faults(text: str) -> list[Fault]:
 
 def place_faults(faults: Sequence[Fault], *, after: int) -> list[Fault]:
     """Gives faults without a step the one behind ``after``, if they may have one."""
-    return [
-        replace(each, step=after + 1) if each.step is None and TRAITS[each.kind].has_step else each for each in faults
-    ]
+    return [replace(one, step=after + 1) if one.step is None and TRAITS[one.kind].has_step else one for one in faults]
 
 
 def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None) -> list[Problem]:

@@ -66,9 +66,7 @@ class Injector:
         self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
         self._launcher, self._find_ranks = launcher, find_ranks
         self._known = {number for number, _ in done}
-        self._faults = [
-            each for each in self._plan.faults if each.rank in (None, rank) and (each.number, rank) not in done
-        ]
+        self._faults = [one for one in self._plan.faults if one.rank in (None, rank) and (one.number, rank) not in done]
         self._slowed: dict[str, tuple[float, int]] = {}  # by kind of fault: how much longer, until which step
         self._loss_factor = 1.0
         self._lap_at, self._started_at = time.perf_counter(), time.time()

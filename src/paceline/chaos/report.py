@@ -111,18 +111,13 @@ class Report:
             | {"fault": str(each.fault), "handled": each.is_right}
             for each in self.handlings
         ]
-        return {name: whole[name] for name in ("name", "ranks", "steps", "interval", "samples")} | {
-            "handled": self.is_good,
-            "exit_code": self.code,
-            "lost_steps": sum(each.lost_steps for each in self.handlings),
-            "lost_samples": sum(each.lost_samples for each in self.handlings),
-            "wall_s": round(self.wall_s, 3),
-            "goodput": round(self.goodput, 4),
-            "faults": faults,
-            "checkpoint": whole["save"],
-            "told": list(self.told),
-            "undisturbed": None if same is None else {**asdict(same), "is_same": same.is_same},
-        }
+        found = {name: whole[name] for name in ("name", "ranks", "steps", "interval", "samples")}
+        found |= {"handled": self.is_good, "exit_code": self.code}
+        for name in ("lost_steps", "lost_samples"):
+            found[name] = sum(getattr(each, name) for each in self.handlings)
+        found |= {"wall_s": round(self.wall_s, 3), "goodput": round(self.goodput, 4), "faults": faults}
+        found |= {"checkpoint": whole["save"], "told": list(self.told)}
+        return found | {"undisturbed": None if same is None else {**asdict(same), "is_same": same.is_same}}
 
 
 def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool) -> Interval:
@@ -189,9 +184,8 @@ def compare_steps(
         wrong = [step for step, record in twin.items() if step in mine and _numbers(mine[step]) != _numbers(record)]
         missing = [max(twin)] if twin and max(twin) not in mine else []
         different += wrong + missing
-    return LossComparison(
-        num_steps=num_steps, first_difference=min(different, default=None), is_expected=is_expected, samples=samples
-    )
+    first = min(different, default=None)
+    return LossComparison(num_steps=num_steps, first_difference=first, is_expected=is_expected, samples=samples)
 
 
 def _numbers(record: StepRecord) -> tuple[str, ...]:

@@ -161,10 +161,8 @@ def check_auto_microbatch(config: Config) -> Iterator[Problem]:
 
 
 _WITH_CONTEXT = (
-    sections.TextDataConfig,
-    sections.TokensDataConfig,
-    sections.SyntheticTokensDataConfig,
-    sections.RowsDataConfig,
+    *(sections.TextDataConfig, sections.TokensDataConfig),
+    *(sections.SyntheticTokensDataConfig, sections.RowsDataConfig),
 )
 _ROWS = ("jsonl", "csv", "parquet", "hf_dataset")
 _OWN = ("factory", "stream")
@@ -201,10 +199,8 @@ def check_mixture(config: Config) -> Iterator[Problem]:
     for place, source in sources_of(data).items():
         for key in _OF_THE_WHOLE:
             if source.is_changed(key):
-                rule = "batches of a mixture are read and ordered together"
-                yield no_effect(
-                    f"{place}.{key}", getattr(source, key), "in a source of a mixture", rule, f"set data.{key}"
-                )
+                where, rule = "in a source of a mixture", "batches of a mixture are read and ordered together"
+                yield no_effect(f"{place}.{key}", getattr(source, key), where, rule, f"set data.{key}")
 
 
 def check_documents(config: Config) -> Iterator[Problem]:
@@ -222,9 +218,8 @@ def check_documents(config: Config) -> Iterator[Problem]:
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
         if with_what:
             is_packed = source.documents is None
-            key, other = (
-                ("packing = best_fit", "packing = none") if is_packed else ("documents = apart", "documents = joined")
-            )
+            key = "packing = best_fit" if is_packed else "documents = apart"
+            other = "packing = none" if is_packed else "documents = joined"
             yield Problem(
                 what=f"{place}.{key} with {with_what}",
                 rule="the blocks of a gpt are handed the ends of documents; other models, stages of a pipeline and "
@@ -334,28 +329,11 @@ def _is_so(value: object, wanted: object) -> bool:
 
 
 CHECKS: tuple[Check, ...] = (
-    train_checks.check_metric_names,
-    check_name,
-    train_checks.check_trackers,
-    check_mixture,
-    check_documents,
-    check_model_reads_data,
-    check_model_dimensions,
-    check_gpt,
-    check_context,
-    check_text_file,
-    check_backend_settings,
-    train_checks.check_warmup,
-    train_checks.check_optimizer_keys,
-    train_checks.check_precision,
-    check_auto_strategy,
-    check_schedule_file,
-    check_auto_microbatch,
-    check_best,
-    train_checks.check_recovery_keys,
-    train_checks.check_roll_back,
+    *(train_checks.check_metric_names, check_name, train_checks.check_trackers, check_mixture, check_documents),
+    *(check_model_reads_data, check_model_dimensions, check_gpt, check_context, check_text_file),
+    *(check_backend_settings, train_checks.check_warmup, train_checks.check_optimizer_keys),
+    *(train_checks.check_precision, check_auto_strategy, check_schedule_file, check_auto_microbatch, check_best),
+    *(train_checks.check_recovery_keys, train_checks.check_roll_back),
     lambda c: _batch_problems(c, None if c.parallel.ranks == "auto" else c.parallel.ranks),
-    check_hf_folder,
-    check_folder_is_followed,
-    check_shared_sequences,
+    *(check_hf_folder, check_folder_is_followed, check_shared_sequences),
 )

@@ -41,11 +41,9 @@ def _count_problems(shape: ModelShape) -> Iterator[Problem]:
             fix="set model.router.renormalise = false, or model.active = 2",
         )
     if shape.dense_layers >= shape.layers:
-        what = (
-            f"model.dense_layers = {shape.dense_layers} of model.layers = {shape.layers} leaves no layer with experts"
-        )
-        fix = f"set model.dense_layers = {shape.layers - 1}"
-        yield Problem(what=what, rule="the layers behind the dense ones have experts", fix=fix)
+        what = f"model.dense_layers = {shape.dense_layers} of model.layers = {shape.layers}"
+        rule, fix = "the layers behind the dense ones have experts", f"set model.dense_layers = {shape.layers - 1}"
+        yield Problem(what=f"{what} leaves no layer with experts", rule=rule, fix=fix)
 
 
 def _router_problems(shape: ModelShape) -> Iterator[Problem]:

@@ -70,8 +70,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
         "mlp_tiles": 0 if config.memory.mlp_tiles == "auto" else config.memory.mlp_tiles,
         "compile": config.model.compile,
         "precision": train.precision_on(parallel.device),
-        "microbatch": None,  # these two follow from the ranks
-        "accumulate": None,
+        **dict.fromkeys(("microbatch", "accumulate")),  # these two follow from the ranks
     }
     layout = Layout(**{name: value for name, value in said.items() if value is not None})
     if ranks is None:
@@ -148,12 +147,7 @@ def layout_problems(
 
 DEFAULT_GLOBAL_BATCH = 64
 
-_KEYS = {
-    "global_batch": "train.global_batch",
-    "microbatch": "train.microbatch",
-    "accumulate": "train.accumulate",
-    "ranks": "parallel.ranks",
-}
+_KEYS = {name: f"train.{name}" for name in ("global_batch", "microbatch", "accumulate")} | {"ranks": "parallel.ranks"}
 
 
 def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:

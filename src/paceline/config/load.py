@@ -258,9 +258,8 @@ def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> 
         problems += schema_problems(error, asked.values, asked.locate)
         # Rules that read only sections without a problem of their own are run as well.
         sound = Config.model_fields.keys() - {str(each["loc"][0]) for each in error.errors()}
-        filled = dict.fromkeys(("model", "data"), _PLACEHOLDER) | {
-            name: content for name, content in asked.values.items() if name in sound
-        }
+        kept = {name: content for name, content in asked.values.items() if name in sound}
+        filled = dict.fromkeys(("model", "data"), _PLACEHOLDER) | kept
         problems += run_checks(Config.model_validate(filled), sections=sound)
     if problems:
         raise ConfigError(problems, source=source)

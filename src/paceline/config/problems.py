@@ -97,9 +97,8 @@ def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str, value: 
     kind = kinds.get(place)
     keys = ", ".join(dict.fromkeys(each.key for each in suggest.fields_at(place, kind)))
     owner = f"{place} of kind {kind}" if kind else place or "the top of a config"
-    found = [f"{ours} = {setting}" for ours, setting in suggest.meant_by(key, value)] or suggest.suggest_keys(
-        place, key, kinds
-    )
+    meant = [f"{ours} = {setting}" for ours, setting in suggest.meant_by(key, value)]
+    found = meant or suggest.suggest_keys(place, key, kinds)
     fix = f"did you mean {' or '.join(found)}?" if found else "remove it, or choose one of these"
     return Problem(what=f"{path} is not a known key{where}", rule=f"the keys of {owner} are {keys}", fix=fix)
 

@@ -113,9 +113,8 @@ class GPTModelConfig(_Model):
 
 
 # What a config says of a GPT.
-GPT_DIMENSIONS = tuple(
-    field.name for field in fields(ModelShape) if field.name in GPTModelConfig.model_fields and field.name != "kind"
-)
+_OF_GPT = GPTModelConfig.model_fields.keys() - {"kind"}
+GPT_DIMENSIONS = tuple(field.name for field in fields(ModelShape) if field.name in _OF_GPT)
 _PAIRS = "model.positions = rotary turns pairs of a head's features"
 _OLD_FAMILY: dict[str, Any] = {"context": 1024, "norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True}
 

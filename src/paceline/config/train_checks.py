@@ -108,9 +108,7 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
     spikes = (given.on_spike != "ignore", "it belongs to spikes of the loss", "recovery.on_spike = note")
     goes_back = bool(answers & {"roll_back", "lower_rate"})
     readers = {
-        "spike_by": spikes,
-        "spike_threshold": spikes,
-        "spike_window": spikes,
+        **dict.fromkeys(("spike_by", "spike_threshold", "spike_window"), spikes),
         "rate_factor": ("lower_rate" in answers, "it belongs to lower_rate", "recovery.on_nan = lower_rate"),
         "max_roll_backs": (goes_back, "it belongs to runs that go back", "recovery.on_nan = roll_back"),
     }

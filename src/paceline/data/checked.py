@@ -154,9 +154,8 @@ class ModelNeeds:
         if self.folder is not None:
             size, settings = image_size(self.folder), read_image_settings(self.folder)
         if settings is None and self.is_pretrained:
-            warnings.warn(
-                f"{self.folder} has no {PREPROCESSOR}: images get the mean and the deviation of ImageNet", stacklevel=2
-            )
+            about = f"{self.folder} has no {PREPROCESSOR}: images get the mean and the deviation of ImageNet"
+            warnings.warn(about, stacklevel=2)
         settings = settings or ImageSettings(size=None, mean=MEAN, std=STD)
         return replace(settings, size=asked or size or IMAGE_SIZE)
 

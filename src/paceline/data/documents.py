@@ -59,10 +59,8 @@ def find_sources(paths: list[Path]) -> list[Path]:
     missing = [path for path in found if not path.is_file()]
     if missing or not found:
         what = f"{missing[0]} is no file" if missing else f"{paths[0]} has no files"
-        rule = (
-            f"a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at {Path.cwd()}"
-        )
-        raise DataError(f"{what}\n  {rule}\n  check the path")
+        rule = "a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at"
+        raise DataError(f"{what}\n  {rule} {Path.cwd()}\n  check the path")
     return found
 
 

@@ -99,9 +99,7 @@ class TrainLoader:
         ahead, current = tee(self._cuts(position, num_steps))
         if isinstance(source, FeedSource):  # perhaps by two threads
             ahead = self._cuts(position, num_steps)
-        batches = source.stream(
-            BatchRequest(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
-        )
+        batches = source.stream(BatchRequest(part, batch.epoch) for batch, cuts in ahead for part in cuts if len(part))
         try:
             for batch, shares in current:
                 yield StepBatch(

@@ -114,9 +114,7 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
             continue
         if field == "class_names":  # names with which the longest begin are taken for these: their numbers are the same
             longest = max(values.values(), key=lambda each: len(each or ()))
-            values = {
-                key: longest if not each or each == longest[: len(each)] else each for key, each in values.items()
-            }
+            values = {key: longest if not own or own == longest[: len(own)] else own for key, own in values.items()}
             largest[field] = values[first]
         for name, value in values.items():
             if value != values[first]:

@@ -199,14 +199,12 @@ class PackedRows(EpochDataset):
         inputs = np.full((len(indices), self.context), self.end_token or 0)
         targets = np.full_like(inputs, IGNORED)
         pieces = self._pieces
-        for number, index in enumerate(indices.tolist()):
+        for row, index in enumerate(indices.tolist()):
             place = 0
             for piece in range(int(self._ends[index - 1]) if index else 0, int(self._ends[index])):
                 where = slice(place, place := place + int(pieces.counts[piece]))
                 document, first = int(pieces.documents[piece]), int(pieces.firsts[piece])
-                inputs[number, where], targets[number, where] = self.documents.read(
-                    document, first, where.stop - where.start
-                )
+                inputs[row, where], targets[row, where] = self.documents.read(document, first, where.stop - where.start)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def detail(self) -> dict[str, Any]:
@@ -215,10 +213,8 @@ class PackedRows(EpochDataset):
         pieces = np.bincount(self._pieces.documents, minlength=len(sizes))
         padding = 1 - int(self._pieces.counts.sum()) / (rows * self.context)
         kept, cut, left_out = (int(each.sum()) for each in (pieces > 0, pieces > 1, pieces == 0))
-        note = (
-            f"{self.source}, packing = {self.packing}: {kept:,} documents in {rows:,} rows of {self.context:,} tokens"
-        )
-        note += f", {100 * padding:.1f} % padding"
+        note = f"{self.source}, packing = {self.packing}: {kept:,} documents in {rows:,} rows"
+        note += f" of {self.context:,} tokens, {100 * padding:.1f} % padding"
         if cut:
             note += f"; {cut:,} are cut, into {int(pieces[pieces > 1].sum()):,} pieces"
         if left_out:

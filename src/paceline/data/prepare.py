@@ -87,10 +87,8 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
     except BrokenProcessPool as error:
         what = f"one of {options.workers} processes that encode text ended before its work"
         rule = "each imports the script that it was started from, and has memory for some MiB of text and its tokens"
-        fix = (
-            'call it under if __name__ == "__main__":, or take fewer workers; the same call goes on where this one was'
-        )
-        raise DataError(f"{what}\n  {rule}\n  {fix}") from error
+        fix = 'call it under if __name__ == "__main__":, or take fewer workers'
+        raise DataError(f"{what}\n  {rule}\n  {fix}; the same call goes on where this one was") from error
     except DataError:
         (notes / _FAILED).touch()
         raise
@@ -125,13 +123,10 @@ def _run(
 def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dict[str, Any]:
     """Returns what decides the shards; another plan makes others. Of one that was begun, the pieces are kept."""
     is_folder = options.tokenizer not in ("bytes", "char")
-    plan: dict[str, Any] = {
-        "sources": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources],
-        "tokenizer": str(Path(options.tokenizer).absolute()) if is_folder else options.tokenizer,
-        "field": options.field,
-        "on_error": options.on_error,
-        "piece_bytes": piece_bytes,
-    }
+    files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources]
+    tokenizer = str(Path(options.tokenizer).absolute()) if is_folder else options.tokenizer
+    plan: dict[str, Any] = {"sources": files, "tokenizer": tokenizer, "field": options.field}
+    plan |= {"on_error": options.on_error, "piece_bytes": piece_bytes}
     try:
         begun = parse_json_object(read_regular(options.output / _PROGRESS / _PLAN))
     except (OSError, ValueError):

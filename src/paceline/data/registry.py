@@ -147,12 +147,12 @@ def _end_token(
         return None
     end_token = known if config.end_token is None else config.end_token
     if end_token is None or (vocabulary is not None and end_token >= vocabulary):
-        where = (
-            f"data.packing = {config.packing}" if config.documents is None else f"data.documents = {config.documents}"
-        )
+        key = "packing" if config.documents is None else "documents"
         fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
         what = f"{source} has end token {end_token}, of {vocabulary} tokens"
-        raise DataError(f"{what}\n  {where} needs a token at the end of each document\n  {fix}")
+        raise DataError(
+            f"{what}\n  data.{key} = {getattr(config, key)} needs a token at the end of each document\n  {fix}"
+        )
     return end_token
 
 
@@ -178,13 +178,11 @@ def _context(own: int | None, of_model: int | None) -> int:
     return own or of_model or 0
 
 
-def _windows(
-    kind: sections.Windows, tokens: Tokens, context: int, seed: int, end_token: int | None = None
-) -> TokenBlocks:
+def _windows(kind: sections.Windows, tokens: Tokens, context: int, seed: int, end: int | None = None) -> TokenBlocks:
     """Makes the samples to train on; those to evaluate on are always blocks, so that each token counts once."""
     if kind == "random":
-        return RandomWindows(tokens, context, seed, end_token)
-    return TokenBlocks(tokens, context, end_token)
+        return RandomWindows(tokens, context, seed, end)
+    return TokenBlocks(tokens, context, end)
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
@@ -303,9 +301,8 @@ def rows_tokenizer(config: sections.RowsDataConfig, needs: ModelNeeds, rows: Row
         tokenizer = needs.tokenizer() if folder is None else open_tokenizer(folder)
     if has_texts and tokenizer is None:
         rule = "a model reads tokens: those of data.tokenizer, or of the tokenizer.json in model.path"
-        raise DataError(
-            f"{where} is text, and there is no tokenizer\n  {rule}\n  set data.tokenizer = bytes, or a folder"
-        )
+        what = f"{where} is text, and there is no tokenizer"
+        raise DataError(f"{what}\n  {rule}\n  set data.tokenizer = bytes, or a folder")
     if config.targets is not None and tokenizer is not None:
         pad_token(tokenizer)
     return tokenizer

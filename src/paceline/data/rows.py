@@ -149,10 +149,8 @@ class RowDataset(EpochDataset):
             if tokens[-1] != end_token:
                 tokens, targets = F.pad(tokens, (0, 1), value=end_token), F.pad(targets, (0, 1), value=IGNORED)
             if inside := (tokens[:-1] == end_token).nonzero().flatten().tolist():
-                rule = (
-                    "and documents are told apart by it: set data.end_token to one that none has, such as for padding"
-                )
-                raise ValueError(f"{self.inputs!r}[{inside[0]}] is the end token {end_token}, {rule}")
+                what = f"{self.inputs!r}[{inside[0]}] is the end token {end_token}, and documents are told apart by it"
+                raise ValueError(f"{what}: set data.end_token to one that none has, such as for padding")
         except (ValueError, DataError) as error:
             self._refuse(index, reason_of(error), error)
             return None

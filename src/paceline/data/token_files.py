@@ -302,9 +302,8 @@ def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror}")
     if problems:
-        raise DataError(
-            "\n  ".join(problems) + f"\n  {MANIFEST} says what was prepared\n  restore the files, or prepare them again"
-        )
+        problems += [f"{MANIFEST} says what was prepared", "restore the files, or prepare them again"]
+        raise DataError("\n  ".join(problems))
 
 
 def hash_file(path: Path) -> str:

@@ -25,6 +25,8 @@ from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, Gro
 Kind = Literal["mismatch", "stopped", "dead", "left", "missing", "deadlock", "silent"]
 
 _Place = tuple[GroupName, int]  # a collective: its group, and its number there
+_Party = list[tuple[int, LedgerEntry]]  # ranks, each with what it called
+_Views = Mapping[int, LedgerView]
 _MOST_NAMED = 8
 _SLOW_PHASES = (SETUP, EVALUATION, CHECKPOINT)
 
@@ -113,7 +115,7 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: HangLimits) -> Hang
 
 def find_mismatch(ledgers: Sequence[LedgerView]) -> HangVerdict | None:
     """Finds the first operation of a group that ranks disagree on."""
-    places: dict[_Place, list[tuple[int, LedgerEntry]]] = defaultdict(list)
+    places: dict[_Place, _Party] = defaultdict(list)
     for view in ledgers:
         for entry in view.entries:
             if not entry.call.is_message:
@@ -138,7 +140,7 @@ def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
     return _silent(views, now)
 
 
-def _pending(views: Mapping[int, LedgerView]) -> dict[int, LedgerEntry]:
+def _pending(views: _Views) -> dict[int, LedgerEntry]:
     """Returns the operation that each rank waits in.
 
     Where none does, the first that it issued and another has not: on CUDA the host runs ahead of the device.
@@ -147,13 +149,11 @@ def _pending(views: Mapping[int, LedgerView]) -> dict[int, LedgerEntry]:
     found = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
     if found:
         return found
-    ahead = {
-        view.rank: next((entry for entry in view.entries if _absent(entry, view.rank, views)), None) for view in running
-    }
+    ahead = {view.rank: next((one for one in view.entries if _absent(one, view.rank, views)), None) for view in running}
     return {rank: entry for rank, entry in ahead.items() if entry is not None}
 
 
-def _absent(entry: LedgerEntry, rank: int, views: Mapping[int, LedgerView]) -> list[int]:
+def _absent(entry: LedgerEntry, rank: int, views: _Views) -> list[int]:
     """Returns the ranks that have not come to an operation of ``rank``, as far as they are known."""
     if not entry.call.is_message:
         others = [views[peer] for peer in entry.group.ranks if peer != rank and peer in views]
@@ -169,9 +169,7 @@ def _absent(entry: LedgerEntry, rank: int, views: Mapping[int, LedgerView]) -> l
     return [] if has_come else [peer.rank]
 
 
-def _missing(
-    guilty: list[LedgerView], views: Mapping[int, LedgerView], pending: Mapping[int, LedgerEntry], now: float
-) -> HangVerdict:
+def _missing(guilty: list[LedgerView], views: _Views, pending: Mapping[int, LedgerEntry], now: float) -> HangVerdict:
     ranks = {view.rank for view in guilty}
     waited = {rank: ranks & set(_absent(entry, rank, views)) for rank, entry in pending.items()}
     victims = [rank for rank, missing in waited.items() if missing]
@@ -229,9 +227,7 @@ def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
     return HangVerdict(kind="dead", ranks=tuple(sorted(view.rank for view in dead)), sentence=sentence)
 
 
-def _deadlock(
-    views: Mapping[int, LedgerView], pending: Mapping[int, LedgerEntry], waited: Mapping[int, list[int]]
-) -> HangVerdict:
+def _deadlock(views: _Views, pending: Mapping[int, LedgerEntry], waited: Mapping[int, list[int]]) -> HangVerdict:
     parts = [
         f"rank {rank} waits for {_tell(waited[rank])} in {_describe_place(entry)}{_at(views[rank], entry)}"
         for rank, entry in pending.items()
@@ -240,7 +236,7 @@ def _deadlock(
     return _verdict_at(next(iter(pending.values())), "deadlock", pending, sentence)
 
 
-def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
+def _silent(views: _Views, now: float) -> HangVerdict:
     running = [view for view in views.values() if view.state == "running"]
     entries = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
     if len(entries) == len(running):
@@ -260,11 +256,9 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
     return HangVerdict(kind="silent", ranks=tuple(view.rank for view in told), sentence=sentence)
 
 
-def _mismatch(
-    place: _Place, found: list[tuple[int, LedgerEntry]], places: Mapping[_Place, list[tuple[int, LedgerEntry]]]
-) -> HangVerdict:
+def _mismatch(place: _Place, found: _Party, places: Mapping[_Place, _Party]) -> HangVerdict:
     group, sequence = place
-    by_call: dict[tuple[object, ...], list[tuple[int, LedgerEntry]]] = defaultdict(list)
+    by_call: dict[tuple[object, ...], _Party] = defaultdict(list)
     for rank, entry in found:
         by_call[entry.call.agreed].append((rank, entry))
     parties = sorted(by_call.values(), key=lambda party: (len(party), -party[0][0]))
@@ -280,9 +274,7 @@ def _verdict_at(entry: LedgerEntry, kind: Kind, ranks: Iterable[int], sentence: 
     return HangVerdict(kind=kind, ranks=blamed, sentence=sentence, group=group, sequence=entry.sequence)
 
 
-def _what_differs(
-    place: _Place, parties: list[list[tuple[int, LedgerEntry]]], places: Mapping[_Place, list[tuple[int, LedgerEntry]]]
-) -> str:
+def _what_differs(place: _Place, parties: list[_Party], places: Mapping[_Place, _Party]) -> str:
     """Says in what two calls differ: their order, where one party's call is what the other calls next."""
     first, second = parties[0][0][1].call, parties[-1][0][1].call
     if first.kind == second.kind:

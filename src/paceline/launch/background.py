@@ -42,9 +42,8 @@ def machines(job: LaunchJob) -> TargetMachines:
         raise UsageError(f"--nodes {job.nodes} with --on local\n  it is one machine\n  use --on ssh --hosts a,b")
     here = detect_machine(with_gpus=job.gpus > 0)
     if job.gpus > len(here.gpus):
-        raise UsageError(
-            f"--gpus-per-node {job.gpus}, and this machine has {len(here.gpus)}\n  every rank needs a GPU of its own"
-        )
+        what = f"--gpus-per-node {job.gpus}, and this machine has {len(here.gpus)}"
+        raise UsageError(f"{what}\n  every rank needs a GPU of its own")
     memory = min(here.gpu_memory_bytes, default=None)
     return TargetMachines(where="this machine", device_bytes=memory, host_bytes=here.memory_bytes)
 

@@ -27,9 +27,7 @@ def read_hosts(named: str, lines: Iterable[str] = ()) -> tuple[tuple[str, ...], 
     entries = [("--hosts", word.strip()) for word in named.split(",")]
     entries += [(f"line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     read = [(where, text, _ENTRY.fullmatch(text)) for where, text in entries if text]
-    problems = [
-        Problem(what=f"{where}: {text[:80]!r}", rule=_RULE, fix=_FIX) for where, text, found in read if not found
-    ]
+    problems = [Problem(what=f"{at}: {text[:80]!r}", rule=_RULE, fix=_FIX) for at, text, found in read if not found]
     slots = [(found["host"], found["slots"]) for _, _, found in read if found]
     for host, count in Counter(host for host, _ in slots).items():
         if count > 1:

@@ -30,12 +30,8 @@ from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
 _LOOK_S = 2.0
-_RESOURCES = {
-    "job": "job.batch",
-    "statefulset": "statefulset.apps",
-    "jobset": "jobset.jobset.x-k8s.io",
-    "trainjob": "trainjob.trainer.kubeflow.org",
-}
+_GROUPS = {"job": "batch", "statefulset": "apps", "jobset": "jobset.x-k8s.io", "trainjob": "trainer.kubeflow.org"}
+_RESOURCES = {kind: f"{kind}.{group}" for kind, group in _GROUPS.items()}
 _SECRET_BYTES = 32
 _NOT_HERE = {
     "--hosts": "Kubernetes chooses the machines",

@@ -85,8 +85,7 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
         "pod_group": options.gang == "volcano" and options.kind != "trainjob",
         "runtime": options.kind == "trainjob",
         options.kind: True,
-        "view": options.shows_page,
-        "view_service": options.shows_page,
+        **dict.fromkeys(("view", "view_service"), options.shows_page),
     }
     manifests = {name: fill(name, values) for name, is_wanted in wanted.items() if is_wanted}
     if options.shows_page:  # its pod runs the same image, and trains nothing
@@ -114,12 +113,8 @@ def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
 
 def labels_of(options: KubernetesOptions, component: str) -> dict[str, str]:
     """Returns the labels by which the pods of this run are found. ``job`` is what people select by hand."""
-    return {
-        "app.kubernetes.io/name": "paceline",
-        "app.kubernetes.io/instance": options.name,
-        "app.kubernetes.io/component": component,
-        "job": options.name,
-    }
+    known = {"name": "paceline", "instance": options.name, "component": component}
+    return {**{f"app.kubernetes.io/{key}": value for key, value in known.items()}, "job": options.name}
 
 
 def fill(name: str, values: Mapping[str, Any]) -> Any:
@@ -157,7 +152,7 @@ def _values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
     scraper = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.scrape_from}}}
     labels = {f"{each}_labels": labels_of(options, each) for each in ("config", "runs", "worker", "view", "runtime")}
     step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    return {
+    return {"preempted": PREEMPTED, "refused": REFUSED, "no_progress": NO_PROGRESS} | {
         **_own_values(options),
         **labels,
         **_pod_values(options, config),
@@ -174,9 +169,6 @@ def _values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
         "job_set_suspend": True if is_kueue and kind == "jobset" else None,
         "workers": _WORKERS.get(kind),
         "step_metadata": step if kind == "trainjob" else None,
-        "preempted": PREEMPTED,
-        "refused": REFUSED,
-        "no_progress": NO_PROGRESS,
     }
 
 
@@ -198,7 +190,7 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
     if options.nodes > 1:
         nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
         words += ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(options.num_ranks)]
-    return {
+    return {"runs": RUNS, "port": PORT, "user": USER_ID, "head": head} | {
         "container": WORKER,
         "command": [*(["python", "-m", "paceline.launch.pod", "stay"] if stays else []), "paceline"],
         "arguments": words,
@@ -212,8 +204,4 @@ def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
         "scheduler": "volcano" if is_volcano else None,
         "tolerations": [toleration] if options.gpus else None,
         "subdomain": options.name if kind == "job" else None,
-        "runs": RUNS,
-        "port": PORT,
-        "user": USER_ID,
-        "head": head,
     }

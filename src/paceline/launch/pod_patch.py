@@ -23,17 +23,9 @@ from paceline.errors import Problem
 
 WORKER = "paceline"  # the name that a patch has for the container that trains, whatever the kind of the run calls it
 # By which key the items of a list are told apart, as in Kubernetes' API.
-MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "imagePullSecrets": "name",
-    "volumeMounts": "mountPath",
-    "hostAliases": "ip",
-    "ports": "containerPort",
-    "topologySpreadConstraints": "topologyKey",
-}
+MERGE_KEYS = dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets"), "name")
+MERGE_KEYS |= {"volumeMounts": "mountPath", "hostAliases": "ip", "ports": "containerPort"}
+MERGE_KEYS["topologySpreadConstraints"] = "topologyKey"
 _TEXTS = ("labels", "annotations", "nodeSelector", "matchLabels")
 _DIRECTIVE = "$patch"
 
@@ -60,9 +52,7 @@ def _check_shape(part: Any, name: str = "") -> None:
         raise ValueError(f"a pod's template, in which {name} is a list of items that have a {key}")
     if name in _TEXTS:
         if not (isinstance(part, dict) and all(isinstance(each, str) for each in part.values())):
-            raise ValueError(
-                f"a pod's template, in which {name} has a text for each key: quote numbers, true and false"
-            )
+            raise ValueError(f"a pod's template, in which {name} has a text for each key: quote numbers, true, false")
     elif isinstance(part, dict):
         if part.get(_DIRECTIVE, "replace") not in ("delete", "replace"):
             raise ValueError(f"a pod's template, in which {_DIRECTIVE} is delete or replace")

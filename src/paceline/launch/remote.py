@@ -87,17 +87,10 @@ def main(orders: IO[bytes], answers: IO[str]) -> int:
 def look(order: dict[str, Any]) -> dict[str, Any]:
     """Returns what this host has, and whether it sees the folder in which the first host has left a mark."""
     machine = detect_machine()
-    found: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "paceline": __version__,
-        "torch": version("torch"),
-        "gpus": len(machine.gpus),
-        "gpu_bytes": min(machine.gpu_memory_bytes, default=0.0),
-        "memory_bytes": machine.memory_bytes,
-        "config": "",
-        "sees": False,
-        "port": _free_port(order["address"], order["port"]),
-    }
+    found: dict[str, Any] = {"host": socket.gethostname(), "paceline": __version__, "torch": version("torch")}
+    found |= {"gpus": len(machine.gpus), "gpu_bytes": min(machine.gpu_memory_bytes, default=0.0)}
+    found |= {"memory_bytes": machine.memory_bytes, "config": "", "sees": False}
+    found["port"] = _free_port(order["address"], order["port"])
     with contextlib.suppress(OSError):
         found["config"] = read_regular(Path(order["config"]), _MOST_BYTES).decode("utf-8", "replace")
     folder, mark = Path(order["folder"]), str(order["mark"])

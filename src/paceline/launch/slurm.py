@@ -73,15 +73,12 @@ def render(job: LaunchJob) -> str:
     if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
         raise UsageError("--set save_s=SECONDS and --set task=node|gpu are what Slurm's script knows besides sbatch")
     suffix = "-${SLURM_ARRAY_TASK_ID}" if job.tasks else ""
-    values = {
+    values = {"preempted": PREEMPTED, "by_signal": 128 + signal.SIGUSR1, "most": job.most_requeues} | {
         "options": "\n".join(f"#SBATCH --{name}" for name in _options(job, tasks, save_s)),
         "launch": f"{LAUNCHED}={shlex.quote(job.name)}",
         "workdir": shlex.quote(job.workdir),
         "setup": "".join(f"{line}\n" for line in job.setup),
         "command": " ".join(map(_quoted, job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))),
-        "preempted": PREEMPTED,
-        "by_signal": 128 + signal.SIGUSR1,
-        "most": job.most_requeues,
         "exit": f"{shlex.quote(str(job.exit_file))}{suffix}",
     }
     script = Path(__file__).with_name("slurm_job.sh").read_text(encoding="utf-8")
@@ -140,18 +137,11 @@ def _array_state(found: str) -> JobState:
 
 
 def _options(job: LaunchJob, tasks: int, save_s: str) -> list[str]:
-    options = {
-        "job-name": job.run,
-        "nodes": str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}",
-        "ntasks-per-node": str(tasks),
-        "gpus-per-node": str(job.gpus) if job.gpus else None,
-        "time": job.time,
-        "partition": job.queue,
-        "array": job.tasks,
-        "output": f"{job.log}-%a" if job.tasks else str(job.log),
-        "open-mode": "append",
-        "signal": f"B:USR1@{save_s}",
-    }
+    nodes = str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}"
+    options: dict[str, str | None] = {"job-name": job.run, "nodes": nodes, "ntasks-per-node": str(tasks)}
+    options |= {"gpus-per-node": str(job.gpus) if job.gpus else None, "time": job.time, "partition": job.queue}
+    output = f"{job.log}-%a" if job.tasks else str(job.log)
+    options |= {"array": job.tasks, "output": output, "open-mode": "append", "signal": f"B:USR1@{save_s}"}
     own = {name: value for name, value in job.settings.items() if name not in _OWN}
     wrong = [name for name in own if _OPTION.fullmatch(name) is None]
     if wrong or any(re.search(r"[\r\n]", value or "") for value in (*options.values(), *own.values())):

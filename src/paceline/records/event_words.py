@@ -23,13 +23,8 @@ from typing import Any
 from paceline.records.records import EventRecord
 from paceline.units import format_bytes, format_count, format_seconds
 
-_UNITS: dict[str, Callable[[Any], str]] = {
-    "B": format_bytes,
-    "N": format_count,
-    "S": format_seconds,
-    "U": lambda seconds: f"{1e6 * seconds:,.2f} us",
-    "Y": lambda value: "yes" if value else "no",
-}
+_UNITS: dict[str, Callable[[Any], str]] = {"B": format_bytes, "N": format_count, "S": format_seconds}
+_UNITS |= {"U": lambda seconds: f"{1e6 * seconds:,.2f} us", "Y": lambda value: "yes" if value else "no"}
 MOST_CHARACTERS = 400
 Detail = Mapping[str, Any]
 _NAMES = {"roll_back": "roll-back", "attempt": "new attempt", "skipped": "skipped update", "spike": "loss spike"}

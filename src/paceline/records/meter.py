@@ -35,11 +35,8 @@ _PHASE_AFTER = {
     for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
 }
 _TIMES: dict[int, Callable[[StepRecord], float]] = {  # cells that add up seconds
-    cells.STEP_NS: operator.attrgetter("step_s"),
-    cells.DATA_NS: operator.attrgetter("data_s"),
-    cells.FORWARD_NS: operator.attrgetter("forward_s"),
-    cells.BACKWARD_NS: operator.attrgetter("backward_s"),
-    cells.OPTIMIZER_NS: operator.attrgetter("optimizer_s"),
+    getattr(cells, f"{name.upper()}_NS"): operator.attrgetter(f"{name}_s")
+    for name in ("step", "data", "forward", "backward", "optimizer")
 }
 _COMM_S = 1.0  # between records of communication, at least
 _MEMORY_EVERY = 50  # steps; to ask the system, or CUDA's allocator, takes longer than all the rest here

@@ -134,18 +134,10 @@ def _of_rank(labels: dict[str, str], newest: dict[object, kinds.Record]) -> Iter
 
 
 def _of_step(labels: dict[str, str], record: kinds.StepRecord, run: kinds.RunRecord | None) -> Iterator[Sample]:
-    values = {
-        "paceline_step": record.step,
-        "paceline_epoch": record.epoch,
-        "paceline_loss": record.loss,
-        "paceline_learning_rate": record.lr,
-        "paceline_grad_norm": record.grad_norm,
-        "paceline_step_seconds": record.step_s,
-        "paceline_samples_per_second": record.samples_per_s,
-        "paceline_flops_per_second": record.flops_per_s,
-        "paceline_mfu": record.mfu,
-    }
-    yield from ((name, labels, value) for name, value in values.items() if value is not None)
+    values = {"step": record.step, "epoch": record.epoch, "loss": record.loss, "learning_rate": record.lr}
+    values |= {"grad_norm": record.grad_norm, "step_seconds": record.step_s, "mfu": record.mfu}
+    values |= {"samples_per_second": record.samples_per_s, "flops_per_second": record.flops_per_s}
+    yield from ((f"paceline_{name}", labels, value) for name, value in values.items() if value is not None)
     for phase in PHASES:
         yield "paceline_phase_seconds", {**labels, "phase": phase.removesuffix("_s")}, getattr(record, phase)
     if run is not None:

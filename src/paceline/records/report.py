@@ -108,17 +108,10 @@ class RunSummary(Shown):
     exchange_share: float | None = None  # of the steps' time, in exchanges of rows between ranks with other experts
 
     def facts(self) -> dict[str, object]:
-        return {
-            "run": self.name,
-            "status": self.status,
-            "strategy": f"{self.strategy} on {self.world_size} ranks",
-            "steps": self.steps,
-            "loss": self.final_loss,
-            "test loss": self.test_loss,
-            "test accuracy": self.test_accuracy,
-            "took": format_seconds(self.seconds),
-            f"{self.unit}/s": self.units_per_s,
-        }
+        strategy = f"{self.strategy} on {self.world_size} ranks"
+        found = {"run": self.name, "status": self.status, "strategy": strategy, "steps": self.steps}
+        found |= {"loss": self.final_loss, "test loss": self.test_loss, "test accuracy": self.test_accuracy}
+        return found | {"took": format_seconds(self.seconds), f"{self.unit}/s": self.units_per_s}
 
     def to_json(self) -> dict[str, Any]:
         """Returns values that strict JSON can hold; floats that are not finite become strings."""

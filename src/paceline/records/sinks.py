@@ -332,20 +332,14 @@ def scalars(record: kinds.Record) -> Iterator[tuple[str, float]]:
 
 def _of_step(record: kinds.StepRecord) -> Iterator[tuple[str, float]]:
     phases = ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "host_s")
-    values = {
-        "train/loss": record.loss,
-        "train/grad_norm": record.grad_norm,
-        "train/loss_scale": record.loss_scale if record.loss_scale != 1.0 else None,
-        "train/lr": record.lr,
-        "train/epoch": record.epoch,
-        **{f"time/{name}": getattr(record, name) for name in phases},
-        "speed/samples_per_s": record.samples_per_s,
-        "speed/tflops": None if record.flops_per_s is None else record.flops_per_s / 1e12,
-        "speed/mfu": record.mfu,
-        "memory/peak_bytes": record.memory_bytes,
-        "memory/allocated_bytes": record.allocated_bytes,
-        "memory/reserved_bytes": record.reserved_bytes,
-    }
+    scale = record.loss_scale if record.loss_scale != 1.0 else None
+    tflops = None if record.flops_per_s is None else record.flops_per_s / 1e12
+    values = {"train/loss": record.loss, "train/grad_norm": record.grad_norm, "train/loss_scale": scale}
+    values |= {"train/lr": record.lr, "train/epoch": record.epoch}
+    values |= {f"time/{name}": getattr(record, name) for name in phases}
+    values |= {"speed/samples_per_s": record.samples_per_s, "speed/tflops": tflops, "speed/mfu": record.mfu}
+    values |= {"memory/peak_bytes": record.memory_bytes, "memory/allocated_bytes": record.allocated_bytes}
+    values["memory/reserved_bytes"] = record.reserved_bytes
     yield from ((name, value) for name, value in values.items() if value is not None)
 
 

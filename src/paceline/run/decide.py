@@ -188,9 +188,8 @@ def decide_sharing(config: Config) -> Config:
         return config
     machine, ranks = detect.detect_machine(with_gpus=config.parallel.device == "cuda"), config.parallel.decided_ranks
     with contextlib.suppress(UsageError):
-        return with_context_method(
-            config, expect.present_cluster(config, machine, ranks, None, machine_entry())[0], ranks
-        )
+        cluster = expect.present_cluster(config, machine, ranks, None, machine_entry())[0]
+        return with_context_method(config, cluster, ranks)
     return config
 
 

@@ -123,9 +123,7 @@ def check_links(
 
 def left_out(blocked: Sequence[BlockedLink], size: int, least: int) -> dict[int, str] | None:
     """Returns the hosts without which all links are open, by place: of late comers rather; None: too few are left."""
-    names = {
-        place: name for each in blocked for place, name in zip(each.places, (each.source, each.target), strict=True)
-    }
+    names = {place: name for one in blocked for place, name in zip(one.places, (one.source, one.target), strict=True)}
     gone: dict[int, str] = {}
     while rest := [each.places for each in blocked if not gone.keys() & set(each.places)]:
         counts = Counter(place for places in rest for place in places)

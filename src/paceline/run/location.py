@@ -182,9 +182,8 @@ def claim_run(
         text = dump_yaml(location.named_config(config))
         resume = location.is_continued
         try:
-            return claim_folder(
-                location.folder, text, plan_json, force=force, resume=resume, name=config.name
-            ), location
+            made = claim_folder(location.folder, text, plan_json, force=force, resume=resume, name=config.name)
+            return made, location
         except RunFolderError:
             if not location.takes_number or not is_taken(location.folder):
                 raise

@@ -364,10 +364,8 @@ class StepPairing:
         self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._history: UpdateHistory | None = None
         if watch.channel is not None and self._mine.rank == watch.hosts[watch.host][0]:
-            here, hosts, name_of = watch.host, watch.hosts, self._notes.name_of
-            watch.paired = PairedHosts(
-                channel=watch.channel, host=here, hosts=hosts, ledger=ledger.reader(), name_of=name_of
-            )
+            here, hosts, reader, names = watch.host, watch.hosts, ledger.reader(), self._notes.name_of
+            watch.paired = PairedHosts(channel=watch.channel, host=here, hosts=hosts, ledger=reader, name_of=names)
             self._history = watch.paired.history
 
     def note(self, frame: FrameType) -> HangVerdict | None:

@@ -136,15 +136,13 @@ class LoopPrediction:
         return "" if self._is_virtual else self._found.reason
 
 
-def _expect(
-    first: FirstPass, optimizer: torch.optim.Optimizer | None, samples: int, shared: SharedCores
-) -> Expectation:
+def _expect(first: FirstPass, optimizer: torch.optim.Optimizer | None, count: int, shared: SharedCores) -> Expectation:
     engine, counted = first.engine, first.counted
     ranks, reason = engine.world.size, first.reason
     if reason or counted is None:
         return Expectation(ranks=ranks, reason=reason or "the first step has not called the engine with gradients")
     try:
-        each = max(1, round(samples / first.num_passes))
+        each = max(1, round(count / first.num_passes))
         layout: Layout = engine.layout  # type: ignore[attr-defined]
         config = _as_config(engine, optimizer, replace(layout, microbatch=each, accumulate=first.num_passes))
         machine = replace(detect_machine(with_gpus=engine.device.type == "cuda"), cores=shared.cores)
@@ -171,20 +169,12 @@ def _as_config(engine: Engine, optimizer: torch.optim.Optimizer | None, layout: 
     world, group = engine.world, {} if optimizer is None else optimizer.param_groups[0]
     is_double = any(each.dtype == torch.float64 for each in engine.parameters())
     plain = {"kind": "sgd", "momentum": float(group["momentum"])} if "momentum" in group else {}
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"kind": "mlp"},
-        "data": {"kind": "digits"},
-        "optim": plain,
-        "parallel": {"ranks": world.size, "device": world.device.type},
-        "comm": {"backend": world.backend if world.size > 1 else "auto"},
-        "memory": {},
-        "train": {
-            "steps": 1,
-            "global_batch": layout.microbatch * layout.accumulate * world.size,
-            "accumulate": layout.accumulate,
-            "dtype": "float64" if is_double else "float32",
-        },
-    }
+    batch = layout.microbatch * layout.accumulate * world.size
+    dtype, backend = "float64" if is_double else "float32", world.backend if world.size > 1 else "auto"
+    sections: dict[str, dict[str, Any]] = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "optim": plain}
+    sections |= {"memory": {}, "parallel": {"ranks": world.size, "device": world.device.type}}
+    sections |= {"comm": {"backend": backend}}
+    sections["train"] = {"steps": 1, "global_batch": batch, "accumulate": layout.accumulate, "dtype": dtype}
     for path, value in config_values(layout, names_precision=True).items():
         section, _, key = path.partition(".")
         sections[section][key] = value

@@ -242,9 +242,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._sink = None
             self._around.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._problem = self._problem or _words(error)
         self.close()
 
@@ -311,9 +309,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         places = gather_objects(comm, (socket.gethostname(), comm.rank, os.getpid(), usable_cores()))
         same = [each for each in places if each[0] == socket.gethostname()]
         here = {rank: pid for _, rank, pid, _ in same}
-        self._shared = SharedCores(
-            hosts=len({host for host, *_ in places}), cores=len({core for *_, cores in same for core in cores})
-        )
+        cores = {core for *_, own in same for core in own}
+        self._shared = SharedCores(hosts=len({host for host, *_ in places}), cores=len(cores))
         find = (lambda: here) if comm.rank == min(here) else None
         self._around.enter_context(observing_from_a_rank(self.folder, self._monitor, self._settings(), comm, find))
         atexit.register(self.close)

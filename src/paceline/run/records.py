@@ -134,14 +134,8 @@ def _speed_of(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     sample, entry, name = trainer.parts.sample, machine_entry(), device_name(device)
     compute = compute_dtype(trainer.parts.engine.precision, device)
     peaks = find_peaks(name, compute, entry) if device.type == "cuda" or entry is not None else Peaks()
-    return {
-        "unit": sample.unit,
-        "units_per_sample": sample.units,
-        "flops_per_sample": sample.flops,
-        "compute": compute,
-        "peak_flops": peaks.sheet,
-        "measured_peak_flops": peaks.measured,
-    }
+    counts = {"unit": sample.unit, "units_per_sample": sample.units, "flops_per_sample": sample.flops}
+    return counts | {"compute": compute, "peak_flops": peaks.sheet, "measured_peak_flops": peaks.measured}
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> str:

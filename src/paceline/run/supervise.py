@@ -89,9 +89,8 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
         decision = None if change else after_failure(policy, failed)
         if not folder.is_dir():
             if not failed:
-                raise errors.RunFolderError(
-                    f"{folder} is gone\n  a run keeps its records and checkpoints there\n  start it anew"
-                )
+                rule = "a run keeps its records and checkpoints there"
+                raise errors.RunFolderError(f"{folder} is gone\n  {rule}\n  start it anew")
             decision = Stop(reason="not started again: its folder is gone")
         if isinstance(decision, Stop):
             raise _stopped(failed[-1], decision)
@@ -349,9 +348,7 @@ class Launcher:
                 raise RunPreemptedError from None
             if self.met.is_cut_off:
                 raise HostsChangedError from None
-            if self.has_others and isinstance(
-                error, errors.CommunicationError
-            ):  # one of this launcher's connections ended
+            if self.has_others and isinstance(error, errors.CommunicationError):  # of this launcher's own
                 raise HostsChangedError(f"{CHANGED}on {host_name()}, {error}") from error
             raise
         except ChildFailedError as error:

@@ -353,9 +353,8 @@ def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Surroun
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     hosts = _parse_counts(counts)
     if hosts is None:
-        raise UsageError(
-            f"--nnodes {counts}\n  it is a number of hosts, or the fewest and the most: 1:4\n  try --nnodes 1:2"
-        )
+        rule = "it is a number of hosts, or the fewest and the most: 1:4"
+        raise UsageError(f"--nnodes {counts}\n  {rule}\n  try --nnodes 1:2")
     place = _ENDPOINT.fullmatch(endpoint)
     if place is None or not 0 < int(place["port"]) < 2**16:
         raise UsageError(

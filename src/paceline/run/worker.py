@@ -221,9 +221,8 @@ class RankRunner:
             )
             trainer.losses, trainer.own_hooks = config.recovery, own
             trainer.memory = memory_folder()
-            trainer.find_checkpoint = lambda: find_start(
-                config, self.folder, "auto", _LOGGER.warning, trainer.line, trainer.memory
-            )
+            find = partial(find_start, config, self.folder, "auto", _LOGGER.warning)
+            trainer.find_checkpoint = lambda: find(trainer.line, trainer.memory)
             checkpoint = trainer.find_start() if str(resume) == "auto" else None if resume is None else Path(resume)
             if checkpoint is not None:
                 load_start(trainer, checkpoint)

@@ -333,9 +333,8 @@ def _fit_microbatch(
         for each in found.trials
     )
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
-    return plan.with_microbatch(
-        found.samples
-    ), f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
+    why = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
+    return plan.with_microbatch(found.samples), why
 
 
 def _build_loaders(

@@ -63,11 +63,8 @@ RULE = "the model is run once, on tensors that have shapes and no values"
 _OURS = Path(__file__).parent.parent
 _RECORDERS = (_OURS / "rehearse" / "dryrun", _OURS / "models" / "measured.py")  # they stand between a model and torch
 _NEEDS_VALUES = (
-    NotImplementedError,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
+    *(NotImplementedError, fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException),
+    *(fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException),
 )
 _SPEAKS_OF_THEM = ("meta device", "meta tensor", ".numpy()")  # torch has no type for what these say
 _SAMPLES = 2  # batch norms refuse a single one

@@ -267,10 +267,8 @@ class Trainer(RunState):
         return StepResult(self.step, self.position, samples, lr, outcome, plan.steps_per_epoch, is_last)
 
     def _train_step(self, batch: StepBatch, on_phase: OnPhase, on_gradients: OnGradients | None = None) -> StepOutcome:
-        parts, callbacks = self.parts, StepCallbacks(on_phase, on_gradients)
-        return train_step(
-            parts.engine, parts.optimizer, batch, parts.loss, parts.policy, callbacks, self.scaler, parts.passes
-        )
+        own, callbacks = self.parts, StepCallbacks(on_phase, on_gradients)
+        return train_step(own.engine, own.optimizer, batch, own.loss, own.policy, callbacks, self.scaler, own.passes)
 
     def _write_histograms(self, weight: torch.Tensor | None) -> None:
         """Writes the histograms of the step under way, on rank 0, one event for each parameter. All ranks call it."""

@@ -229,11 +229,10 @@ def verify(
 
 def certify(case: Case, settings: Settings) -> Certificate:
     settings = complete(settings)
-    settings = dataclasses.replace(
-        settings, caches_casts=settings.backend != "virtual", keeps_dropout=settings.draws_alike
-    )
+    is_virtual = settings.backend == "virtual"
+    settings = dataclasses.replace(settings, caches_casts=not is_virtual, keeps_dropout=settings.draws_alike)
     check_settings(settings)
-    if settings.backend != "virtual":
+    if not is_virtual:
         try:
             pickle.dumps(case)
         except Exception as error:

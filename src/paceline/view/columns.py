@@ -209,16 +209,13 @@ def _mean_of(name: str) -> Callable[[Mapping[str, Array]], Array]:
 
 _CURVES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "loss": lambda part: _ratio(_sum(part["loss_sum"]), _sum(part["count"])),
-    "lr": _mean_of("lr"),
-    "grad_norm": _mean_of("grad_norm"),
-    "epoch": _mean_of("epoch"),
+    **{name: _mean_of(name) for name in ("lr", "grad_norm", "epoch")},
     "samples_per_s": lambda part: _ratio(_sum(part["samples"] / part["steps"]), np.nanmax(part["step_s"], axis=0)),
     "mfu": _mean_of("mfu"),
     "flops_per_s": lambda part: _sum(part["flops_per_s"]),
     "step_s": lambda part: np.asarray(np.nanmax(part["step_s"], axis=0)),
     "memory_bytes": lambda part: np.asarray(np.nanmax(part["memory_bytes"], axis=0)),
-    "host_s": _mean_of("host_s"),
-    **{name: _mean_of(name) for name in PHASES},
+    **{name: _mean_of(name) for name in ("host_s", *PHASES)},
 }
 
 

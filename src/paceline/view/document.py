@@ -62,32 +62,20 @@ def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
     units = 1.0 if run.lead is None else run.lead.units_per_sample
     shown = {name: values[span] for name, values in curves.items() if name not in ("time", "epoch")}
     shown["units_per_s"] = shown.pop("samples_per_s") * units
-    return {
-        "id": run.id,
-        "name": run.name,
-        "folder": str(run.folder),
-        "version": run.version,
-        "read": run.share_read,
-        "state": asdict(run.state()),
-        "verdict": run.verdict(),
-        "problems": run.problems(),
-        "facts": _facts(run),
+    told = {"id": run.id, "name": run.name, "folder": str(run.folder), "version": run.version, "read": run.share_read}
+    told |= {"state": asdict(run.state()), "verdict": run.verdict(), "problems": run.problems(), "facts": _facts(run)}
+    told |= {
         "range": [float(steps[0]), float(steps[-1])] if len(steps) else None,
         "bucketed": len(starts) < len(numbers),
         "x": {"step": rounded(means(numbers, starts), 9), "time": rounded(means(times - run.first_time, starts))},
         "curves": {name: _curve(values, starts) for name, values in shown.items() if np.isfinite(values).any()},
         "evaluations": _points(run, _evaluated(run)),
-        "events": _events(run),
-        "own": _points(run, _own_scalars(run)),
-        "hosts": _hosts(run, window.points),
-        "comm": _comm(run),
-        "predicted": _predicted(run),
-        "heat_names": _heat_names(run),
-        "expert_layers": list(loads_by_layer(run.experts)),
-        "texts": text_names(run.folder),
         "failure": failure_of(run.folder) if run.state().status in ("failed", "died") else None,
-        "samples": _samples(run),
     }
+    told |= {"events": _events(run), "own": _points(run, _own_scalars(run)), "hosts": _hosts(run, window.points)}
+    told |= {"comm": _comm(run), "predicted": _predicted(run), "heat_names": _heat_names(run)}
+    told |= {"expert_layers": list(loads_by_layer(run.experts)), "texts": text_names(run.folder)}
+    return told | {"samples": _samples(run)}
 
 
 def heat(run: ShownRun, name: str, window: Window) -> dict[str, Any]:
@@ -115,13 +103,8 @@ def _loads(run: ShownRun, layer: str, window: Window) -> tuple[list[int], Array,
 
 def _packed(name: str, rows: list[int], steps: Array, values: Array, limits: tuple[float, float]) -> dict[str, Any]:
     packed = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
-    return {
-        "name": name,
-        "ranks": rows,
-        "steps": rounded(steps, 9),
-        "values": packed,
-        "limits": rounded(np.array(limits)),
-    }
+    about = {"name": name, "ranks": rows, "steps": rounded(steps, 9)}
+    return about | {"values": packed, "limits": rounded(np.array(limits))}
 
 
 def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:
@@ -135,7 +118,7 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
     zero = float(np.nanmin(starts)) if np.isfinite(starts).any() else 0.0
     until = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     clocks = dict(zip(ranks, ahead_s.tolist(), strict=True))
-    found, note = _operations_between(run.folder, clocks, zero, until)
+    found, note = _operations_in(run.folder, clocks, zero, until)
     return {
         "steps": [int(number) for number in numbers],
         "ranks": ranks,
@@ -148,9 +131,7 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
     }
 
 
-def _operations_between(
-    folder: Path, ranks: Mapping[int, float], start: float, end: float
-) -> tuple[list[list[Any]], str]:
+def _operations_in(folder: Path, ranks: Mapping[int, float], start: float, end: float) -> tuple[list[list[Any]], str]:
     """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing.
 
     ``ranks`` says by how much the clock of each is ahead of the one that ``start`` and ``end`` are read from.
@@ -270,7 +251,9 @@ def _events(run: ShownRun) -> list[dict[str, Any]]:
     steps, times = run.columns.steps, run.columns.curves()["time"]
     is_rising = bool(np.all(np.diff(times) >= 0))
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for rank, event in [*run.events, *((0, _as_event(each)) for each in run.evaluations)]:
+    scored = ((scores_text(each), each.step, each.time) for each in run.evaluations)
+    evaluations = [(0, EventRecord(name="evaluation", step=step, detail=it, time=at)) for it, step, at in scored]
+    for rank, event in [*run.events, *evaluations]:
         if event.name in QUIET_EVENTS:
             continue
         step = event.step
@@ -293,11 +276,6 @@ def _samples(run: ShownRun) -> list[dict[str, Any]]:
         good = [pair for pair in pairs if isinstance(pair, list) and [type(each) for each in pair] == [str, str]]
         found += [{"step": event.step, "items": good}] if good else []
     return found
-
-
-def _as_event(evaluation: EvalRecord) -> EventRecord:
-    detail = scores_text(evaluation)
-    return EventRecord(name="evaluation", step=evaluation.step, detail=detail, time=evaluation.time)
 
 
 def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:

@@ -144,9 +144,7 @@ class Muon(torch.optim.Optimizer):
         for numbers in by_group.values():
             momentum, nesterov = (found[numbers[0]].group[key] for key in ("momentum", "nesterov"))
             buffers = {n: found[n].own(self.state[found[n].parameter]["momentum_buffer"]) for n in numbers}
-            gradients: dict[int, Any] = {
-                n: found[n].own(cast("torch.Tensor", found[n].parameter.grad)) for n in numbers
-            }
+            gradients = {n: found[n].own(cast("torch.Tensor", found[n].parameter.grad)) for n in numbers}
             torch._foreach_lerp_(list(buffers.values()), list(gradients.values()), 1 - momentum)
             given = [number for number in numbers if number in set(current.needed)]
             values = [buffers[number] for number in given]
