@@ -29,10 +29,7 @@ class Line(NamedTuple):
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], *, counts: Sequence[int] = (), **labels: str) -> None:
-    """Draws curves, with a legend where they have labels, and ``labels`` of the chart: title, xlabel, ylabel.
-
-    ``counts`` of ranks or devices: what the curves are over, on a logarithmic axis that names each of them.
-    """
+    """Draws curves with ``labels`` for title and axes. ``counts``, of ranks say, have a logarithmic axis with each."""
     for line in lines:
         axes.plot(line.x, line.y, **{"label": line.label or None, **line.look})
     if any(line.label for line in lines):

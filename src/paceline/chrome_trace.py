@@ -1,7 +1,4 @@
-"""Time lines in the trace event format, which Chrome and Perfetto show: one process a rank, the same tracks for all.
-
-Measured, simulated and predicted runs have the same tracks, so that they can be laid beside one another.
-"""
+"""Time lines in the trace event format: one process a rank, the same tracks for measured and predicted runs."""
 
 from __future__ import annotations
 

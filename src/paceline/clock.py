@@ -76,10 +76,7 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """Takes marks on one device.
-
-    ``take`` is ``mark`` for the innermost loop: on a CPU the host's clock itself, a bare number, without one more call.
-    """
+    """Takes marks on one device; ``take`` is ``mark`` for inner loops: on a CPU a bare number, and one call less."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

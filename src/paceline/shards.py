@@ -90,10 +90,7 @@ def flat_layout(
     num_shards: int = 1,
     tail: int = 0,
 ) -> FlatLayout:
-    """Lays tensors out one after another, with ``tail`` free elements behind the last one.
-
-    ``strides`` are those of dense tensors in any dim order (channels last, say); row-major where not given.
-    """
+    """Lays tensors out one after another, dense as ``strides`` say (or row-major), with ``tail`` elements behind."""
     slots, offset = [], 0
     for index, shape in enumerate(shapes):
         offset = round_up(offset, align)

@@ -107,10 +107,7 @@ def plain_name(name: Any) -> str:
 
 
 def file_inside(folder: Path, name: Any) -> Path:
-    """Returns the path of a file that a manifest names. Raises ValueError where it is not in the folder.
-
-    A link may lead to another file of the folder; in a snapshot of Hugging Face's cache also to ``../../blobs``.
-    """
+    """Returns the path of a manifest's file. Raises ValueError for one outside, but for ``../../blobs``."""
     path = folder / plain_name(name)
     if path.is_symlink():
         home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))

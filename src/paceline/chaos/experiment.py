@@ -40,10 +40,7 @@ _NEXT_HOST_S = 1.0  # so that the first one is where they meet, and all come bef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyRun:
-    """A config as it is run with faults: the file, its changes, the command's environment; ``say`` tells the user.
-
-    ``meeting`` is the port at which the launchers of several ``hosts`` meet.
-    """
+    """A config as it is run with faults; ``say`` tells the user, ``hosts`` meet at the port ``meeting``."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -70,10 +67,7 @@ def prepare_run(
     say: Callable[[str], None],
     hosts: int = 1,
 ) -> FaultyRun:
-    """Changes of a config what it leaves open and a run with faults of these ``kinds`` needs.
-
-    ``ranks`` are those of an open number. Raises ConfigError where the hosts cannot have as many each.
-    """
+    """Decides what a run with faults of these ``kinds`` needs, on ``ranks`` if the config leaves them open."""
     config, changes = loaded.config, [f"name={loaded.config.name}-chaos"]
 
     def is_open(key: str) -> bool:

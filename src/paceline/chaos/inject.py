@@ -48,10 +48,7 @@ class InjectedError(RuntimeError):
 
 
 class Injector:
-    """The faults of one rank in one attempt: those of the plan that have not happened yet.
-
-    ``launcher`` is the process that has started the rank, and ``find_ranks`` returns that of each rank.
-    """
+    """The faults of one rank that have not happened yet. ``launcher`` started it; ``find_ranks`` returns processes."""
 
     def __init__(
         self,

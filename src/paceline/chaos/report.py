@@ -317,10 +317,7 @@ def handle(
 
 
 def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) -> Passed | None:
-    """Returns where the run was past a fault.
-
-    A signal or a bad loss is obeyed a step or two later; the ranks of a launcher that is gone end as soon as they look.
-    """
+    """Returns where the run was past a fault: signals and bad losses are obeyed a step or two later."""
     own = [each for each in noted if each.number == fault.number]
     later = [each for each in own if each.is_later]
     is_late = fault.kind in ("preempt", *ON_LOSS, *OF_HOSTS, "kill-in-snapshot")

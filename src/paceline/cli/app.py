@@ -1,7 +1,4 @@
-"""The verbs of ``paceline``, and how errors reach people.
-
-torch is imported inside the verbs that need it, so that help and config checks answer at once.
-"""
+"""The verbs of ``paceline``, and how errors reach people. torch is imported inside the verbs that need it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``paceline checkpoint``: look at checkpoints, verify and compare them, and carry them to other worlds and formats.
-
-Nothing here needs the model's code or a GPU, and memory stays at some windows of 8 MiB.
-"""
+"""``paceline checkpoint``: look at checkpoints, and carry them elsewhere, without the model's code or a GPU."""
 
 from __future__ import annotations
 

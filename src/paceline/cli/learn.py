@@ -1,7 +1,4 @@
-"""``paceline learn``: checks answers to the exercises of the course, and gives hints.
-
-Progress lies in ``$XDG_STATE_HOME/paceline/learn.json``, or in ``~/.local/state`` where that is not set.
-"""
+"""``paceline learn``: checks answers to the course, and gives hints; progress is in ``$XDG_STATE_HOME``."""
 
 from __future__ import annotations
 

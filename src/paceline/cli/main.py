@@ -38,10 +38,7 @@ class Interrupted(SystemExit):
 
 
 def main(*, holds_interrupts: bool = False) -> None:
-    """Runs the command line in this process, which ends with it.
-
-    ``holds_interrupts``: whoever started Python has blocked SIGINT until now, so that Python did not answer it.
-    """
+    """Runs the command line, with which this process ends. ``holds_interrupts``: SIGINT was blocked until now."""
     try:
         import signal
 

@@ -180,10 +180,7 @@ def _longer(config: Config) -> str:
 
 
 def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path, list[str], list[str]]:
-    """Returns the config and the overrides that words come to, and a line on each option that was translated.
-
-    Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
-    """
+    """Returns config, overrides, and a line on each translated option. Raises ConfigError with answers to others."""
     from paceline.config.suggest import translate_setting
 
     files: list[str] = []

@@ -1,7 +1,4 @@
-"""Rules that tie several keys together: small pure functions from a config to its problems.
-
-Where sections of a config are broken, a rule that reads one of them is left out, and all others run.
-"""
+"""Rules that tie several keys together, as pure functions; those that read a broken section are left out."""
 
 from __future__ import annotations
 

@@ -155,10 +155,7 @@ class _AskedValues:
         self.overridden.add(path)
 
     def make_way(self, config: Config, problems: list[Problem]) -> bool:
-        """Drops keys of the file that an override made idle, and shortens a warmup; says whether there was any.
-
-        What contradicts itself in the file alone is left to be refused.
-        """
+        """Drops keys that an override made idle, says if there were any. What the file alone has wrong is refused."""
         if not self.overridden:
             return False
         num_notes = len(self.notes)

@@ -1,7 +1,4 @@
-"""The configs that come with the package, by name: ``paceline train digits`` works in any folder.
-
-They lie in ``configs/`` of the repository, to which the package has a link; a wheel has the files in its place.
-"""
+"""The configs that come with the package, by name: a link to ``configs/`` of the repository, files in a wheel."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Returns the file that is meant: a path as it is, and of a name that no file has the one that ships.
-
-    Raises ConfigError for a name where a file such as ``digits.yaml`` lies here and says something else.
-    """
+    """Returns the file of a path, or of a name that ships. Raises ConfigError where ``digits.yaml``, say, lies here."""
     asked = Path(path)
     shipped = shipped_configs().get(str(path))
     if shipped is None or asked.is_file():

@@ -151,10 +151,7 @@ def known_fields() -> tuple[KnownField, ...]:
 
 @cache
 def known_paths() -> dict[str, tuple[str, bool]]:
-    """Returns all keys, each with the class of its section, and whether it is a section itself.
-
-    They are read from the models: to make the JSON Schema takes 0.1 s of every start.
-    """
+    """Returns all keys, with the class of their section and if they are one; the JSON Schema would take 0.1 s."""
     return dict(_paths(Config, ""))
 
 

@@ -1,8 +1,4 @@
-"""YAML as configs use it: text to plain values with their lines, and back.
-
-``bounded_yaml.py`` reads it. The dumper knows its rules for scalars, so that text which looks like a number is quoted
-and a dump reads back as it was.
-"""
+"""YAML as configs use it: text to plain values with their lines, and back, by the rules of ``bounded_yaml.py``."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ class MapDataset(Protocol):
 
 
 class EpochDataset(Dataset[Any], ABC):
-    """A data set whose samples are a pure function of its seed, the epoch and the index.
-
-    Where ``reads_ahead``, reading is so quick that a thread of the rank does it, and no worker processes are needed.
-    """
+    """A data set of (seed, epoch, index). ``reads_ahead``: so quick that a thread reads, in place of workers."""
 
     reads_ahead: bool = False
 

@@ -346,10 +346,7 @@ class FeedSource:
 
 
 def read_ahead(items: Iterator[T], ahead: int, prepare: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
-    """Yields the items in order, while a thread, which calls ``prepare`` first, reads up to ``ahead`` of the next.
-
-    An exception is raised where its item would have come. The thread ends with the generator, however that ends.
-    """
+    """Yields items, up to ``ahead`` of which a thread reads after ``prepare``; an exception comes in its turn."""
     ready: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # an item, what was raised, or the end
     room = threading.Semaphore(ahead)
     is_closed = threading.Event()

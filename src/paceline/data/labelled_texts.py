@@ -29,10 +29,7 @@ _PLAIN = 2  # fields of a row without a second text
 
 
 class LabelledTexts(EpochDataset):
-    """Pairs of padded tokens and classes. ``numbers`` are the classes by the value that a row has.
-
-    ``fields`` name the text, the second one of a pair if there is one, and the class.
-    """
+    """Padded tokens and classes: ``numbers`` by what rows have. ``fields`` name text, second text, class."""
 
     def __init__(
         self,

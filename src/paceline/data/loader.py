@@ -90,10 +90,7 @@ class TrainLoader:
             check_picklable(dataset, self._options.worker_start)
 
     def steps(self, position: int = 0, num_steps: int | None = None) -> Generator[StepBatch, None, None]:
-        """Yields the steps after ``position`` samples: ``num_steps`` of them, or without end.
-
-        ``contextlib.closing`` ends the workers at once where an exception ends the loop: its traceback holds them.
-        """
+        """Yields ``num_steps`` steps after ``position``, or all; ``contextlib.closing`` ends the workers at once."""
         source = _make_source(self._dataset, self._options, seed=self.order.seed, ahead=self._accumulate)
         # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
         ahead, current = tee(self._cuts(position, num_steps))

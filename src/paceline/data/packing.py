@@ -79,10 +79,7 @@ def token_documents(
 
 
 class RowDocuments:
-    """Rows of a file, a document each. All of them are read once, for their sizes; then when they are asked for.
-
-    With an ``end_token``, by which a model keeps them apart, a document that lacks it gets one, which is no target.
-    """
+    """Rows of a file, a document each, read once for their sizes. A missing ``end_token`` is added, as no target."""
 
     reads_ahead = False
 

@@ -35,10 +35,7 @@ SyntheticConfig: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplits:
-    """What to train on, what to evaluate on (``None``: nothing), sizes that a model must know, what tokens mean.
-
-    ``pictures`` makes images from 0 to 1 of inputs that do not look like any.
-    """
+    """What to train and evaluate on (None: nothing), sizes for a model, what tokens mean, inputs as ``pictures``."""
 
     train: MapDataset
     eval: MapDataset | None
@@ -55,10 +52,7 @@ def data_of(config: Config) -> DataSplits:
 
 
 def build_data(config: sections.DataConfig, context: int | None, seed: int, needs: ModelNeeds = NO_NEEDS) -> DataSplits:
-    """Makes the data sets that a config asks for: a pure function of its arguments (and of files and user code).
-
-    ``context`` is the model's, for text whose own is not set. ``seed`` is the run's, for data that sets none.
-    """
+    """Makes a config's data sets, a pure function. ``context`` is the model's, ``seed`` the run's."""
     seed = seed if config.seed is None else config.seed
     if config.kind == "digits":
         train, evaluation = datasets.split_pairs(datasets.load_digits(), config.eval_fraction, seed)

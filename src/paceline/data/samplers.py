@@ -30,10 +30,7 @@ _KEPT = 2  # epochs: a loader that reads ahead is in the next one already
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledOrder(DataOrder):
-    """The order of a sampler over a data set with ``num_items``; ``length`` samples an epoch.
-
-    One that ``gives_batches`` says where they end, too; ``global_batch`` is then the longest.
-    """
+    """The order of a sampler over ``num_items``. ``gives_batches``: of ``global_batch`` at most, it ends them."""
 
     sampler: Any = field(compare=False)
     num_items: int

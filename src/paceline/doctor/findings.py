@@ -1,8 +1,4 @@
-"""What a check found, what it means and what to do about it.
-
-A check is a function from the surroundings to findings. Nothing here stops at the first problem: a machine that has
-one often has two, and a check that fails by itself is a finding too.
-"""
+"""What a check found, what it means and what to do. None stops the others: one that fails is a finding, too."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ class TrainedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it.
-
-    With its ``diagnosis`` it is what a launcher tells those of other hosts, so that all decide alike.
-    """
+    """One start of the ranks, and what ended it; told to the launchers of other hosts, so that all decide alike."""
 
     first_step: int
     kind: FailureKind
@@ -166,7 +163,8 @@ def after_failure(
     if last.kind == "preempted":
         number = sum(each.kind == "preempted" for each in attempts)
         return Restart(number=number) if number <= max_requeues else Stop(reason=f"{_ENOUGH} {max_requeues}")
-    counted = _within_window(policy, failed)
+    reached, window = max(each.last_step for each in failed), policy.restart_window
+    counted = [each for each in failed if window is None or reached - each.last_step < window]
     number = len(counted)
     if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()
@@ -194,14 +192,6 @@ def after_failure(
     if halves and not last.can_halve:
         return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
-
-
-def _within_window(policy: RecoveryConfig, failed: Sequence[FailedAttempt]) -> list[FailedAttempt]:
-    """Returns the failures that still count: those of the last ``recovery.restart_window`` steps."""
-    if policy.restart_window is None:
-        return list(failed)
-    reached = max(each.last_step for each in failed)
-    return [each for each in failed if reached - each.last_step < policy.restart_window]
 
 
 def _spent(policy: RecoveryConfig, counted: Sequence[FailedAttempt]) -> str:

@@ -52,10 +52,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsVerdict:
-    """What is wrong with the router of one layer, what shows it, and what helps. ``kind`` is one of the three.
-
-    Of a straggler, ``rank`` is its place among the ``ranks`` that share the experts.
-    """
+    """What is wrong with a layer's router, what shows it, what helps. Of a straggler, ``rank`` is one of ``ranks``."""
 
     kind: str
     layer: str

@@ -56,10 +56,7 @@ _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed; ``kind`` decides whether ranks are started again. ``traceback`` may be empty.
-
-    ``is_refusal``: what was asked for cannot be, which was found before training began.
-    """
+    """How one rank failed; ``kind`` decides about restarts. ``is_refusal``: found before training, it cannot be."""
 
     rank: int
     cause: Cause

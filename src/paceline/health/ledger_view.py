@@ -64,10 +64,7 @@ class LedgerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One operation of one rank. ``number`` counts all of the rank's; ``sequence`` those of the group, or of the pair.
-
-    Times are seconds of the ledger's clock; ``done_s`` is None until the rank's wait has returned.
-    """
+    """An operation by its ``number`` in the rank and ``sequence`` in the group; ``done_s`` is None while it waits."""
 
     number: int
     group: GroupName

@@ -35,10 +35,7 @@ _LEVEL_BITS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An update of an optimizer that came after a collective. ``idle`` counts those before it that came after none.
-
-    ``place`` says which collective that was and from where, by numbers of the rank's ledger.
-    """
+    """An update after the collective at ``place`` of the ledger; ``idle`` of them came before, after no collective."""
 
     collectives: int
     updates: int

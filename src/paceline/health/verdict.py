@@ -141,10 +141,7 @@ def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
 
 
 def _pending(views: _Views) -> dict[int, LedgerEntry]:
-    """Returns the operation that each rank waits in.
-
-    Where none does, the first that it issued and another has not: on CUDA the host runs ahead of the device.
-    """
+    """Returns what each rank waits in; else, as on CUDA hosts run ahead, what it has issued first and another not."""
     running = [view for view in views.values() if view.state == "running"]
     found = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
     if found:

@@ -114,10 +114,7 @@ def run_command(command: Sequence[str], stdin: int | None = None) -> tuple[int, 
 
 
 def exit_code_of(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a process, and returns its exit code as a shell does; handlers of signals run meanwhile.
-
-    A signal that comes just before a wait begins is handled after it: a wait without end would lose the signal.
-    """
+    """Returns a process's code as a shell does; waits in turns, as a signal just before a long wait would be lost."""
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_TURN_S)

@@ -20,10 +20,7 @@ _FIX = "leave the rest out: no host gets more ranks than slots, and ssh's port g
 
 
 def read_hosts(named: str, lines: Iterable[str] = ()) -> tuple[tuple[str, ...], int | None]:
-    """Returns the hosts of ``--hosts`` and of a hostfile's lines, and the ranks of each, where slots say so.
-
-    Raises ConfigError with all that is wrong with them.
-    """
+    """Returns the hosts of ``--hosts`` and of a hostfile, and the ranks of each, if given. Raises ConfigError."""
     entries = [("--hosts", word.strip()) for word in named.split(",")]
     entries += [(f"line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     read = [(where, text, _ENTRY.fullmatch(text)) for where, text in entries if text]

@@ -228,11 +228,10 @@ def _device_counts(text: str) -> dict[str, int]:
 
 
 # How the value of each word is read. A word is the name of a field, but for "page".
-_TEXTS = ("image", "namespace", "secret", "scrape_from", "gpu_resource", "claim", "storage_class")
-SETTINGS: dict[str, Callable[[str], Any]] = {"kind": _one_of(Kind), **dict.fromkeys(_TEXTS, str), "page": _switch}
-SETTINGS |= {"gang": _one_of(Gang), "access_mode": _one_of(AccessMode), "shm_gib": _number}
-SETTINGS |= {"network": _device_counts, "patch": read_patch}
-SETTINGS |= dict.fromkeys(("max_restarts", "cpus", "memory_gib", "size_gib"), _count)
+SETTINGS: dict[str, Callable[[str], Any]] = {"image": str, "kind": _one_of(Kind), "namespace": str, "secret": str}
+SETTINGS |= {"max_restarts": _count, "page": _switch, "scrape_from": str, "cpus": _count, "memory_gib": _count}
+SETTINGS |= {"shm_gib": _number, "gpu_resource": str, "network": _device_counts, "gang": _one_of(Gang), "claim": str}
+SETTINGS |= {"size_gib": _count, "storage_class": str, "access_mode": _one_of(AccessMode), "patch": read_patch}
 
 
 def read_options(job: LaunchJob) -> KubernetesOptions:

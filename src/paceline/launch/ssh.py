@@ -211,7 +211,9 @@ class _Supervisor:
             thread.start()
         while not self.is_over.wait(_ALIVE_S):
             self._order({"do": "alive"})
-            self._tell_silent()
+            for host, last in list(self.heard.items()):  # before ssh gives it up: between rounds no host watches it
+                if time.monotonic() - last > _SILENT_S and self.heard.pop(host, None) is not None:
+                    echo(f"{host}: nothing was heard of it for {_SILENT_S:g} s", err=True)
         for _ in range(2):  # one that has just started would wait for the first for a minute
             deadline = time.monotonic() + _LATE_S
             for thread in threads:
@@ -226,12 +228,6 @@ class _Supervisor:
     def _order(self, order: dict[str, object]) -> None:
         for process in list(self.processes.values()):
             give_order(process, order)
-
-    def _tell_silent(self) -> None:
-        """Names hosts that do not answer, before ssh gives them up: between two rounds no other host watches them."""
-        for host, last in list(self.heard.items()):
-            if time.monotonic() - last > _SILENT_S and self.heard.pop(host, None) is not None:
-                echo(f"{host}: nothing was heard of it for {_SILENT_S:g} s", err=True)
 
     def _keep(self, host: str) -> None:
         """Has a host take part; again and again, where the run goes on without it."""

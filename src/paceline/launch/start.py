@@ -39,10 +39,7 @@ def prepare(
     checks_memory: bool = True,
     is_dry: bool = False,
 ) -> tuple[Target, LaunchJob, tuple[str, ...]]:
-    """Makes the job of ``asked``, and lines that tell what was decided; refuses one that cannot run. Writes nothing.
-
-    Raises UsageError, ConfigError, RunFolderError or LaunchError for what is wrong with it.
-    """
+    """Makes the job of ``asked``, and lines on what was decided. Raises for one that cannot run, and writes nothing."""
     target = find_target(asked.target)
     array = [word for word in overrides if "{task}" in word]
     if array and asked.tasks is None:

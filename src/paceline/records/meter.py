@@ -176,7 +176,9 @@ class StepMeter:
                 yield record
         finally:
             if done:
-                self._add_times(done)
+                for cell, seconds in _TIMES.items():  # for whoever compares ranks: the number of steps last
+                    self._cells[cell] += int(1e9 * sum(max(0.0, seconds(each)) for each in done))
+                self._cells[TIMED_STEPS] += len(done)
                 self._drain_every = 1  # the most steps, a power of two, that take _DRAIN_S
                 while self._drain_every < _DRAIN_STEPS and 2 * self._drain_every * done[-1].step_s <= _DRAIN_S:
                     self._drain_every *= 2
@@ -204,12 +206,6 @@ class StepMeter:
     def _now(self) -> float:
         """Returns the time that records of communication have: a simulation has its own."""
         return time.time()
-
-    def _add_times(self, records: Sequence[StepRecord]) -> None:
-        """Adds steps to what whoever compares ranks reads; the number of steps last."""
-        for cell, seconds in _TIMES.items():
-            self._cells[cell] += int(1e9 * sum(max(0.0, seconds(each)) for each in records))
-        self._cells[TIMED_STEPS] += len(records)
 
 
 def _numbers(outcome: StepNumbers) -> list[torch.Tensor | float]:

@@ -276,10 +276,7 @@ Record = (
 
 
 def to_line(record: Record) -> str:
-    """Writes a record as one line of strict JSON, newline included.
-
-    pydantic's encoder writes the numbers of a step, unless one is not finite: in an eighth of the time of Python's own.
-    """
+    """Writes a record as a line of strict JSON; pydantic writes a step's finite numbers in an eighth of the time."""
     form = _FORMS_BY_CLASS[type(record)]
     values = form.values(record)
     if form is _STEP_FORM:

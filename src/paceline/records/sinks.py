@@ -142,10 +142,7 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars and histograms to a TensorBoard folder.
-
-    The first record of an attempt marks a new start at its step: a resumed run draws one curve.
-    """
+    """Writes scalars and histograms to a TensorBoard folder; a new start at an attempt's first step makes one curve."""
 
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings():
@@ -208,10 +205,7 @@ class TensorBoardSink:
 
 
 class StepChoice:
-    """Chooses the steps of an attempt that are shown: the first, and every n-th, two a second at most.
-
-    With ``points``, also as many evenly spaced ones: a short run has a curve too. Whoever asks keeps the last step.
-    """
+    """Chooses steps to show: the first, each n-th, two a second at most, and ``points`` evenly spaced ones."""
 
     def __init__(self, every: int, *, points: int = 0, least_s: float = 0.5) -> None:
         self._every, self._points, self._least_s = every, points, least_s

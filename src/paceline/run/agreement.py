@@ -1,7 +1,4 @@
-"""What hosts compare before a rank is started: versions, ranks, config and folders, each with the first one's.
-
-A host that differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
-"""
+"""What hosts compare with the first one before a rank is started: versions, ranks, config and folders."""
 
 from __future__ import annotations
 

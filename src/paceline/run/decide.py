@@ -232,10 +232,7 @@ def _snapshots(config: Config, node_ranks: int) -> SnapshotCost | None:
 
 
 def check_memory(config: Config, *, is_told: bool = True) -> None:
-    """Tells of a run of this host that comes near the limit. Raises UsageError for one that cannot fit.
-
-    What is not known beforehand is not judged: a microbatch that ranks find, virtual ranks, models of the user's code.
-    """
+    """Tells of a run that comes near this host's limit. Raises UsageError for one that is known not to fit."""
     verdict = _memory_verdict(config, expect.needed(config))
     if verdict is not None and verdict.kind == "near" and is_told:
         say(f"near the limit of memory: {verdict}")

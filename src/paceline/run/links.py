@@ -95,10 +95,7 @@ def partners_of(place: int, size: int, seed: int) -> dict[int, int | None]:
 def check_links(
     store: Any, secret: wire.Secret, addresses: Sequence[str], *, place: int, size: int, seed: int
 ) -> list[BlockedLink]:
-    """Returns all links of a round that are blocked, on every host the same.
-
-    Raises CommunicationError where a host does not come to the check, or the store is gone.
-    """
+    """Returns the blocked links of a round, alike on all hosts. Raises CommunicationError where one does not come."""
     with contextlib.ExitStack() as stack:
         own, listeners = _listen(stack, addresses)
         stack.enter_context(ControlServer(listeners, secret))

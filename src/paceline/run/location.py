@@ -86,10 +86,7 @@ class RunResult(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where a run lives and starts from. ``is_continued``: from a checkpoint of its own.
-
-    ``takes_number``: a folder that is taken meanwhile is left for the next number.
-    """
+    """Where a run lives and starts from. ``takes_number``: what is taken meanwhile is left for the next number."""
 
     folder: Path
     checkpoint: Path | None = None

@@ -67,10 +67,7 @@ def observing_from_a_rank(
     comm: Communicator,
     processes: Callable[[], Mapping[int, int]] | None,
 ) -> Iterator[None]:
-    """Observes a run whose launcher is not ours: rank 0 feeds trackers, the first rank of a host samples it.
-
-    ``processes`` returns those of the ranks of this host; None: another rank is the first one here.
-    """
+    """Observes a run of another launcher: rank 0 feeds trackers, one rank a host, given ``processes``, samples it."""
     with contextlib.ExitStack() as stack:
         if comm.rank == 0:
             stack.enter_context(tracking(folder, monitor, settings, log))

@@ -351,10 +351,7 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares at updates, with ranks of this host by their ledgers, whether all are in the same step.
-
-    What another rank has not come to yet is compared later. For other hosts, see ``other_hosts.py``.
-    """
+    """Compares at updates whether ranks of this host are in the same step, as far as the others have come."""
 
     def __init__(self, ledger: Ledger, watch: Watch) -> None:
         self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()

@@ -40,7 +40,6 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.traced import LedgerCommunicator, TracedCommunicator
 from paceline.config import config_from_dict
-from paceline.config.sections import MonitorConfig
 from paceline.config.yaml_text import dump_values
 from paceline.data.own_loader import OwnLoader
 from paceline.data.own_stream import OwnStream
@@ -92,7 +91,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.name, self.num_steps, self.folder = name, 0, Path()
         self._comm, self._engine, self._optimizer, self._loader = comm, engine, optimizer, loader
         self._planned, self._config = steps, dict(config or {})
-        self._monitor = _monitor_of({"tensorboard": False} | dict(monitor or {}))
+        anything = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}}
+        settings = {"tensorboard": False, **(monitor or {})}
+        self._monitor = config_from_dict({**anything, "monitor": settings}).monitor
         self._position, self._began, self._is_first = 0, time.monotonic(), True
         self._values: dict[str, Any] = {}
         self._waiting: deque[_OwnStep] = deque()
@@ -447,12 +448,6 @@ def _strategy(engine: Engine | None) -> str:
 
 def _words(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-
-
-def _monitor_of(values: Mapping[str, Any]) -> MonitorConfig:
-    """Reads the settings of the section ``monitor``. Raises ConfigError with all that is wrong with them."""
-    anything = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}}
-    return config_from_dict({**anything, "monitor": dict(values)}).monitor
 
 
 def _setting(value: Any) -> Any:

@@ -1,7 +1,4 @@
-"""What goes into a rank's records besides its steps: who it is, which settings it obeys, its trace, its end.
-
-Some of it is added by others: the last line, where the rank could not write it, and that a rank is late.
-"""
+"""What goes into a rank's records besides its steps: who it is, which settings it obeys, its trace, its end."""
 
 from __future__ import annotations
 
@@ -160,10 +157,7 @@ def name_strategy(config: Config, ranks: int) -> str:
 
 
 def write_start(config: Config, comm: Communicator, trainer: Trainer) -> None:
-    """Writes who this rank is, which variables its NCCL or Gloo obeys, if any, and why ranks do not share memory.
-
-    From then on its steps have FLOP/s and MFU: of its share, where the model is spread over ranks.
-    """
+    """Writes who this rank is, what its NCCL or Gloo obeys, why no memory is shared. Steps have FLOP/s from then on."""
     parts, first = trainer.parts, run_record(config, comm, trainer)
     layout, flops = parts.plan.layout, first.flops_per_sample
     parts.meter.rate_against(None if flops is None else flops / layout.degree, first.peak_flops)

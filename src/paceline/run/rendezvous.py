@@ -266,10 +266,7 @@ class Rendezvous(elastic.RendezvousHandler):
                 start_thread(self._thread)
 
     def exchange(self, what: str, own: str, place: int, size: int) -> list[str]:
-        """Tells the hosts of this round a text, and returns those of all, in their order.
-
-        Raises HostsChangedError where one of them leaves before.
-        """
+        """Tells the hosts of this round a text; returns all texts. Raises HostsChangedError where one leaves before."""
         self._stores.append(store := ControlStore(self._client, f"{what}/{self._round}/", self._look_around))
         try:
             store.set(str(place), own)
@@ -323,10 +320,7 @@ class Rendezvous(elastic.RendezvousHandler):
             self._is_over.wait(_BEAT_S / 10)
 
     def num_nodes_waiting(self) -> int:
-        """Returns how many hosts wait for a new round, so that the agent ends its ranks; 1 also where this one is over.
-
-        Raises RendezvousConnectionError where this launcher cannot reach the server.
-        """
+        """Returns how many hosts wait for a new round, so that the agent ends its ranks; 1 where this one is over."""
         self.on_look()
         news = self._news()
         if self._problem is not None and not news.is_closed:  # else the others have left as they should

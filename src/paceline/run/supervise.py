@@ -194,10 +194,7 @@ class LocalRanks:
 
 @contextlib.contextmanager
 def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
-    """Yields what starts this host's ranks, once it has met the launchers of other hosts, if there are any.
-
-    Raises RunStoppedError or RunPreemptedError when a signal ends the block. No rank is left, and records get an end.
-    """
+    """Yields what starts this host's ranks, once other launchers are met; a signal raises when no rank is left."""
     made = Launcher(folder, asked)
     try:  # a signal may come as soon as there are handlers for it, and as long
         with (

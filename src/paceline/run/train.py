@@ -134,11 +134,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
 
 
 def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> RunResult | None:
-    """Runs this host's ranks until the run is done, with other hosts; returns None on a host that joins.
-
-    The launcher of each host supervises its own ranks as the only launcher of a run does. What differs: launchers meet
-    before each attempt, and the folder is shared.
-    """
+    """Runs this host's ranks; the launchers of all hosts meet before each attempt. None on a host that joins."""
     if options.resume not in (None, "auto"):
         raise UsageError(
             f"--resume {options.resume} with --nnodes\n"

@@ -76,10 +76,7 @@ def build_workload(
     on_part: Callable[[str], None] = ignore_phase,
     reads_later: bool = False,
 ) -> DataAndModel:
-    """Builds data and model; the weights depend on ``train.seed`` alone. ``on_part`` hears that the data are there.
-
-    With ``reads_later`` a pretrained model comes without values, which its engine reads; else with random ones.
-    """
+    """Builds data and model, by ``train.seed`` alone; ``reads_later``: the engine reads what was pretrained."""
     data = data_of(config)
     on_part("data")
     seed_everything(config.train.seed)
@@ -110,10 +107,7 @@ def build_trainer(
     node_ranks: int | None = None,
     on_part: Callable[[str], None] = ignore_phase,
 ) -> Trainer:
-    """Makes a trainer for this rank. All ranks call it with the same config and plan; ``on_part`` hears of each part.
-
-    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all).
-    """
+    """Makes a trainer for this rank, as all ranks do; without a plan, for the ranks there are."""
     if config.train.deterministic:
         make_deterministic()
     if plan is None:

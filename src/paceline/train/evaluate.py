@@ -184,10 +184,7 @@ def evaluate(
 def apply_to_each(
     engine: Engine, batches: Iterable[tuple[Any, int]], function: Metric, dtype: torch.dtype | None
 ) -> Iterator[tuple[Any, int]]:
-    """Yields what a function of model and batch gives, with the batch's samples, in evaluation mode.
-
-    Every rank has as many batches; a batch of None is one of other ranks alone, which this one joins.
-    """
+    """Yields what a function of model and batch gives, with the samples; a batch of None is of other ranks alone."""
     engine.share_buffers()
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()

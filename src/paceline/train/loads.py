@@ -53,10 +53,7 @@ class LoadsHook:
         self._steps += 1
         if step % self._every == 0 or is_last:
             self._take(step)
-        self.write_taken(wait=is_last)
-
-    def write_taken(self, *, wait: bool) -> None:
-        while self._taken and (wait or _is_past(self._taken[0].end)):
+        while self._taken and (is_last or isinstance(end := self._taken[0].end, float) or end.is_past()):
             self._write(self._taken.popleft())
 
     def _take(self, step: int) -> None:
@@ -95,7 +92,3 @@ class LoadsHook:
                 self._told.add((found.kind, found.layer))
                 told = EventRecord(name="experts", step=taken.step, detail=asdict(found), time=time.time())
                 self._write_record(told)
-
-
-def _is_past(mark: Mark | float) -> bool:
-    return isinstance(mark, float) or mark.is_past()

@@ -253,10 +253,7 @@ def build_loss(
     is_fused: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Loss:
-    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled, or fused.
-
-    ``may_ignore``: targets may be ``IGNORED``, and what counts is counted each step. ``dtype``: of normalised images.
-    """
+    """Makes the loss that ``train.loss`` names. ``may_ignore``: it counts in each step; ``dtype``: of images."""
     if kind != "auto":
         loss: Loss = CustomLoss(import_from_path(kind, "train.loss"), kind)
     else:

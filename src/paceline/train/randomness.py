@@ -1,7 +1,4 @@
-"""What the bits of a result depend on: seeds, random states, and the number of threads.
-
-One seed for the model on all ranks, one stream a rank for dropout.
-"""
+"""What the bits of a result depend on: one seed for the model, a stream a rank for dropout, and the threads."""
 
 from __future__ import annotations
 

@@ -150,10 +150,7 @@ def _inputs(data: DataSplits) -> str:
 def resolve_strategy(
     config: Config, where: RunMachine, machine: Machine | Cluster | None = None
 ) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto`` and ``memory: auto``: the fastest by prediction that fits, or the first.
-
-    Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
-    """
+    """Decides what ``parallel`` and ``memory`` leave open: the fastest that fits, or the first. Raises ConfigError."""
     config = with_precision(config, where.device)
     model = describe_model(config, where.device) or measure_config(config, where.device)
     choice = choose(config, model, where, machine or detect_machine(with_gpus=where.device == "cuda"))

@@ -160,10 +160,7 @@ class RunState(StepState):
         return replace(state, shards=shards, values=values, line=self.line)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continues from a checkpoint: the same samples and learning rates at any number of ranks and strategy.
-
-        Where as many ranks read samples the random states continue too; else each rank gets a fresh stream.
-        """
+        """Continues from a checkpoint at any number of ranks; random states, too, where as many read samples."""
         parts, comm, values = self.parts, self.parts.engine.world, checkpoint.values
         optimizer = None if checkpoint.manifest.about.get("weights_only") else parts.optimizer  # else it begins anew
         groups = parts.optimizer.param_groups

@@ -150,10 +150,7 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class StepResult:
-    """A step that was issued. Its numbers come as records, when the device has finished it.
-
-    Neither frozen nor by keywords: it is made every step, between matrix products, where every call counts.
-    """
+    """A step that was issued, whose numbers come later. Not frozen: it is made where every call counts."""
 
     step: int
     position: int

@@ -21,7 +21,6 @@ from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.storage import on_this_host
 from paceline.clock import seconds_between
-from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import StepBatch
@@ -51,15 +50,6 @@ class GoBackError(TrainingError):
         self.decision = decision
         self.position = position
         super().__init__(f"{decision.reason}, at step {step}")
-
-
-def find_together(comm: Communicator, find: Callable[[], Path] | None) -> Path | None:
-    """Returns the checkpoint that rank 0 finds, the same on all ranks; None without one. One broadcast."""
-    path: Path | None = None
-    if find is not None and comm.rank == 0:
-        with contextlib.suppress(CheckpointError):
-            path = find()
-    return path if find is None else broadcast_object(comm, path)
 
 
 class Trainer(RunState):
@@ -142,7 +132,13 @@ class Trainer(RunState):
 
     def find_start(self) -> Path | None:
         """Returns the newest checkpoint that rank 0 finds, as this rank reads it; None without one."""
-        path = find_together(self.parts.engine.world, self.find_checkpoint)
+        comm, path = self.parts.engine.world, None
+        if self.find_checkpoint is None:
+            return None
+        if comm.rank == 0:
+            with contextlib.suppress(CheckpointError):
+                path = self.find_checkpoint()
+        path = broadcast_object(comm, path)
         return None if path is None else on_this_host(path, self.memory)
 
     def note(self, name: str, detail: dict[str, Any], *, step: int | None = None) -> None:

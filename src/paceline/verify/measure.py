@@ -145,10 +145,7 @@ def absolute(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, floa
 
 
 def relative(ours: Tensors, expected: Tensors, scale: Tensors, floor: float) -> dict[str, float]:
-    """Returns the norm of each tensor's difference over that of ``scale``, by default of the expected tensor.
-
-    That norm is at least ``floor`` times the norm of all together.
-    """
+    """Returns tensors' differences over the norm of ``scale`` (else expected), at least ``floor`` times that of all."""
     sizes = {name: _norm(scale.get(name, tensor)) for name, tensor in expected.items()}
     least = floor * math.hypot(*sizes.values())
     errors = absolute(ours, expected, scale)

@@ -305,10 +305,7 @@ class _OneProcess:
                     parameter.data = parameter.data.to(self._policy.param_dtype)
 
     def num_pieces(self, batch: Any, settings: Settings, *, follows: bool) -> tuple[int, CoarseParts]:
-        """Returns into how many pieces batches are cut here, and what of the model is coarser than float64.
-
-        Makes two passes over a batch. Raises UsageError where these differ: what is random cannot be compared.
-        """
+        """Returns how batches are cut, and what is coarse. Raises UsageError where two passes differ: randomness."""
         coarse = CoarseParts(self.model)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         totals, has_moved = [], False

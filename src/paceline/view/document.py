@@ -132,10 +132,7 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
 
 
 def _operations_in(folder: Path, ranks: Mapping[int, float], start: float, end: float) -> tuple[list[list[Any]], str]:
-    """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing.
-
-    ``ranks`` says by how much the clock of each is ahead of the one that ``start`` and ``end`` are read from.
-    """
+    """Returns [rank, start, seconds, kind, bytes] on clocks that are ahead by ``ranks``, and what is missing."""
     trace = folder / "trace"
     if not trace.is_dir() or not trace.resolve().is_relative_to(folder.resolve()):
         return [], "set monitor.trace=true to have every collective here, too"
@@ -180,10 +177,7 @@ def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:
 
 
 def differences(configs: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
-    """Returns the settings in which runs differ, with the value of each: learning rate, batch and strategy first.
-
-    A run without a config differs in none.
-    """
+    """Returns the settings in which runs differ, the most important first; a run without a config differs in none."""
     names = sorted({name for each in configs for name in each}, key=_weight)
     rows = [(name, [each.get(name, "") for each in configs]) for name in names]
     known = [bool(each) for each in configs]

@@ -1,7 +1,4 @@
-"""Which runs there are, and everything that is known of one: columns, events, its state in a sentence.
-
-Only files inside the folders that were given are read: a link that leads out of them is left out.
-"""
+"""Which runs there are, and all that is known of one, from files inside the folders that were given alone."""
 
 from __future__ import annotations
 

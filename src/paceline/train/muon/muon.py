@@ -104,7 +104,8 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._rounds is None:
             self._rounds = self._make_rounds()
-        members = self._matrices()
+        held = self._members()
+        members = [_Member(*held[index], part) for index, part in self._places]  # of a stack one for each expert
         if self._rounds:
             self._start(self._rounds[0], members)
         if self._adamw is not None:  # while the first slices are under way
@@ -126,11 +127,6 @@ class Muon(torch.optim.Optimizer):
 
     def _iterations(self) -> int:
         return int(next(group["iterations"] for group in self.param_groups if group["is_hidden"]))
-
-    def _matrices(self) -> list[_Member]:
-        """Returns the matrices by number, each with its parameter: a stack of experts has one for each of them."""
-        members = self._members()
-        return [_Member(*members[index], part) for index, part in self._places]
 
     def _start(self, current: UpdateRound, members: Sequence[_Member]) -> None:
         """Moves the momentum of a round's matrices, and hands over what this rank gives of their updates."""
