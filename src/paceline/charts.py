@@ -60,10 +60,8 @@ def save_picture(figure: Figure, path: Path) -> None:
 
     formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.removeprefix(".")
     if ending not in formats:
-        raise UsageError(
-            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
-            f"  try {path.with_suffix('.png')}"
-        )
+        rule = f"its ending is its format: {', '.join(sorted(formats))}"
+        raise UsageError(f"a picture cannot be drawn into {path}\n  {rule}\n  try {path.with_suffix('.png')}")
     if figure.get_layout_engine() is None:
         figure.tight_layout()
     dates = {"svg": "Date", "pdf": "CreationDate"}  # left out, so that the same picture is the same file

@@ -26,10 +26,8 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
         raise UsageError(f"{what} = {spec!r} does not name a function or class\n  {rule}\n  {_suggest_form(spec)}")
     module_name, _, path = spec.partition(":")
     if module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise UsageError(
-            f"{what} = {spec!r} is defined in a cell\n  ranks of a config import it from a file\n"
-            "  put it into a file beside the notebook, or train by a function of a cell: paceline.run_ranks(function)"
-        )
+        fix = "put it into a file beside the notebook, or train by a function of a cell: paceline.run_ranks(function)"
+        raise UsageError(f"{what} = {spec!r} is defined in a cell\n  ranks of a config import it from a file\n  {fix}")
     found: Any = _import_module(module_name, spec, what)
     for name in path.split("."):
         if not hasattr(found, name):
@@ -38,10 +36,9 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
             raise UsageError(f"{what} = {spec!r}: {getattr(found, '__name__', found)} has no {name!r}\n  {fix}")
         found = getattr(found, name)
     if not callable(found):
-        raise UsageError(
-            f"{what} = {spec!r} is of type {type(found).__name__}, which cannot be called\n"
-            f"  it must be a function or a class\n  define {path} with def or class, or name another"
-        )
+        text = f"{what} = {spec!r} is of type {type(found).__name__}, which cannot be called"
+        rule = "it must be a function or a class"
+        raise UsageError(f"{text}\n  {rule}\n  define {path} with def or class, or name another")
     return found  # type: ignore[no-any-return]
 
 
@@ -66,12 +63,9 @@ def _import_module(name: str, spec: str, what: str) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise UsageError(
-                f"{what} = {spec!r}: there is no module {missing!r}\n"
-                f"  the current directory ({here}) is searched first, then the installed packages\n"
-                "  start from the folder that holds the module, or install its package"
-            ) from error
-        raise UsageError(
-            f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}\n"
-            f"  the module was found, but fails on its own; try: python -c 'import {name}'"
-        ) from error
+            rule = f"the current directory ({here}) is searched first, then the installed packages"
+            fix = "start from the folder that holds the module, or install its package"
+            raise UsageError(f"{what} = {spec!r}: there is no module {missing!r}\n  {rule}\n  {fix}") from error
+        text = f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}"
+        rule = f"the module was found, but fails on its own; try: python -c 'import {name}'"
+        raise UsageError(f"{text}\n  {rule}") from error

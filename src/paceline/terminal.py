@@ -51,8 +51,6 @@ def new_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console
 
 
 class _PlainHook:
-    """Wraps what a console is to show."""
-
     def process_renderables(self, renderables: list[Any]) -> list[Any]:
         return [_Plain(each) for each in renderables]
 

@@ -5,9 +5,8 @@
     spike:x100@step=12             disk-full@step=40              corrupt-checkpoint
     kill:rank=0@step=20,kill-in-recovery:rank=1                   kill-host:rank=1@step=30
 
-``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
-after the second checkpoint; ``kill-in-recovery`` comes in the recovery of the fault before it. A plan of faults
-reaches the ranks, and they say what they did, by files:
+Several have commas between. Without a step, a fault comes after the second checkpoint; ``kill-in-recovery`` comes in
+the recovery of the fault before it. A plan of faults reaches the ranks, and they say what they did, by files:
 
     plan.json       seed and faults, and what hosts need to know, written once
     fired.jsonl     one line for each fault of each rank, written before it happens: it happens once, also over restarts

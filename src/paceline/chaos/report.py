@@ -20,18 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from paceline.chaos.faults import (
-    IN_SNAPSHOT,
-    MEETS,
-    OF_HOSTS,
-    ON_LOSS,
-    SLOW,
-    WHILE_SAVING,
-    Fault,
-    Fired,
-    Passed,
-    Started,
-)
+from paceline.chaos import faults as known
+from paceline.chaos.faults import Fault, Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
 from paceline.predict.formulas.saving import best_interval, refined_interval
@@ -98,7 +88,7 @@ class Report:
         """Whether the run came to its end, every fault was handled as its policy says, and the samples are right."""
         twin = self.comparison
         same = twin is None or not twin.is_expected or twin.is_same
-        if twin is not None and not any(each.fault.kind in ON_LOSS for each in self.handlings):
+        if twin is not None and not any(each.fault.kind in known.ON_LOSS for each in self.handlings):
             same = same and twin.samples == SAME  # at another size, too
         handled = all(each.is_right for each in self.handlings)
         return self.code == 0 and handled and same and not self.samples.startswith("wrong")
@@ -261,12 +251,12 @@ class Handling:
 def expected_handling(fault: Fault, config: Config, detail: str = "") -> tuple[How, ...]:
     """Says what the policies of a config make of a fault; ``detail`` is what was told when it happened."""
     kind, policies = fault.kind, config.recovery
-    if kind in OF_HOSTS:  # hosts that go are not charged
-        return ("stopped",) if detail == MEETS else ("restarted",)
+    if kind in known.OF_HOSTS:  # hosts that go are not charged
+        return ("stopped",) if detail == known.MEETS else ("restarted",)
     starts_again: tuple[How, ...] = ("restarted",) if policies.max_restarts else ("stopped",)
     if kind == "preempt":
         return ("stopped",)
-    if kind in SLOW or kind in ("kill-keeper", "memory-full"):
+    if kind in known.SLOW or kind in ("kill-keeper", "memory-full"):
         return ("went on",)
     if kind in ("hang", "stop"):
         return starts_again if policies.on_hang == "restart" else ("stopped",)
@@ -308,7 +298,7 @@ def handle(
     if began is None:
         return _handled_inside(found, at, attempts, commands)
     # While saving or evaluating, the step itself has been trained too.
-    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in (*WHILE_SAVING, *IN_SNAPSHOT)
+    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in (*known.WHILE_SAVING, *known.IN_SNAPSHOT)
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
     how: How = "restarted" if is_same_command else "stopped"
     lost_steps = max(0, at.step - (not is_after) - began.step)
@@ -320,7 +310,7 @@ def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) ->
     """Returns where the run was past a fault: signals and bad losses are obeyed a step or two later."""
     own = [each for each in noted if each.number == fault.number]
     later = [each for each in own if each.is_later]
-    is_late = fault.kind in ("preempt", *ON_LOSS, *OF_HOSTS, "kill-in-snapshot")
+    is_late = fault.kind in ("preempt", *known.ON_LOSS, *known.OF_HOSTS, "kill-in-snapshot")
     if later and is_late and expected in (("restarted",), ("stopped",)):
         return later[0]
     return own[0] if own else None
@@ -341,7 +331,7 @@ def _handled_inside(
     last = max((record.time for attempt in attempts for record in attempt.steps), default=at.time)
     if found.fault.kind == "preempt" and last - at.time < 1.0:
         found = replace(found, expected=(*found.expected, "went on"))  # ranks ask one another some times a second
-    if back is None or found.fault.kind not in ON_LOSS:
+    if back is None or found.fault.kind not in known.ON_LOSS:
         return replace(found, how="went on")
     lost_steps = int(back.detail.get("from_step", back.step)) - back.step
     lost_samples, why = int(back.detail.get("skipped_samples", 0)), str(back.detail.get("reason", ""))

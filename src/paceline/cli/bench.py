@@ -57,10 +57,9 @@ class _Benchmarks(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
         if found is None:
-            raise UsageError(
-                f"paceline bench {cmd_name}: there is no such benchmark\n  they are {', '.join(self.commands)}\n"
-                "  what Paceline's authors measure is in its repository: python bench --help"
-            )
+            what = f"paceline bench {cmd_name}: there is no such benchmark"
+            fix = "what Paceline's authors measure is in its repository: python bench --help"
+            raise UsageError(f"{what}\n  they are {', '.join(self.commands)}\n  {fix}")
         return found
 
 

@@ -389,7 +389,6 @@ def _world(ranks: int, strategy: str, mesh: Any) -> str:
 
 
 def _echo_first(lines: Sequence[str], rest: str) -> None:
-    """Prints some lines, and of how many more there are."""
     for line in lines[:_FIRST]:
         echo(line)
     if len(lines) > _FIRST:

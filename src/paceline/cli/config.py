@@ -178,7 +178,6 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
 
 
 def _estimate_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
-    """Returns what the run will need of memory."""
     from paceline.config import ExplainRow, layout_of
     from paceline.predict.memory.activations import describe_model
     from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known

@@ -196,7 +196,6 @@ def predict(
 
 
 def _check_place(on: str | None, cluster: str | None, slow: Sequence[str], late: float) -> None:
-    """Raises UsageError for a place that is none, and for options of the other one."""
     if on not in (None, "gpu"):
         raise UsageError(f"--on {on}\n  a prediction is a dry run, or runs one rank on a GPU\n  take --on gpu")
     if on is None and late:
@@ -223,7 +222,6 @@ def _show_emulated(config: Config, found: ReplayedStep, path: Path, *, as_json: 
 
 
 def _this_machine() -> tuple[Cluster, float]:
-    """Returns this machine as a cluster, and the bytes of its host."""
     from paceline.cluster.detect import detect_cluster, detect_machine
     from paceline.run.processes import machine_entry
 
@@ -300,7 +298,6 @@ def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
 
 
 def _ways_out(config: Config, batch: BatchPlan, path: Path, cluster: str) -> list[str]:
-    """Says what to do about a step that does not fit."""
     from paceline.config import layout_of
 
     ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []

@@ -81,7 +81,6 @@ def calibrate(
 
 
 def _check_options(run: Path | None, config: Path | None, given: set[str], name: str | None) -> None:
-    """Raises UsageError for options that nobody would read, and for a name that is none."""
     if run is not None and config is not None:
         raise UsageError("--from beside --for\n  an entry is fitted to a run, or measured for a config\n  take one")
     if run is None and config is None and "--cluster" in given:

@@ -4,10 +4,8 @@
 it does while a module is imported. Else the first Ctrl-C unwinds the verb, so that ranks end and files are cleared; a
 thread ends this process if that takes longer than ``_PATIENCE_S``, and at the second Ctrl-C. The thread hears of
 signals by a pipe that the interpreter writes to, whoever handles them (torch's agent has handlers of its own), also
-while the main thread is in a library. What is left then ends by itself: ranks look for their launcher. Whoever leaves
-removes the temporary folders of this process first, and those of a process that was killed go with the next start.
-
-Of the standard library only what is there in a moment is loaded before Ctrl-C is taken care of.
+while the main thread is in a library. Whoever leaves removes the temporary folders of this process first. Of the
+standard library only what is there in a moment is loaded before Ctrl-C is taken care of.
 """
 
 from __future__ import annotations

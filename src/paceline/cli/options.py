@@ -102,7 +102,6 @@ def check_file(path: Path | None) -> Path | None:
 
 
 def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]:
-    """Returns a check of the path of a file to write, whose name has one of some endings."""
 
     def check(path: Path | None) -> Path | None:
         if (found := check_file(path)) is not None and found.suffix.lower() not in endings:

@@ -180,10 +180,8 @@ def sample(
         disconnect()
     elif ranks > 1:
         if device == "cuda":
-            raise UsageError(
-                f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n"
-                f"  on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
-            )
+            fix = f"on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
+            raise UsageError(f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n  {fix}")
         drawn, text = run_processes(write_together, ranks, args=work)[0]
     else:
         chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

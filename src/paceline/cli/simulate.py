@@ -225,10 +225,9 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
     if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
         ranks, microbatches = ranks or 4, microbatches or 8
         if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
-            raise UsageError(
-                f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid\n"
-                f"  at most {_MOST_ACTIONS} actions are shown\n  show a smaller one with the same ratio"
-            )
+            what = f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid"
+            rule = f"at most {_MOST_ACTIONS} actions are shown"
+            raise UsageError(f"{what}\n  {rule}\n  show a smaller one with the same ratio")
         return make_schedule(name, ranks, microbatches, chunks)
     asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
     if given := [option for option, value in asked.items() if value]:
@@ -254,9 +253,8 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
             case [forward, inputs, weights]:
                 pass
             case _:
-                raise UsageError(
-                    f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
-                    "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
-                )
+                what = f"--costs: {part!r} for stage {stage} is not a cost"
+                rule = "it is forward, forward:backward or forward:input:weights"
+                raise UsageError(f"{what}\n  {rule}\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3")
         stages.append(StageCost(forward=forward, backward_input=inputs, backward_weight=weights))
     return ScheduleCosts(stages=tuple(stages), communication=communication)

@@ -228,11 +228,9 @@ def check_documents(config: Config) -> Iterator[Problem]:
 def _packing_problems(place: str, source: sections.TokensDataConfig | sections.RowsDataConfig) -> Iterator[Problem]:
     at, finds_ends = f"with {place}.packing = {source.packing}", sections.are_apart(source)
     if source.packing == "best_fit" and source.documents == "joined":
-        yield Problem(
-            what=f"{place}.documents = joined {at}: documents in a batch without boundaries",
-            rule="documents that best fit puts into one row have nothing to do with one another",
-            fix=f"leave {place}.documents out, or set {place}.packing = stream",
-        )
+        what = f"{place}.documents = joined {at}: documents in a batch without boundaries"
+        rule = "documents that best fit puts into one row have nothing to do with one another"
+        yield Problem(what=what, rule=rule, fix=f"leave {place}.documents out, or set {place}.packing = stream")
     if isinstance(source, sections.TokensDataConfig):
         finds_ends |= source.packing == "none"
         if sections.is_packed(source) and source.windows != "random":

@@ -199,12 +199,10 @@ class DataShape:
         mean, std = _numbers(self.mean), _numbers(self.std)
         counts = {1, self.channels or max(1, len(mean))}
         if len(mean) != len(std) or len(mean) not in counts or not all(each > 0 for each in std):
-            raise DataError(
-                f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}\n"
-                "  images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each\n"
-                "  channel, or with one for all\n"
-                "  of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
-            )
+            what = f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}"
+            rule = "images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each"
+            more = "of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
+            raise DataError(f"{what}\n  {rule}\n  channel, or with one for all\n  {more}")
 
 
 def _numbers(values: Any) -> list[float]:

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.data_sections import (
-    ImagesDataConfig,
-    RowsDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-    known_shape,
-    sources_of,
-)
+from paceline.config import data_sections as sections
 from paceline.config.peft_folder import lora_problems
 from paceline.config.schema import Config
 from paceline.config.sections import HFModelConfig
@@ -34,6 +27,7 @@ _OF_NO_MEANING = ("version", "truncation", "padding")  # in tokenizer.json, for 
 _MOST_BYTES = 2**28
 BYTE = 255
 _CHANNELS = 3
+_TextData = sections.TextDataConfig | sections.RowsDataConfig | sections.TokensDataConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +115,14 @@ def check_folder_is_followed(config: Config) -> Iterator[Problem]:
     if not isinstance(model, HFModelConfig) or not (Path(model.path) / "config.json").is_file():
         return
     folder = Path(model.path)
-    for place, source in sources_of(config.data).items():
-        if isinstance(source, ImagesDataConfig):
+    for place, source in sections.sources_of(config.data).items():
+        if isinstance(source, sections.ImagesDataConfig):
             yield from _image_problems(folder, place, source)
-        elif isinstance(source, TextDataConfig | RowsDataConfig | TokensDataConfig) and model.pretrained:
+        elif isinstance(source, _TextData) and model.pretrained:
             yield from _token_problems(folder, place, source)
 
 
-def _image_problems(folder: Path, place: str, source: ImagesDataConfig) -> Iterator[Problem]:
+def _image_problems(folder: Path, place: str, source: sections.ImagesDataConfig) -> Iterator[Problem]:
     try:
         size = image_size(folder)
     except (OSError, ValueError) as error:
@@ -142,12 +136,10 @@ def _image_problems(folder: Path, place: str, source: ImagesDataConfig) -> Itera
         yield Problem(what=what, rule="the folder says how its model reads images, and is exported with it", fix=fix)
 
 
-def _token_problems(
-    folder: Path, place: str, source: TextDataConfig | RowsDataConfig | TokensDataConfig
-) -> Iterator[Problem]:
+def _token_problems(folder: Path, place: str, source: _TextData) -> Iterator[Problem]:
     own = tokenizer_file(folder)
     given: str | None
-    if isinstance(source, TextDataConfig):
+    if isinstance(source, sections.TextDataConfig):
         key, given = "tokens", source.tokens
         if own is None and given is None:
             yield Problem(
@@ -156,7 +148,7 @@ def _token_problems(
                 fix=f"save it there: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r}); "
                 f"or set {place}.tokens, if the model was trained on bytes or characters",
             )
-    elif isinstance(source, RowsDataConfig):
+    elif isinstance(source, sections.RowsDataConfig):
         key, given = "tokenizer", source.tokenizer
     else:
         key, given = "path", source.path if tokenizer_file(Path(source.path).expanduser()) else None
@@ -192,9 +184,9 @@ def check_shared_sequences(config: Config) -> Iterator[Problem]:
     asked, model = f"parallel.context = {config.parallel.context}", config.model
     if config.parallel.context == 1:
         return
-    for place, source in sources_of(config.data).items():
-        told = f"{place}.kind = images" if isinstance(source, ImagesDataConfig) else ""
-        if isinstance(source, RowsDataConfig) and (source.classes is not None or source.text_pair is not None):
+    for place, source in sections.sources_of(config.data).items():
+        told = f"{place}.kind = images" if isinstance(source, sections.ImagesDataConfig) else ""
+        if isinstance(source, sections.RowsDataConfig) and (source.classes is not None or source.text_pair is not None):
             told = f"{place} of texts that are classified"
         if told:
             rule = "ranks share the tokens of a sample, of which each has a target"
@@ -214,7 +206,7 @@ def check_shared_sequences(config: Config) -> Iterator[Problem]:
         yield Problem(what=what, rule="ulysses gives every rank whole heads, as many to each", fix=fix)
     kinds = settings.get("layer_types")
     slides = settings.get("use_sliding_window", not isinstance(kinds, list) or "sliding_attention" in kinds)
-    window, tokens = settings.get("sliding_window") if slides else None, known_shape(config.data).context
+    window, tokens = settings.get("sliding_window") if slides else None, sections.known_shape(config.data).context
     if isinstance(window, int) and tokens and window < tokens:
         rule = "ranks that share each sequence compute the attention of every token to all before it"
         fix = f"set data.context = {window}, or parallel.context = 1"

@@ -83,11 +83,10 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
     for pattern, group in optim.groups.items() if optim.kind == "muon" else ():
         given = {"lr": group.lr, "weight_decay": group.weight_decay}
         if unread_keys := [f"{key} = {value:g}" for key, value in given.items() if value is not None]:
-            yield Problem(
-                what=f"optim.groups.{pattern}: {', '.join(unread_keys)} with optim.kind = muon",
-                rule="muon has two groups of its own, hidden matrices and the rest for AdamW; a pattern may freeze",
-                fix="set optim.muon.adamw_for and adamw_lr_factor, remove them, or set optim.kind = adamw",
-            )
+            what = f"optim.groups.{pattern}: {', '.join(unread_keys)} with optim.kind = muon"
+            rule = "muon has two groups of its own, hidden matrices and the rest for AdamW; a pattern may freeze"
+            fix = "set optim.muon.adamw_for and adamw_lr_factor, remove them, or set optim.kind = adamw"
+            yield Problem(what=what, rule=rule, fix=fix)
 
 
 def check_precision(config: Config) -> Iterator[Problem]:

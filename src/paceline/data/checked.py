@@ -166,11 +166,10 @@ class ModelNeeds:
             return tuple(names), list(range(len(names)))
         missing = [name for name in names if name not in known]
         if missing:
-            raise DataError(
-                f"{what} are {', '.join(names)}, and {missing[0]!r} is no class of the model in {self.folder}\n"
-                f"  a pretrained head knows its own classes: {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}\n"
-                "  name them as the model does, or name the head in model.fresh, such as [classifier], to begin it anew"
-            )
+            text = f"{what} are {', '.join(names)}, and {missing[0]!r} is no class of the model in {self.folder}"
+            rule = f"a pretrained head knows its own classes: {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
+            fix = "name them as the model does, or name the head in model.fresh, such as [classifier], to begin it anew"
+            raise DataError(f"{text}\n  {rule}\n  {fix}")
         return known, [known.index(name) for name in names]
 
 

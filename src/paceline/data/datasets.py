@@ -187,7 +187,6 @@ def digit_pictures(inputs: torch.Tensor, reference: TensorPairs | None) -> torch
 
 
 def _scales(reference: TensorPairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what standardizes each feature: its mean, and its deviation or 1."""
     values = reference.inputs.double()
     deviation = values.std(0, correction=0)
     return values.mean(0), torch.where(deviation == 0, torch.ones_like(deviation), deviation)

@@ -1,11 +1,9 @@
 """How a batch is read: in this process, or ahead of time by worker processes, in the order of the requests.
 
-With workers, a ``DataLoader`` gets the requests as its sampler. One iteration serves all epochs of a run. An exception
-in a worker travels as a value: re-raised by the ``DataLoader`` it would lose its cause, and some cannot be rebuilt.
-
-Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
-on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
-run without workers draws from the rank's own generators instead.
+With workers, a ``DataLoader`` gets the requests as its sampler, in one iteration for all epochs. An exception in a
+worker travels as a value: re-raised by the ``DataLoader`` it would lose its cause, and some cannot be rebuilt. Each
+request seeds its worker's random states from (seed, epoch, first sample): random augmentation does not depend on the
+number of workers or on a resume, but on microbatches; without workers a rank draws from its own generators.
 
 ``FeedSource`` brings batches to a device while it computes on earlier ones; the host waits for no copy:
 
@@ -14,8 +12,7 @@ run without workers draws from the rank's own generators instead.
     compute   | step 1       | step 2       | step 3
 
 [Note: lifetime] Batches are allocated on the stream of the copies, and read on that of the step: ``record_stream``
-keeps the memory of one that is dropped until the step has read it. The host stays at most ``2 x ahead`` batches in
-front of the device, so that only so many are alive. Pinned memory is torch's, which reuses it after the copy has ended.
+keeps the memory of one that is dropped until the step has read it. At most ``2 x ahead`` batches are alive.
 """
 
 from __future__ import annotations
@@ -130,11 +127,10 @@ class LoaderSource:
                 self.close()
                 if "DataLoader worker" not in str(error):
                     raise
-                raise DataError(
-                    f"a loader worker died: {error}\n  workers end only when the loader is closed\n"
-                    "  it may have run out of memory (dmesg says so), or of shared memory (df /dev/shm); try fewer\n"
-                    "  data.workers, or data.workers = 0 to see its own error"
-                ) from error
+                what = f"a loader worker died: {error}"
+                fix = "it may have run out of memory (dmesg says so), or of shared memory (df /dev/shm); try fewer"
+                more = "data.workers, or data.workers = 0 to see its own error"
+                raise DataError(f"{what}\n  workers end only when the loader is closed\n  {fix}\n  {more}") from error
             if isinstance(batch, _UnreadBatch):
                 self.close()
                 raise (BadSampleError if batch.is_permanent else DataError)(batch.message) from batch.cause
@@ -401,7 +397,6 @@ class _Copies:
             return placed, self._stream.record_event()
 
     def hand_out(self, sent: tuple[Batch, torch.cuda.Event]) -> Batch:
-        """Returns the batch for what the caller's stream computes from here on."""
         batch, copied = sent
         compute = torch.cuda.current_stream(self._device)
         # Before the step waits for the copy: this event says that the device is done with all earlier batches.

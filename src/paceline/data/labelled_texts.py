@@ -93,10 +93,9 @@ def pad_token(tokenizer: Tokenizer) -> int:
     for found in (tokenizer.pad_token, tokenizer.end_token):
         if found is not None:
             return found
-    raise DataError(
-        f"the tokenizer {tokenizer.name} has no token for padding\n  texts of a batch are padded to the longest\n"
-        '  name one in its tokenizer_config.json: {"pad_token": "[PAD]"}'
-    )
+    what = f"the tokenizer {tokenizer.name} has no token for padding"
+    rule = "texts of a batch are padded to the longest"
+    raise DataError(f'{what}\n  {rule}\n  name one in its tokenizer_config.json: {{"pad_token": "[PAD]"}}')
 
 
 def is_text(rows: Rows, name: str) -> bool:

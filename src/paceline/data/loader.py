@@ -29,15 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.data import fetch
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.fetch import (
-    BatchRequest,
-    BatchSource,
-    FeedSource,
-    LoaderOptions,
-    WorkerStart,
-    fetch_batch,
-    is_in_memory,
-)
+from paceline.data.fetch import BatchRequest, LoaderOptions, WorkerStart
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
 from paceline.data.streams import StreamSamples
 from paceline.errors import DataError, UsageError
@@ -94,7 +86,7 @@ class TrainLoader:
         source = _make_source(self._dataset, self._options, seed=self.order.seed, ahead=self._accumulate)
         # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
         ahead, current = tee(self._cuts(position, num_steps))
-        if isinstance(source, FeedSource):  # perhaps by two threads
+        if isinstance(source, fetch.FeedSource):  # perhaps by two threads
             ahead = self._cuts(position, num_steps)
         batches = source.stream(BatchRequest(part, batch.epoch) for batch, cuts in ahead for part in cuts if len(part))
         try:
@@ -168,26 +160,25 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
         with Path(os.devnull).open("wb") as nowhere:
             _Probe(nowhere).dump(dataset)
     except Exception as error:
-        raise DataError(
-            f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}\n"
-            f'  with data.worker_start = "{worker_start}" loader workers start by {start}, which sends it to them\n'
-            "  define its class and functions at the top of a module (no lambda, no open file or lock in it),\n"
-            '  or set data.worker_start = "fork" on Linux, or data.workers = 0'
-        ) from error
+        what = f"the data set, a {type(dataset).__name__}, cannot be pickled: {error}"
+        rule = f'with data.worker_start = "{worker_start}" loader workers start by {start}, which sends it to them'
+        fix = "define its class and functions at the top of a module (no lambda, no open file or lock in it),"
+        more = 'or set data.worker_start = "fork" on Linux, or data.workers = 0'
+        raise DataError(f"{what}\n  {rule}\n  {fix}\n  {more}") from error
 
 
-def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> BatchSource:
+def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> fetch.BatchSource:
     """Makes what reads; ``ahead`` batches at least are brought to the device before they are asked for."""
     if options.device is None and options.pin_memory:
         return fetch.LoaderSource(dataset, options, seed)
     pinned = options.device is not None and options.device.type == "cuda"
-    source: BatchSource = fetch.DirectSource(dataset, pinned=pinned)
+    source: fetch.BatchSource = fetch.DirectSource(dataset, pinned=pinned)
     if options.workers:
         source = fetch.LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
     if options.device is None:
         return source
-    reads_ahead = options.workers == 0 and is_in_memory(dataset)
-    return FeedSource(source, options.device, reads_ahead=reads_ahead, ahead=max(ahead, options.prefetch))
+    reads_ahead = options.workers == 0 and fetch.is_in_memory(dataset)
+    return fetch.FeedSource(source, options.device, reads_ahead=reads_ahead, ahead=max(ahead, options.prefetch))
 
 
 def _check_rank(rank: int, ranks: int) -> None:
@@ -210,7 +201,7 @@ class WorkerChoice(NamedTuple):
 
 def choose_workers(dataset: MapDataset, batch_size: int, *, cores: int, worker_start: WorkerStart) -> WorkerChoice:
     """Chooses the workers of a rank by a trial, which may draw random numbers: the caller puts their states back."""
-    if is_in_memory(dataset):
+    if fetch.is_in_memory(dataset):
         return WorkerChoice(workers=0, reason="the data is in memory: a thread gathers batches ahead")
     try:
         check_picklable(dataset, worker_start)
@@ -232,7 +223,7 @@ def _time_sample(dataset: MapDataset) -> tuple[float, bool]:
     seconds, is_on_host = [], True
     for indices in np.arange(_TRIALS * _TRIAL_SAMPLES, dtype=np.int64).reshape(_TRIALS, -1) % len(dataset):
         start = time.perf_counter()
-        batch = fetch_batch(dataset, indices)
+        batch = fetch.fetch_batch(dataset, indices)
         seconds.append(time.perf_counter() - start)
         is_on_host &= all(leaf.device.type == "cpu" for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return statistics.median(seconds) / _TRIAL_SAMPLES, is_on_host

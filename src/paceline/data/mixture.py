@@ -7,7 +7,6 @@ An epoch of N samples has c_s samples of source s: N in the proportion of the we
                  sample j of the source's own order in pass p, a pure function of (seed, s, p)
 
 So a source is read pass after pass, whatever its weight: none of its samples comes again before all of them came once.
-With weights 1 : 1, the smaller of two sources begins its next pass while the larger is still in its first.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Joined(EpochDataset):
         return _join(parts, np.concatenate(rows))
 
     def _ordered(self, places: Indices, owner: int, of_pass: int) -> Indices:  # noqa: ARG002  # of mixtures
-        """Returns the samples at some places of a source's own order."""
         return places
 
 

@@ -70,11 +70,9 @@ class DataOrder:
         if self.global_batch < 1:
             raise UsageError(f"global_batch = {self.global_batch}\n  a batch has at least one sample")
         if self.drop_last and self.global_batch > self.length:
-            raise DataError(
-                f"a global batch of {self.global_batch} is more than the {self.length} samples of the training set\n"
-                "  the ragged batch at an epoch's end is dropped, so none is left\n"
-                f'  set data.last_batch = "keep", or a global batch of at most {self.length}'
-            )
+            what = f"a global batch of {self.global_batch} is more than the {self.length} samples of the training set"
+            fix = f'set data.last_batch = "keep", or a global batch of at most {self.length}'
+            raise DataError(f"{what}\n  the ragged batch at an epoch's end is dropped, so none is left\n  {fix}")
 
     @property
     def num_indices(self) -> int:
@@ -120,7 +118,6 @@ class DataOrder:
             position = epoch * self.samples_per_epoch + stop
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """Returns the epoch and the place in it where the next batch starts."""
         if position < 0:
             raise UsageError(f"position = {position}\n  a position counts samples from 0")
         epoch, start = divmod(position, self.samples_per_epoch)

@@ -15,14 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
 from paceline.data.fetch import LoaderOptions, fetch_batch
@@ -84,16 +78,13 @@ class OwnLoader:
         """
         size, end = self.order.global_batch, self._next
         if getattr(self.order, "gives_batches", False):
-            raise UsageError(
-                "engine.accumulate() with the batches of a batch_sampler\n  they may differ in size, so that nobody "
-                "knows the samples of an update\n  use engine.no_sync() and engine.loss_scale() by hand"
-            )
+            what = "engine.accumulate() with the batches of a batch_sampler"
+            rule = "they may differ in size, so that nobody knows the samples of an update"
+            raise UsageError(f"{what}\n  {rule}\n  use engine.no_sync() and engine.loss_scale() by hand")
         done = -((self._position - self._first) // -size)
         if not self._first < self._position <= end:
-            raise UsageError(
-                "engine.accumulate() outside of a loop over its loader\n  it counts the batches that the loop has had\n"
-                "  call it inside: for batch in loader"
-            )
+            what, fix = "engine.accumulate() outside of a loop over its loader", "call it inside: for batch in loader"
+            raise UsageError(f"{what}\n  it counts the batches that the loop has had\n  {fix}")
         begun = (done - 1) // batches * batches
         of = min(batches, -((end - self._first) // -size) - begun)
         start = self._first + begun * size
@@ -185,19 +176,15 @@ def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader 
 
 def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader | OwnStream:
     """Does what ``shard`` does, for a loop that weighs samples and minds no batch without rows: it is not warned."""
+    fix = "for a data set, call paceline.loader(dataset, comm, batch_size=...)"
     if not isinstance(batches, DataLoader):
-        raise UsageError(
-            f"shard() of a {type(batches).__name__}\n  it takes a torch DataLoader\n"
-            "  for a data set, call paceline.loader(dataset, comm, batch_size=...)"
-        )
+        raise UsageError(f"shard() of a {type(batches).__name__}\n  it takes a torch DataLoader\n  {fix}")
     dataset: Any = batches.dataset
     if isinstance(dataset, IterableDataset) and batches.batch_size is not None:
         return OwnStream(batches, comm, seed=seed)
     if batches.batch_sampler is None:
-        raise UsageError(
-            "shard() of a DataLoader with batch_size=None\n  ranks share batches out sample by sample\n"
-            "  give it batch_size=..., and samples in place of batches"
-        )
+        what, rule = "shard() of a DataLoader with batch_size=None", "ranks share batches out sample by sample"
+        raise UsageError(f"{what}\n  {rule}\n  give it batch_size=..., and samples in place of batches")
     order = _order_of(batches, check_map_style(dataset, "the data set"), seed)
     if isinstance(order, SampledOrder) and comm.size > 1:
         _check_alike(order, comm)
@@ -209,10 +196,8 @@ def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
     cut: Any = batches.batch_sampler
     sampler: Any = getattr(cut, "sampler", None)
     if isinstance(sampler, DistributedSampler):
-        raise UsageError(
-            "shard() of a DataLoader with a DistributedSampler\n  shard() shares batches out itself\n"
-            "  give the DataLoader without it, or use that DataLoader as it is"
-        )
+        what, rule = "shard() of a DataLoader with a DistributedSampler", "shard() shares batches out itself"
+        raise UsageError(f"{what}\n  {rule}\n  give the DataLoader without it, or use that DataLoader as it is")
     if type(cut) is not BatchSampler:
         return sampled_order(cut, length, seed=seed, loaders=batches.generator)
     is_whole = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
@@ -226,10 +211,9 @@ def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
 def _check_alike(order: SampledOrder, comm: Any) -> None:
     """Raises UsageError on all ranks where their samplers draw different orders."""
     if not are_alike(comm, order.fingerprint()):
-        raise UsageError(
-            f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank\n"
-            "  ranks share out one order of samples\n  give it the same weights and the same seed on all ranks"
-        )
+        what = f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank"
+        rule = "ranks share out one order of samples"
+        raise UsageError(f"{what}\n  {rule}\n  give it the same weights and the same seed on all ranks")
 
 
 def _share_out(

@@ -90,10 +90,9 @@ class OwnStream:
         self._sum = self._expected or 0
 
     def turn(self, batches: int) -> tuple[int, int, int]:
-        raise UsageError(
-            f"engine.accumulate({batches}, a stream)\n  nobody knows where a stream ends, and so which update is the "
-            "last\n  use engine.no_sync() and engine.loss_scale() by hand, or larger batches"
-        )
+        what = f"engine.accumulate({batches}, a stream)"
+        rule = "nobody knows where a stream ends, and so which update is the last"
+        raise UsageError(f"{what}\n  {rule}\n  use engine.no_sync() and engine.loss_scale() by hand, or larger batches")
 
     def _pass_over(self, samples: Iterator[Any], count: int, epoch: int) -> None:
         """Reads what was consumed before. Raises DataError where the stream gives other samples than it did then."""
@@ -102,11 +101,9 @@ class OwnStream:
             passed, found = passed + 1, _checksum([sample], found)
         what = f"ended before sample {count:,}" if passed < count else f"gives other samples before sample {count:,}"
         if passed < count or (count and self._expected not in (None, found)):
-            raise DataError(
-                f"the stream {what} of epoch {epoch}, from which the loop goes on\n"
-                "  a stream gives the same samples each time it is read\n"
-                "  give the one that the run began with, and a seed to all that shuffles in it"
-            )
+            text = f"the stream {what} of epoch {epoch}, from which the loop goes on"
+            fix = "give the one that the run began with, and a seed to all that shuffles in it"
+            raise DataError(f"{text}\n  a stream gives the same samples each time it is read\n  {fix}")
         self._sum, self._expected = found, None
 
     def _compare(self) -> None:

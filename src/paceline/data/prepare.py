@@ -233,8 +233,6 @@ def _batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
 
 
 class _Skipped:
-    """Counts documents that cannot be read, or stops at the first."""
-
     def __init__(self, on_error: Literal["stop", "skip"]) -> None:
         self._on_error = on_error
         self.count = 0

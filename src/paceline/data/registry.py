@@ -144,9 +144,8 @@ def _end_token(
         key = "packing" if config.documents is None else "documents"
         fix = "set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
         what = f"{source} has end token {end_token}, of {vocabulary} tokens"
-        raise DataError(
-            f"{what}\n  data.{key} = {getattr(config, key)} needs a token at the end of each document\n  {fix}"
-        )
+        rule = f"data.{key} = {getattr(config, key)} needs a token at the end of each document"
+        raise DataError(f"{what}\n  {rule}\n  {fix}")
     return end_token
 
 

@@ -3,10 +3,9 @@
     stream   | kept for evaluation | sample 0 | 1 | 2 | ...          of the run, epoch after epoch
     step                             rank 0's share, rank 1's share   as of any other data
 
-Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the position of
-a run is one number, the samples consumed: to resume is to pass over that many. Where that is cheaper than making a
-sample, the iterator has ``skip(count)``, which returns how many it passed over: fewer at its end. Each rank finds the
-end of a stream by itself: they exchange nothing, so that none waits for another.
+Every rank reads the same stream, takes its share of each batch, and passes over the rest. So the position of a run is
+one number, the samples consumed: to resume is to pass over that many, if the iterator has it by ``skip(count)``, which
+returns how many it passed over: fewer at its end, which each rank finds by itself.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
 So an epoch of random windows is one pass over the text, and no two epochs have the same windows, which a model would
 learn by heart. With an ``end_token``, what follows the ends of documents is no target (``models/gpt.py``: the mask).
-
-Tokens of a text are kept in the smallest integer type that holds the vocabulary, and become int64 in the batch.
 """
 
 from __future__ import annotations

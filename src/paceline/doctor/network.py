@@ -19,14 +19,8 @@ import psutil
 from paceline.cluster.detect import usable_cores
 from paceline.comm.control.wire import SECRET, SECRET_FILE, Address, listen
 from paceline.config import check_exported, check_interfaces, config_settings, exported_settings
-from paceline.config.settings import (
-    GLOO_INTERFACE,
-    NCCL_INTERFACE,
-    BackendSetting,
-    contradictions,
-    matching,
-    unknown_variables,
-)
+from paceline.config import settings as rules
+from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, BackendSetting
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.errors import ConfigError, Problem
 from paceline.run.whereami import is_loopback, recognise
@@ -159,8 +153,8 @@ def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interf
     names = [each.name for each in present]
     asked = settings.get(NCCL_INTERFACE)
     if asked is not None:
-        return matching(asked.value, names)
-    choices = (matching(wanted, names) for wanted in ("ib", "^docker,lo", "docker", "lo"))
+        return rules.matching(asked.value, names)
+    choices = (rules.matching(wanted, names) for wanted in ("ib", "^docker,lo", "docker", "lo"))
     return next((found for found in choices if found), [])
 
 
@@ -228,14 +222,14 @@ def variables(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     shown = [f"{each.variable}={each.value} ({each.key or 'exported'})" for each in settings.values()]
     meaning = "NCCL and Gloo obey them" if shown else "NCCL and Gloo choose for themselves, which is mostly right"
     yield finding("variables", ", ".join(shown) or "none of NCCL_* or GLOO_*", meaning)
-    problems = contradictions(settings)
+    problems = rules.contradictions(settings)
     if surroundings.config is not None:
         known = {str(problem) for problem in problems}
         for uses_nccl in (False, True):
             found = check_exported(surroundings.config, surroundings.environment, uses_nccl=uses_nccl)
             problems += [problem for problem in found if str(problem) not in known]
     yield from (problem_finding("variables", problem) for problem in problems)
-    for problem in unknown_variables(exported_settings(surroundings.environment)):
+    for problem in rules.unknown_variables(exported_settings(surroundings.environment)):
         yield MachineFinding(name="variables", status="note", found=problem.what, meaning=problem.rule, fix=problem.fix)
 
 

@@ -83,7 +83,6 @@ def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterato
 
 
 def _greet(comm: Communicator, also_shared: bool) -> Greeting:
-    """Adds up with the other rank; raises where the sum is wrong."""
     from paceline.comm.shared.communicator import share_memory
 
     gloo_s, problem = _latency(comm, 20), ""
@@ -164,7 +163,6 @@ def _two_lines(error: PacelineError) -> str:
 
 
 def _latency(comm: Communicator, rounds: int) -> float:
-    """Returns the median of the seconds in which the ranks add up one number."""
     return statistics.median(sum_up(comm, 1) for _ in range(rounds))
 
 

@@ -195,7 +195,6 @@ def after_failure(
 
 
 def _spent(policy: RecoveryConfig, counted: Sequence[FailedAttempt]) -> str:
-    """Says that the budget is spent, and on what."""
     window = "" if policy.restart_window is None else f" within recovery.restart_window = {policy.restart_window} steps"
     lines = [f"    restart {number}: {each}" for number, each in enumerate(counted[:-1], start=1)]
     return "\n".join([f"not started again: recovery.max_restarts = {policy.max_restarts} is reached{window}", *lines])

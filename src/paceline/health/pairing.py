@@ -9,9 +9,8 @@ those of the others in kind and shape, and ranks mix gradients of different step
 
 At the same moment ranks have made equally many updates. They also agree on a counter that has agreed before and went up
 by the same number with every update. Where one rank's counter has gone up by one or more of these too many, it has left
-out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
-still or were never the same say nothing, so that uneven epochs and tails are no difference. Ranks that do not see one
-another's updates as they are made keep an ``UpdateHistory`` each, and compare what both have kept.
+out a step, unless another counter still agrees. Counters that start over, stand still or were never the same say
+nothing, so that uneven epochs are no difference. Ranks of other hosts compare an ``UpdateHistory`` each.
 """
 
 from __future__ import annotations

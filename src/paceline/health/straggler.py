@@ -13,9 +13,8 @@ A rank is a straggler if it was the last in most of the steps, and others lost a
 ``Lateness`` compares ranks over windows of steps while the run goes on. Where their ledgers share a clock, or clocks
 are corrected for their offsets, ``last_arrivals`` names who arrived last at each collective, and both must agree: a
 stage of a pipeline arrives late because others were before it, and a rank that takes long somewhere may keep nobody
-waiting. Ranks that take turns in one process arrive in the order of their turns, so that only their own time is
-compared. The monitor reports a rank that is late in several windows in a row, once for each phase. No rank waits for
-any of it: a look costs some microseconds an entry of a ledger.
+waiting. Of ranks that take turns in one process only their own time is compared. The monitor reports a rank that is
+late in several windows in a row, once for each phase.
 """
 
 from __future__ import annotations

@@ -134,10 +134,9 @@ def find_launch(runs: Path, name: str | None) -> LaunchJob:
         if name in (job.name, job.id):
             return job
     shown = ", ".join(job.name for job in known[:8]) or "none"
-    raise UsageError(
-        f"no launch{f' named {name}' if name else ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
-        "  paceline launch status lists them; --runs names another folder of runs"
-    )
+    what = f"no launch{f' named {name}' if name else ''} in {launches_folder(runs)}"
+    rule = f"the launches there are {shown}"
+    raise UsageError(f"{what}\n  {rule}\n  paceline launch status lists them; --runs names another folder of runs")
 
 
 def all_launches(runs: Path) -> list[LaunchJob]:

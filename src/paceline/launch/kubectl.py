@@ -57,10 +57,9 @@ class Kubectl:
 
     def __init__(self, options: KubernetesOptions, program: str = "kubectl") -> None:
         if (found := shutil.which(program)) is None:
-            raise LaunchError(
-                f"{program} is not installed here\n  it applies the manifests and follows the run\n"
-                "  install it, or print the manifests with --dry-run and apply them elsewhere"
-            )
+            what = f"{program} is not installed here"
+            fix = "install it, or print the manifests with --dry-run and apply them elsewhere"
+            raise LaunchError(f"{what}\n  it applies the manifests and follows the run\n  {fix}")
         self._options = options
         self._command = [found, *([] if options.namespace is None else ["--namespace", options.namespace])]
 
@@ -68,18 +67,16 @@ class Kubectl:
         """Returns the name of the cluster. Raises LaunchError where it does not answer, or takes no such run."""
         found = self._run(["config", "current-context"])
         if found.returncode:
-            raise LaunchError(
-                f"kubectl has no cluster: {found.stderr.strip().removeprefix('error: ')}\n  it applies the manifests\n"
-                "  choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
-            )
+            what = f"kubectl has no cluster: {found.stderr.strip().removeprefix('error: ')}"
+            fix = "choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
+            raise LaunchError(f"{what}\n  it applies the manifests\n  {fix}")
         context, kind = found.stdout.strip(), _RESOURCES[self._options.kind]
         done = self._run(["auth", "can-i", "create", kind])
         if done.stdout.strip() != "yes":
             said = (done.stderr or done.stdout).strip()
-            raise LaunchError(
-                f"the cluster {context} lets you create no {kind}: {said}\n  a run is such an object\n"
-                "  ask for the right, use another namespace or --set kind, or install what serves that kind"
-            )
+            what = f"the cluster {context} lets you create no {kind}: {said}"
+            fix = "ask for the right, use another namespace or --set kind, or install what serves that kind"
+            raise LaunchError(f"{what}\n  a run is such an object\n  {fix}")
         return context
 
     def apply(self, manifests: Sequence[Manifest]) -> None:

@@ -245,10 +245,8 @@ def read_options(job: LaunchJob) -> KubernetesOptions:
             shown = text if len(text) < _MOST_SHOWN and "\n" not in text else "..."
             raise UsageError(f"--set {word}={shown}\n  it is {error}\n  give another value") from None
     if "image" not in job.settings:
-        raise UsageError(
-            "--on kubernetes without an image\n  pods run a container image with Paceline in it\n"
-            "  build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
-        )
+        fix = "build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
+        raise UsageError(f"--on kubernetes without an image\n  pods run a container image with Paceline in it\n  {fix}")
     return KubernetesOptions(
         name=object_name(job.run),
         nodes=job.nodes,

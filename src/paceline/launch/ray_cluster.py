@@ -167,11 +167,9 @@ class RayCluster:
                 ray.init(address=address, namespace="paceline", log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
-                raise UsageError(
-                    f"no Ray cluster answers at address {address}: {said[0] if said else type(error).__name__}\n"
-                    "  --on ray uses a cluster that runs already\n"
-                    "  start one (ray start --head), or name it: --set address=HOST:6379, or RAY_ADDRESS"
-                ) from error
+                what = f"no Ray cluster answers at address {address}: {said[0] if said else type(error).__name__}"
+                fix = "start one (ray start --head), or name it: --set address=HOST:6379, or RAY_ADDRESS"
+                raise UsageError(f"{what}\n  --on ray uses a cluster that runs already\n  {fix}") from error
         return cls(ray, str(ray.get_runtime_context().gcs_address))
 
     def nodes(self) -> list[RayNode]:
@@ -321,11 +319,10 @@ def machines(job: LaunchJob) -> TargetMachines:
             needs = " and ".join(f"{amount:g} {name}" for name, amount in options.bundle.items())
             there = "; ".join(map(_describe, cluster.nodes()))
             where = "a Ray node of its own" if options.strategy == "STRICT_SPREAD" else "a Ray node"
-            raise UsageError(
-                f"--nodes {job.least}, and the Ray cluster {cluster.address} has room for {room}\n"
-                f"  each {options.actor} needs {needs} on {where}: {there or 'no node lives'}\n"
-                "  ask for less (--nodes, --gpus-per-node, --set cpus=N), or let nodes come: --set autoscale=yes"
-            )
+            what = f"--nodes {job.least}, and the Ray cluster {cluster.address} has room for {room}"
+            rule = f"each {options.actor} needs {needs} on {where}: {there or 'no node lives'}"
+            fix = "ask for less (--nodes, --gpus-per-node, --set cpus=N), or let nodes come: --set autoscale=yes"
+            raise UsageError(f"{what}\n  {rule}\n  {fix}")
         notes.append(f"there is room for {room} hosts now; the run waits for {job.least}")
     elif room < job.nodes:
         notes.append(f"there is room for {room} hosts of {job.nodes} now, and {job.least} are enough")

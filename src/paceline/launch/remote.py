@@ -109,7 +109,6 @@ def forget_mark(folder: Path) -> None:
 
 
 def _free_port(address: str, asked: int) -> int | str:
-    """Returns a port on which this host can listen at an address; else why it cannot."""
     if not address:
         return 0
     try:

@@ -54,11 +54,9 @@ def machines(job: LaunchJob) -> TargetMachines:
     if number < job.nodes:
         gpus = f" with {job.gpus} GPUs" if job.gpus else ""
         most = max((_gpus(gres) for _, _, gres in own), default=0)
-        raise UsageError(
-            f"--nodes {job.nodes}{gpus}, and queue {queue} has {number} such nodes\n"
-            f"  it has {sum(count for count, _, _ in own)} nodes, with up to {most} GPUs each\n"
-            "  ask for less, or another --queue"
-        )
+        what = f"--nodes {job.nodes}{gpus}, and queue {queue} has {number} such nodes"
+        rule = f"it has {sum(count for count, _, _ in own)} nodes, with up to {most} GPUs each"
+        raise UsageError(f"{what}\n  {rule}\n  ask for less, or another --queue")
     memory = min(megabytes for _, megabytes, _ in able)
     return TargetMachines(
         where=f"a node of queue {queue}",
@@ -167,12 +165,9 @@ def _gpu_memory(gres: str) -> float | None:
 
 
 def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
-    """Runs one of Slurm's commands and returns what it prints. Raises LaunchError with its own words."""
     if (path := shutil.which(program)) is None:
-        raise LaunchError(
-            f"{program} is not installed here\n  --on slurm submits with Slurm's own commands\n"
-            "  run it on a login node of the cluster, or print the script with --dry-run"
-        )
+        fix = "run it on a login node of the cluster, or print the script with --dry-run"
+        raise LaunchError(f"{program} is not installed here\n  --on slurm submits with Slurm's own commands\n  {fix}")
     try:
         done = subprocess.run([path, *words], capture_output=True, text=True, check=False, timeout=_ASK_S)
     except subprocess.TimeoutExpired as error:
@@ -180,10 +175,8 @@ def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
     said = done.stderr.strip() or f"exit code {done.returncode}"
     if done.returncode and is_needed and any(sign in said for sign in _SILENT):
         last = said.splitlines()[-1].rpartition("error: ")[2].strip()
-        raise LaunchError(
-            f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
-            "  run scontrol ping, and try again when the controller is up"
-        )
+        what, rule = f"Slurm does not answer: {last}", f"{program} asks slurmctld, the controller of the cluster"
+        raise LaunchError(f"{what}\n  {rule}\n  run scontrol ping, and try again when the controller is up")
     if done.returncode and is_needed:
         raise LaunchError(f"{program}: {said}")
     return done.stdout

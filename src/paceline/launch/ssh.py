@@ -7,10 +7,8 @@ same and it sees the folder of the runs. The first host of the list has the serv
 
 This process in the background holds the connections until the run has ended. It has one launcher started on each host,
 prints what they print, and leaves with the code of the host where the others meet. With hosts to spare (``--nodes
-2:4``), one that is lost or did not answer is tried again: it joins the run. If the host where the others meet is lost,
-they meet at another one and go on from the newest checkpoint. A host that does not answer for ``_SILENT_S`` is named. A
-launcher that hears nothing from here for ``_LEASE_S`` ends: so the one on a host that was cut off is gone before the
-others go on without it.
+2:4``), one that is lost is tried again, and the others meet elsewhere if need be. A launcher that hears nothing from
+here for ``_LEASE_S`` ends: so the one on a host that was cut off is gone before the others go on without it.
 """
 
 from __future__ import annotations
@@ -76,10 +74,8 @@ def machines(job: LaunchJob) -> TargetMachines:
     refuse_settings(job, SETTINGS)
     wrong = [repr(host[:_SHOWN]) for host in job.hosts if re.fullmatch(_HOST, host) is None or not host.isprintable()]
     if not job.hosts or wrong:
-        raise UsageError(
-            f"--on ssh with {'hosts ' + ', '.join(wrong[:3]) if wrong else 'no hosts'}\n"
-            "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
-        )
+        rule, fix = "it starts ranks on the machines of a list", "give --hosts host1,host2 or --hostfile FILE"
+        raise UsageError(f"--on ssh with {'hosts ' + ', '.join(wrong[:3]) if wrong else 'no hosts'}\n  {rule}\n  {fix}")
     address, found = ask_hosts(job)
     if problems := list(compare(job, found, Path(job.config).read_text(encoding="utf-8"))):
         raise ConfigError(problems, source="the hosts")
@@ -172,7 +168,6 @@ def _how_to_reach(job: LaunchJob, host: str, why: str) -> str:
 
 
 def _address(job: LaunchJob, host: str) -> str:
-    """Returns the name by which ssh reaches a host, which may be another in the user's settings."""
     words = [*shlex.split(job.settings.get("ssh", "ssh")), "-G", host]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ANSWER_S)

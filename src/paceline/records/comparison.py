@@ -85,19 +85,12 @@ def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
         for row in rows:
             base = row[0][0]
             if any(run.world_size != base.world_size for run, _ in row):
-                found += [
-                    ScalingPoint(
-                        name=run.name,
-                        strategy=strategy,
-                        ranks=run.world_size,
-                        samples_per_s=(rate := run.samples_per_s or 0.0),
-                        ideal=float(run.world_size),
-                        speed_up=(speed_up := rate / ((base.samples_per_s or 0.0) / base.world_size)),
-                        efficiency=speed_up / run.world_size,
-                        scaling=scaling,
-                    )
-                    for run, scaling in row
-                ]
+                for run, scaling in row:
+                    rate, ranks = run.samples_per_s or 0.0, run.world_size
+                    speed_up = rate / ((base.samples_per_s or 0.0) / base.world_size)
+                    about: dict[str, Any] = {"name": run.name, "strategy": strategy, "ranks": ranks, "scaling": scaling}
+                    about |= {"ideal": float(ranks), "speed_up": speed_up, "efficiency": speed_up / ranks}
+                    found.append(ScalingPoint(samples_per_s=rate, **about))
     return tuple(found)
 
 

@@ -177,7 +177,6 @@ class _RunProgress:
 
     @property
     def share(self) -> float:
-        """How much of the run is done."""
         return self.step / self._total_steps if self._total_steps else 0.0
 
     def _step_seconds(self) -> float | None:
@@ -186,7 +185,6 @@ class _RunProgress:
         return sum(record.step_s for record in timed) / len(timed) if timed else None
 
     def line(self) -> Text:
-        """Returns one plain line for a log."""
         parts = [f"step {self.step}/{self._total_steps}", *self._numbers(), self._left()]
         return Text(_GAP.join(part for part in parts if part))
 

@@ -122,7 +122,6 @@ class HostSampler:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Returns the seconds that all cores were busy, and all their seconds."""
     times = psutil.cpu_times()
     # Those of guests are in the user's too.
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)

@@ -1,6 +1,5 @@
 """What limited a run, from its records alone: the cause, the evidence, and the two changes that would help most.
 
-
 For steps after the warm-up, as shares of their time:
 
     data             the device (or the rank) waited for the next batch
@@ -12,10 +11,9 @@ For steps after the warm-up, as shares of their time:
     memory           memory ran out and the microbatch was cut, or a device is nearly full
     restarts         of the time in steps and between them: steps made again, and waiting for the next attempt
 
-A run that nothing limits beyond its threshold is limited by compute. Shares of the step count less where restarts took
-a part of the run. What a change of the config would bring is predicted by the formulas of ``predict/``; else it is a
-bound, the most that it can bring, wholly or in half. With shares of the step d (data), c (communication), l (lost to a
-rank):
+A run that nothing limits beyond its threshold is limited by compute. What a change of the config would bring is
+predicted by the formulas of ``predict/``; else it is a bound, the most that it can bring, wholly or in half. With
+shares of the step d (data), c (communication), l (lost to a rank):
 
     no waiting for data 1/(1-d)      half the exchanges 1/(1-c/2)      a rank as fast as the others 1/(1-l)
     twice the ranks     1/((1-c)/2 + c), where communication stays as it is

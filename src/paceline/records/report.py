@@ -3,16 +3,14 @@
     runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --to_json--> strict JSON
                                                                   --render-->  tables for a console
 
-Measured and simulated runs leave the same records. ``summary.py`` says how attempts, ranks and steps become one number.
-Here besides, for step s and ranks r that took part:
+``summary.py`` says how attempts, ranks and steps become one number. Here besides, for step s and ranks r in it:
 
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
     model FLOP/s     samples/s x FLOPs of a sample, forward and backward
     MFU              model FLOP/s / (ranks x peak of a device), causal attention as computed: half of the square
 
-Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
-steps alone.
+Rate and step time leave out the warm-up; a prediction is compared with the last attempt that made a step.
 """
 
 from __future__ import annotations
@@ -153,19 +151,15 @@ def summarize(run_folder: Path, records: RunRecords | None = None) -> RunSummary
         comm_s=comm_s,
         ranks=tuple(map(records.of_rank, records.ranks)),
         prediction=prediction,
-        straggler=facts.straggler,
         late=tuple(f"at step {each.step}: {each.detail.get('sentence', '')}" for each in records.events("straggler")),
         unsaved=tuple(dict.fromkeys(_unsaved(records))),
         limits=judge_run(facts, gains_of(run_folder, run, cluster)),
-        goodput=facts.goodput,
-        traffic=facts.traffic,
-        memory=facts.memory,
         start=_start(records.lead),
         steps_per_line=steps_per_line,
         experts=tuple(add_loads(own[1 - WINDOWS :]) for own in loads.values()),
-        experts_wrong=facts.experts_wrong,
         exchange_share=_exchange_share(facts.traffic, step_s) if loads else None,
         step_percentiles={f"p{share}": percentile(lengths, share / 100) for share in (50, 90, 99, 100) if lengths},
+        **{name: getattr(facts, name) for name in ("straggler", "goodput", "traffic", "memory", "experts_wrong")},
         **_about(run, samples_per_s),
     )
 

@@ -31,7 +31,6 @@ def samples_of(texts: Sequence[str] = (), images: Any = ()) -> dict[str, Any]:
 
 
 def _encode(image: Any) -> str:
-    """Returns an image as a PNG in base64; nothing of none."""
     if image is None:
         return ""
     from PIL import Image  # comes with matplotlib

@@ -126,7 +126,6 @@ class JsonlSink:
                     partial.unlink(missing_ok=True)
 
     def _append(self, lines: bytes) -> None:
-        """Writes lines, all of them or none."""
         end, left = os.fstat(self._file.fileno()).st_size, memoryview(lines)
         try:
             while left:  # a disk that is nearly full takes a part

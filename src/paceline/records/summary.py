@@ -2,8 +2,6 @@
 
     files of a run  --open_run-->  RunRecords: attempts of each rank, one row a step  --> medians, sums, shares
 
-The report, the words of the page, the classic analyzer, chaos and the benches all take their numbers from here.
-
 For step s and the ranks r that took part in it:
 
     length of a step   max_r step_s                                the slowest rank sets the pace
@@ -13,8 +11,7 @@ For step s and the ranks r that took part in it:
     efficiency         compute of all ranks / (ranks x sum of lengths): 1 where nobody ever waits
 
 The first tenth of the steps, and at least one, pays for start-up: ``without_warm_up`` leaves it out. A record that
-adds up several steps (``thin.py``) counts as so many of their mean: sums are exact, and the slowest rank is that of the
-mean.
+adds up several steps (``thin.py``) counts as so many of their mean.
 """
 
 from __future__ import annotations
@@ -121,15 +118,13 @@ def read_file(path: Path, first: type[kinds.Record]) -> list[kinds.Record]:
         if records and not isinstance(records[0], first):
             raise ValueError(f"{path}, line 1: the first record is no {first.__name__}")
     except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read: {error.strerror or error}\n  records are plain files that a run wrote\n"
-            "  remove it, or copy the run's folder again; the other ranks can be reported on"
-        ) from error
+        what = f"{path} cannot be read: {error.strerror or error}"
+        fix = "remove it, or copy the run's folder again; the other ranks can be reported on"
+        raise RunFolderError(f"{what}\n  records are plain files that a run wrote\n  {fix}") from error
     except ValueError as error:
-        raise RunFolderError(
-            f"a record cannot be read: {error}\n  every line is one record, written whole\n"
-            "  remove the line if the file was edited or the disk failed; the rest can be reported on"
-        ) from error
+        what = f"a record cannot be read: {error}"
+        fix = "remove the line if the file was edited or the disk failed; the rest can be reported on"
+        raise RunFolderError(f"{what}\n  every line is one record, written whole\n  {fix}") from error
     return records
 
 

@@ -209,6 +209,5 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 
 
 def _mean(pairs: Iterable[tuple[float | None, int]], otherwise: float | None = None) -> float | None:
-    """Returns the mean of values with weights, of those that are finite."""
     known = [(value, weight) for value, weight in pairs if value is not None and math.isfinite(value)]
     return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else otherwise

@@ -246,11 +246,9 @@ def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
     verdict = _memory_verdict(config, expect.needed(config, in_turns=True))
     if verdict is not None and verdict.kind == "too large":
-        raise UsageError(
-            f"out of memory: {verdict}\n  virtual ranks share the memory of one process, and each has its own states\n"
-            "  take fewer ranks (--ranks) or a smaller model; paceline predict tells time and memory without a run\n"
-            f"  {_ANYWAY}"
-        )
+        rule = "virtual ranks share the memory of one process, and each has its own states"
+        fix = "take fewer ranks (--ranks) or a smaller model; paceline predict tells time and memory without a run"
+        raise UsageError(f"out of memory: {verdict}\n  {rule}\n  {fix}\n  {_ANYWAY}")
 
 
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:

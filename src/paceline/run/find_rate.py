@@ -78,10 +78,9 @@ def suggest_rate(points: Sequence[tuple[float, float]]) -> RateFinding:
         for i in range(1, len(rates) - 1)
     ]
     if len(slopes) < _LEAST_POINTS or min(slopes) > -_FLAT * max(losses):
-        raise UsageError(
-            f"no learning rate can be suggested: the loss of {len(rates)} steps does not fall\n"
-            "  it must fall somewhere between 1e-07 and 1\n  look at the loss and the data, or set optim.lr yourself"
-        )
+        what = f"no learning rate can be suggested: the loss of {len(rates)} steps does not fall"
+        rule = "it must fall somewhere between 1e-07 and 1"
+        raise UsageError(f"{what}\n  {rule}\n  look at the loss and the data, or set optim.lr yourself")
     steepest = slopes.index(min(slopes)) + 1
     lowest = rates[losses.index(min(losses))]
     return RateFinding(suggestion=rates[steepest], lowest_loss_at=lowest, rates=tuple(rates), losses=tuple(losses))

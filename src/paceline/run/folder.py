@@ -83,10 +83,8 @@ def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> No
         raise _exists(path)
     if not (path / "config.yaml").is_file():
         what = "has no config.yaml" if path.is_dir() else "is a file"
-        raise RunFolderError(
-            f"{path} exists and is not a run's folder: it {what}\n"
-            "  --force replaces runs alone\n  choose another name (name=...), or remove it by hand"
-        )
+        text, rule = f"{path} exists and is not a run's folder: it {what}", "--force replaces runs alone"
+        raise RunFolderError(f"{text}\n  {rule}\n  choose another name (name=...), or remove it by hand")
 
 
 def find_write_error(folder: Path) -> OSError | None:
@@ -217,10 +215,8 @@ def _lock(folder: Path, path: Path) -> int:
     if not _try_lock(lock):
         owner = os.read(lock, 100).decode(errors="replace").strip()
         os.close(lock)
-        raise RunFolderError(
-            f"a run is going on in {path}{f': process {owner}' if owner else ''}\n"
-            "  two runs cannot share a folder\n  wait for its end, end it, or choose another name (name=...)"
-        )
+        rule, fix = "two runs cannot share a folder", "wait for its end, end it, or choose another name (name=...)"
+        raise RunFolderError(f"a run is going on in {path}{f': process {owner}' if owner else ''}\n  {rule}\n  {fix}")
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return lock
@@ -245,10 +241,8 @@ def is_taken(path: Path) -> bool:
 
 
 def _exists(path: Path) -> RunFolderError:
-    return RunFolderError(
-        f"the run's folder {path} exists already\n  a run never overwrites another\n"
-        "  choose another name (name=...), continue it with --resume auto, or replace it with --force"
-    )
+    fix = "choose another name (name=...), continue it with --resume auto, or replace it with --force"
+    return RunFolderError(f"the run's folder {path} exists already\n  a run never overwrites another\n  {fix}")
 
 
 def _cannot_make(path: Path, why: str) -> RunFolderError:

@@ -139,7 +139,6 @@ class _RankProcess:
             self.close()
 
     def close(self) -> None:
-        """Waits for the end of the process."""
         if self.process.pid is not None:
             self.process.join()
         self.receiver.close()
@@ -163,11 +162,10 @@ def _task_of(function: Callable[..., Any], args: Sequence[Any], join: Callable[[
     try:  # plain pickle: multiprocessing's own would give every rank the same memory for a tensor
         return _pickled((cells, function, tuple(args), join))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}\n"
-            "  a new process reads the function, all that it names and the arguments from a pickle\n"
-            "  pass plain data, and open files, locks and connections inside the function"
-        ) from error
+        what = f"{getattr(function, '__qualname__', function)} cannot be sent to other processes: {error}"
+        rule = "a new process reads the function, all that it names and the arguments from a pickle"
+        fix = "pass plain data, and open files, locks and connections inside the function"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}") from error
 
 
 def _pickled(value: Any) -> bytes:

@@ -149,10 +149,8 @@ def locate_run(
         check_folder(folder, force=force, resume=is_continued)
         return RunLocation(folder=folder, is_continued=is_continued)
     if location.is_continued and force:
-        raise UsageError(
-            f"--force would remove {location.folder}, from which --resume {resume} continues\n"
-            "  one replaces a run, the other goes on with it\n  give one of them"
-        )
+        what = f"--force would remove {location.folder}, from which --resume {resume} continues"
+        raise UsageError(f"{what}\n  one replaces a run, the other goes on with it\n  give one of them")
     check_folder(location.folder, force=force, resume=location.is_continued)
     return location
 
@@ -299,7 +297,6 @@ def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
 
 
 def _check_checkpoint_folder(where: str | None) -> None:
-    """Raises UsageError or CheckpointError where ``checkpoint.folder`` cannot be written."""
     if where is None:
         return
     from paceline.checkpoint.storage import cannot_write, is_remote, storage_of
@@ -317,10 +314,8 @@ def read_result(folder: Path, config: Config, choice: Choice | None = None) -> R
     records = open_run(folder)
     summary, last = summarize(folder, records), records.lead[-1]
     if summary.status != "done":
-        raise LaunchError(
-            f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}\n"
-            f"  their logs are in {folder / 'logs'}"
-        )
+        what = f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}"
+        raise LaunchError(f"{what}\n  their logs are in {folder / 'logs'}")
     return RunResult(
         folder=folder,
         config=config,

@@ -128,7 +128,6 @@ def was_preempted(folder: Path) -> bool:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
     partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,10 +1,8 @@
 """What goes on beside the ranks of a run in the process that started them: its log, progress, samples and trackers.
 
-Trackers follow the records, in one thread each, so that none can stop or slow a rank. The files are the queue: a
-tracker that is slow reads them later, and one that fails leaves them as they are. At the end of a run trackers get ten
-seconds to catch up. They take the records of rank 0 and of hosts; of steps the first and the last, 200 evenly spaced
-ones, and those of ``monitor.log_every``, two a second at most. TensorBoard has the first 16 ranks: rank 0 in
-``tensorboard/``, each other rank and host in a folder of its own below.
+Trackers follow the files of records, in one thread each, so that none can stop or slow a rank; at the end of a run they
+get ten seconds to catch up. They take the records of rank 0 and of hosts; of steps the first and the last, 200 evenly
+spaced ones, and those of ``monitor.log_every``, two a second at most. TensorBoard has the first 16 ranks.
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ took; half a period on, the host of rank 0 reads what all left, and compares (``
 common because clocks are compared at the start, by texts to and fro: of some rounds the fastest counts, as half of it
 is what may be wrong. From then on the hosts' time services keep them. A text has some kilobytes.
 
-**Ranks that have left** a loop of the user's own, as they should: a rank that waits for one is told so. It takes its
-process along, and what other hosts see is a closed connection, so it leaves its last operation and its step. Rank 0 may
-hold the store: it stays for a moment, until every other host has read that it goes, or has left too. From then on
-nobody asks the store, which would only make torch complain.
+**Ranks that have left** a loop of the user's own leave their last operation and step: other hosts see nothing but a
+closed connection, and a rank that waits for one is told so. Rank 0 may hold the store: it stays until every other host
+has read that it goes, or has left too. From then on nobody asks the store, which would only make torch complain.
 
-**Are ranks in the same step?** Once a second the first rank of a host leaves its history of updates
-(``health/pairing.py``), and compares it with that of the host before it: one text of a few kilobytes, however many
-hosts there are. Ranks of one host compare themselves (``run/own_loop.py``), so that some pair finds any difference.
+**Are ranks in the same step?** Once a second the first rank of a host leaves its history of updates, and compares it
+with that of the host before it (``health/pairing.py``); ranks of one host compare themselves (``own_loop.py``).
 """
 
 from __future__ import annotations
@@ -171,7 +169,6 @@ class LeftRanks:
                 time.sleep(_ASK_S if waits_for else 0.0)
 
     def _read(self, rank: int, now: float) -> bool:
-        """Says whether a rank has left."""
         if rank not in self._known and (text := self.channel.read(left_key(rank))):
             self._known.update((view.rank, view) for view in views_from_text(text, now))
         return rank in self._known

@@ -40,11 +40,9 @@ class OwnChecks:
 
     def __init__(self, comm: Communicator, loader: Any) -> None:
         if loader is not None and not hasattr(loader, "position"):
-            raise UsageError(
-                f"paceline.Run(...) with a {type(loader).__name__} as its loader\n"
-                "  ranks share its batches out, and a run resumes where it was\n"
-                "  give paceline.shard(loader, comm), or paceline.loader(dataset, comm, batch_size=...)"
-            )
+            what = f"paceline.Run(...) with a {type(loader).__name__} as its loader"
+            fix = "give paceline.shard(loader, comm), or paceline.loader(dataset, comm, batch_size=...)"
+            raise UsageError(f"{what}\n  ranks share its batches out, and a run resumes where it was\n  {fix}")
         self._comm, self._told = comm, set[str]()
         self.evaluated: dict[str, float] = {}
 

@@ -139,18 +139,16 @@ def setup_distributed(
     it. Raises UsageError for a rank that is not below ``world_size``, or not the one that a launcher has given.
     """
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise errors.UsageError(
-            f"setup_distributed got rank = {rank!r} and world_size = {world_size!r}\n"
-            "  ranks are numbered from 0 to world_size - 1\n  pass what spawn gives each process, and how many they are"
-        )
+        what = f"setup_distributed got rank = {rank!r} and world_size = {world_size!r}"
+        rule = "ranks are numbered from 0 to world_size - 1"
+        raise errors.UsageError(f"{what}\n  {rule}\n  pass what spawn gives each process, and how many they are")
     asked = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     given = {name: os.environ[name] for name in asked if os.environ.get(name, asked[name]) != asked[name]}
     if given:
         told = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise errors.UsageError(
-            f"setup_distributed got rank = {rank} and world_size = {world_size}, and a launcher has set {told}\n"
-            "  one of them says which rank this is\n  under a launcher call paceline.connect()"
-        )
+        what = f"setup_distributed got rank = {rank} and world_size = {world_size}, and a launcher has set {told}"
+        rule = "one of them says which rank this is"
+        raise errors.UsageError(f"{what}\n  {rule}\n  under a launcher call paceline.connect()")
     os.environ.update(asked)
     for name, value in {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
@@ -165,10 +163,9 @@ def _join_launcher() -> None:
     except errors.ConfigError as error:
         raise errors.CommunicationError(str(error)) from error
     if around.kind == "host" and (around.host_ranks or 1) > 1:
-        raise errors.CommunicationError(
-            f"{around} has {around.host_ranks} ranks on each host, and this process is one\n"
-            "  a loop of your own is one rank\n  start it by torchrun on each host, or one process for each rank"
-        )
+        what = f"{around} has {around.host_ranks} ranks on each host, and this process is one"
+        fix = "start it by torchrun on each host, or one process for each rank"
+        raise errors.CommunicationError(f"{what}\n  a loop of your own is one rank\n  {fix}")
     os.environ.update(around.rank_variables())
 
 
@@ -339,7 +336,6 @@ class OwnLoop:
         return judge([others.get(view.rank, view) for view in views], now, AT_ONCE)
 
     def _clear(self) -> None:
-        """Removes what this rank has in a temporary folder, and the folder with the last one."""
         if self._is_temporary:
             folder = self._watch.folder
             with contextlib.suppress(OSError):

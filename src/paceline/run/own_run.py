@@ -147,10 +147,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 what = f"run.log({name}=...) got a tensor of shape {list(value.shape)}"
                 raise UsageError(f"{what}\n  a curve has one number a step\n  log its mean, or its items by name")
         if self._phases.is_in_step:
-            self._values |= {
-                name: value.detach() if isinstance(value, torch.Tensor) else float(value)
-                for name, value in values.items()
-            }
+            told = values.items()
+            self._values |= {name: x.detach() if isinstance(x, torch.Tensor) else float(x) for name, x in told}
             return
         sink = self._open()
         found, now = {name: float(value) for name, value in values.items()}, time.time()
@@ -159,16 +157,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             sink.write(EventRecord(name="scalars", step=self.num_steps, detail=found, time=now))
         else:
             since, self._phases.evaluates_since = self._phases.evaluates_since or now, None
-            evaluation = EvalRecord(
-                step=self.num_steps,
-                loss=found.pop("loss"),
-                accuracy=found.pop("accuracy", None),
-                samples=0,
-                seconds=max(0.0, now - since),
-                time=now,
-                metrics=found,
-            )
-            sink.write(evaluation)
+            about: dict[str, Any] = {"samples": 0, "seconds": max(0.0, now - since), "time": now, "metrics": found}
+            loss, accuracy = found.pop("loss"), found.pop("accuracy", None)
+            sink.write(EvalRecord(step=self.num_steps, loss=loss, accuracy=accuracy, **about))
         self._meter.start()
 
     def log_samples(self, texts: Sequence[str] = (), images: Any = ()) -> None:
@@ -359,7 +350,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return self._engine
 
     def _listen(self) -> None:
-        """Hears of passes and updates, from the engine's ledger and the optimizer."""
         comm = self._comm if self._engine is None else self._engine.gradient_comm
         if comm.ledger is None:  # one rank, or ranks that nobody watches
             comm.ledger = Ledger(rank=comm.rank, world=comm.size, is_own_loop=True)

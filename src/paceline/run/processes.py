@@ -6,9 +6,8 @@ all the time; free to go anywhere, they wait on the cores of other ranks while t
 **Memory.** What a step frees is needed again in the next. Some builds of torch (those for ARM) use an allocator that
 gives it back to the system after 10 ms; then every step takes page faults for all of its gradients.
 
-**No process is left behind.** A rank goes when its launcher goes, and takes what it started with it: it leads a process
-group, with its loader workers. It asks for its parent twice a second. A signal from Linux (PR_SET_PDEATHSIG) would end
-it before it can end its loader workers, and macOS has none.
+**No process is left behind.** A rank leads a process group with its loader workers, asks for its parent twice a second,
+and takes the group along: a signal from Linux (PR_SET_PDEATHSIG) would end it before it can.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ On one host the server is the launcher's own, on a unix socket that only its use
 at the address that the user named, on the host that has it, and every connection proves the job's secret. torch's own
 rendezvous listens at all addresses, asks nobody who he is, and unpickles what it is sent.
 
-A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
-over. How it ended is told here, and the first account counts for all (``agree_on_end``). A launcher that cannot reach
-the server says so, ends its ranks, and tries to come back for ``_RETURN_S``.
-
-Before a rank is started, hosts compare what they bring (``agreement.py``). In each round they find out whether they
-reach one another (``links.py``); a host that others do not reach is left out.
+A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, the attempt is over, and the
+first account of how it ended counts for all (``agree_on_end``). A launcher that cannot reach the server ends its ranks,
+and tries to come back for ``_RETURN_S``. Before a rank is started, hosts compare what they bring (``agreement.py``),
+and in each round find out whether they reach one another (``links.py``): one that others do not reach is left out.
 """
 
 from __future__ import annotations
@@ -252,11 +250,10 @@ class Rendezvous(elastic.RendezvousHandler):
         try:
             self._client.wait_for_server(_RETURN_S)
         except (CommunicationError, TimeoutError):
-            raise LeftOutError(
-                f"host {host_name()} has left the run: {problem}; it tried for {_RETURN_S:g} s to come back\n"
-                "  all hosts meet at that launcher; the others go on if they reach it and are enough\n"
-                "  mend the network between the hosts, or start that launcher again, and then this one"
-            ) from problem
+            what = f"host {host_name()} has left the run: {problem}; it tried for {_RETURN_S:g} s to come back"
+            rule = "all hosts meet at that launcher; the others go on if they reach it and are enough"
+            fix = "mend the network between the hosts, or start that launcher again, and then this one"
+            raise LeftOutError(f"{what}\n  {rule}\n  {fix}") from problem
         say(f"host {host_name()} reaches {self._client.address} again, and comes back")
         if self._thread is not None:
             self._thread.join(CUT_S)  # unless the server was well
@@ -288,7 +285,6 @@ class Rendezvous(elastic.RendezvousHandler):
 
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
-        """Says what this launcher waits for, unless it comes within seconds."""
         timer = threading.Timer(_QUIET_S, lambda: say(f"waiting at {self._client.address} {what}{self._hint()}"))
         timer.daemon = True
         if self._thread is not None:  # one among several
@@ -346,7 +342,6 @@ class Rendezvous(elastic.RendezvousHandler):
         return Attendance(is_closed=seen.is_closed) if is_over else seen
 
     def _change(self) -> str:
-        """Returns the account of hosts that came or went, with their names."""
         news = self._news()
         told = [f"{host} is gone" for host in news.gone]
         if len(told) == self.size - 1 > 1 and all("nothing was heard" in each for each in told):
@@ -396,7 +391,6 @@ class Rendezvous(elastic.RendezvousHandler):
 
 
 def _beat_s(most: int) -> float:
-    """Returns how often a launcher says that it lives, where so many do."""
     return max(_BEAT_S, most / _BEATS_PER_S)
 
 

@@ -9,8 +9,7 @@ one of them. A rank that has not moved for a while is looked at as a process, wh
     Z   ended, and not waited for yet
 
 A process whose cgroup is frozen shows as sleeping or as D, so that the cgroup is asked. Where a process stands, it
-writes into a file when SIGURG asks it. The handler is faulthandler's: it runs also while the process sits in a C
-function. To a process that knows nothing of this, SIGURG does nothing.
+writes into a file when SIGURG asks it, by faulthandler also in a C function; to others SIGURG does nothing.
 """
 
 from __future__ import annotations

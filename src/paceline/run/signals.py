@@ -3,13 +3,10 @@
 [Note: preemption] SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for) ask a run to make room.
 The launcher hands them on to the ranks, which save and leave together after the same step
 (``train/survive/hooks.py``). A second one after five seconds or more ends the run at once, and so does the end of
-the grace time. Schedulers signal all processes of a job, launchers hand signals on, and on busy hosts that takes
-seconds: what comes within five is the same request. Where torch's agent cannot be told which signals to leave alone,
-it takes SIGTERM itself.
+the grace time; what comes within five is the same request, which schedulers and launchers send on one after another.
 
-[Note: scratch folders] They hold sockets, and what ranks print before they have a log, and are their user's alone
-(0700). Their process holds a lock on a file in each, which the system lets go of however the process ends: a folder
-whose lock can be had is nobody's any more, and is removed when the next one is made.
+[Note: scratch folders] They hold sockets and early output, and are their user's alone (0700). Their process holds a
+lock in each: a folder whose lock can be had is nobody's any more, and is removed when the next one is made.
 """
 
 from __future__ import annotations

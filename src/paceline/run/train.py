@@ -21,18 +21,9 @@ from paceline.cluster.detect import ask_ahead
 from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config, load_config_with_sources
 from paceline.errors import LaunchError, PacelineError, RunFolderError, UsageError
+from paceline.run import location as runs
 from paceline.run.folder import RunFolder, is_in_use
-from paceline.run.location import (
-    RunLocation,
-    RunOptions,
-    RunResult,
-    claim_run,
-    how_to_continue,
-    locate_run,
-    read_result,
-    run_folder,
-    runs_of,
-)
+from paceline.run.location import RunLocation, RunOptions, RunResult
 from paceline.run.logs import run_log, say
 from paceline.run.notes import RunStoppedError, noted_processes
 from paceline.run.observe import observing, observing_host
@@ -74,15 +65,14 @@ def train(
         from paceline.run.worker import run_under_launcher
 
         if chosen.hosts is not None:
-            raise UsageError(
-                f"--nnodes in a rank of another launcher ({around})\n  --nnodes starts ranks, and this process is one"
-                "\n  leave --nnodes and --rdzv out, or start one process on each host"
-            )
+            what = f"--nnodes in a rank of another launcher ({around})"
+            rule = "--nnodes starts ranks, and this process is one"
+            raise UsageError(f"{what}\n  {rule}\n  leave --nnodes and --rdzv out, or start one process on each host")
         return run_under_launcher(asked, chosen)
     hosts = chosen.hosts or (_hosts_around(asked, around) if around.kind == "host" else None)
     if hosts is not None:
         return _train_on_hosts(asked, chosen, hosts)
-    location = locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
+    location = runs.locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
     if asked.model.kind == "gpt" and asked.parallel.device != "cpu":
         ask_ahead()  # for the prediction
     with warm_ranks_of(asked) as warm:  # loads torch as this process does
@@ -97,10 +87,8 @@ def _hosts_around(asked: Config, around: Surroundings) -> Surroundings:
     own = around.host_ranks or asked.parallel.node_ranks
     if isinstance(ranks, int) and (ranks % most or own not in (None, ranks // most)):
         each = f"{most} hosts" + (f" with {own} ranks each" if own else "")
-        raise UsageError(
-            f"parallel.ranks = {ranks} on {each} ({around})\n  every host has as many ranks as the others\n"
-            f"  set parallel.ranks = auto, or {(own or max(1, ranks // most)) * most}"
-        )
+        what, rule = f"parallel.ranks = {ranks} on {each} ({around})", "every host has as many ranks as the others"
+        raise UsageError(f"{what}\n  {rule}\n  set parallel.ranks = auto, or {(own or max(1, ranks // most)) * most}")
     if around.number == 0:
         say(str(around))
     return replace(around, host_ranks=own or (ranks // most if isinstance(ranks, int) else None))
@@ -117,7 +105,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
     if config.monitor.console and not options.is_quiet:
         show_decisions(config, decision.choice, decision.notes)
     expected = predict_run(config)
-    claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
+    claimed, location = runs.claim_run(location, config, plan.to_text(), force=options.force)
     config, folder = location.named_config(config), location.folder
     with claimed:
         if expected is not None:
@@ -130,20 +118,18 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
             launching(folder, asked) as launcher,
         ):
             supervise(launcher, config, location)
-        return read_result(folder, config, decision.choice)
+        return runs.read_result(folder, config, decision.choice)
 
 
 def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> RunResult | None:
     """Runs this host's ranks; the launchers of all hosts meet before each attempt. None on a host that joins."""
     if options.resume not in (None, "auto"):
-        raise UsageError(
-            f"--resume {options.resume} with --nnodes\n"
-            "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
-        )
-    running = next((folder for folder in runs_of(asked) if is_in_use(folder)), None)
-    location = RunLocation(folder=running or run_folder(asked))
+        rule = "hosts that come and go start from the run's newest checkpoint"
+        raise UsageError(f"--resume {options.resume} with --nnodes\n  {rule}\n  use --resume auto")
+    running = next((folder for folder in runs.runs_of(asked) if is_in_use(folder)), None)
+    location = RunLocation(folder=running or runs.run_folder(asked))
     if running is None:
-        location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
+        location = runs.locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
     folder, hosts = location.folder, range(nodes.least, nodes.count + 1)
     is_quiet, is_verbose = options.is_quiet, options.is_verbose
     # The environment has the job's secret, or the first launcher leaves one in the run's folder.
@@ -156,7 +142,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
         named = location.named_config(config)
         if running is None:
             try:  # the first host to claim the folder has it, and the others join: no other number
-                claimed, _ = claim_run(replace(location, takes_number=False), config, force=options.force)
+                claimed, _ = runs.claim_run(replace(location, takes_number=False), config, force=options.force)
             except RunFolderError:
                 if not is_in_use(folder):
                     raise  # else another host's launcher came first, in between
@@ -166,7 +152,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Surroundings) -> 
                         write_secret(folder / _SECRET)
                     with explain_end(claimed), observing(folder, named, is_quiet=is_quiet, is_verbose=is_verbose):
                         _run_host(named, folder, nodes, secret, warm, asked)
-                    return read_result(folder, named)
+                    return runs.read_result(folder, named)
         say(f"joining the run in {folder} with {named.parallel.decided_ranks // nodes.count} ranks")
         with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, named):
             _run_host(named, folder, nodes, secret, warm, asked)
@@ -205,7 +191,7 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
         with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
             yield
     except RunStoppedError as error:
-        error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
+        error.args = ("; ".join(filter(None, [str(error), runs.how_to_continue(claimed.path)])),)  # one line
         raise
     except (PacelineError, OSError) as error:
         if claimed.is_gone():
@@ -213,7 +199,7 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
         if isinstance(error, UsageError):
             claimed.discard()
         elif isinstance(error, LaunchError):
-            error.args = ("\n  ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)
+            error.args = ("\n  ".join(filter(None, [str(error), runs.how_to_continue(claimed.path)])),)
         raise
     if claimed.is_gone():
         raise _gone(claimed.path)
@@ -236,8 +222,6 @@ def clearing_saves(folder: Path) -> Iterator[None]:
 
 
 def _gone(path: Path) -> LaunchError:
-    return LaunchError(
-        f"the run's folder {path} was removed, or moved away, while the run was going on\n"
-        "  its records, checkpoints and logs are kept there as they are written\n"
-        "  start it again, and leave the folder alone until the run has ended"
-    )
+    what = f"the run's folder {path} was removed, or moved away, while the run was going on"
+    rule = "its records, checkpoints and logs are kept there as they are written"
+    return LaunchError(f"{what}\n  {rule}\n  start it again, and leave the folder alone until the run has ended")

@@ -1,14 +1,10 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
 A thread looks at the ledgers of a host's ranks some times a second, and at all operations every two seconds, or when a
-rank stands still. What it finds is judged by ``health/verdict.py``; the ranks are asked where they stand, the verdict
-is told (``notes.py``), and the ranks are killed. It runs in the launcher of ranks that ``paceline train`` has started,
-on each host; and in every rank of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``).
-
-Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
-lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
-of a host stand still; loops of one's own compare their steps there too (``other_hosts.py``). The first verdict is
-everybody's, and each host ends its own ranks.
+rank stands still. What it finds is judged by ``health/verdict.py``; the verdict is told (``notes.py``), and the ranks
+are killed. It runs in the launcher of ``paceline train``, on each host; and in every rank of another launcher, and of
+loops of one's own. There the lowest rank of a host whose thread still runs leads. Hosts tell one another what their
+ranks do through a store, only when all of a host stand still (``other_hosts.py``); the first verdict is everybody's.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ What is missing or contradictory is refused, all of it at once: a process that t
 unrelated run on each host. ``PACELINE_LAUNCHER=none`` says that this process is alone whatever the variables say.
 
 [Note: hosts] ``paceline train CONFIG --nnodes 1:4 --rdzv HOST:PORT`` is the same on every host. The launcher on HOST
-listens at HOST:PORT, and at no other address (``rendezvous.py``); it must stay. All have one secret, which the first
-leaves in the run's folder, or the environment has. When a host goes or comes, all ranks are started again, as many as
-there are now, from the newest checkpoint, and the global batch is cut among them. A host that is gone is missed at once
-if its launcher has ended, and after five seconds if nothing is heard of it; the others then wait ``LAST_CALL_S``.
+listens there alone (``rendezvous.py``), and must stay. All have one secret, which the first leaves in the run's folder.
+When a host goes or comes, all ranks are started again from the newest checkpoint. One that is gone is missed at once if
+its launcher has ended, else after five seconds; the others then wait ``LAST_CALL_S``.
 """
 
 from __future__ import annotations
@@ -357,10 +356,9 @@ def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Surroun
         raise UsageError(f"--nnodes {counts}\n  {rule}\n  try --nnodes 1:2")
     place = _ENDPOINT.fullmatch(endpoint)
     if place is None or not 0 < int(place["port"]) < 2**16:
-        raise UsageError(
-            f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
-            "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
-        )
+        what = f"--rdzv {endpoint}"
+        fix = "try --rdzv $(hostname):29400 on a first host, and the same text on the others"
+        raise UsageError(f"{what}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n  {fix}")
     address, port = place["host"].strip("[]"), int(place["port"])
     found = Surroundings(launcher="--nnodes", kind="host", least=hosts[0], count=hosts[1], host_ranks=ranks)
     return replace(found, address=address, port=port, named_by="--rdzv")
@@ -374,10 +372,8 @@ def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UsageError(
-            f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})\n"
-            "  all launchers must reach that host\n  check its name"
-        ) from error
+        what = f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})"
+        raise UsageError(f"{what}\n  all launchers must reach that host\n  check its name") from error
 
 
 def host_name() -> str:

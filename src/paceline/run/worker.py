@@ -4,8 +4,7 @@
     torchrun -m paceline train CONFIG           a rank of a launcher that somebody else started: run_under_launcher
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
-``logs/rank-<r>.error.json`` for the launcher, and to this rank's log. SIGTERM, SIGUSR1 and SIGUSR2 ask it to save and
-leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one.
+``logs/rank-<r>.error.json`` and to its log. ``auto`` stands for the run's newest checkpoint, or the beginning.
 """
 
 from __future__ import annotations
@@ -362,15 +361,12 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
     os.environ.update(rank_variables(asked, uses_nccl=processes.uses_nccl(asked)))
     if asked.comm.backend == "virtual":
-        raise UsageError(
-            "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
-            "  start it with paceline train alone, or set comm.backend = auto"
-        )
+        what, rule = "comm.backend = virtual under a launcher of processes", "virtual ranks take turns in one process"
+        raise UsageError(f"{what}\n  {rule}\n  start it with paceline train alone, or set comm.backend = auto")
     if asked.checkpoint.memory.every_steps is not None:
-        raise UsageError(
-            "checkpoint.memory under a launcher of processes\n  snapshots are held by a keeper on each host, which "
-            "Paceline's own launcher starts\n  start the run with paceline train, or leave checkpoint.memory out"
-        )
+        what = "checkpoint.memory under a launcher of processes"
+        rule = "snapshots are held by a keeper on each host, which Paceline's own launcher starts"
+        raise UsageError(f"{what}\n  {rule}\n  start the run with paceline train, or leave checkpoint.memory out")
     machine = None if processes.uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
     cores = usable_cores()
     processes.keep_cores(asked)

@@ -1,9 +1,7 @@
 """What is measured exactly, over all ranks and under every strategy: evaluations, and how parameters are distributed.
 
-An evaluation takes every sample once; sums and counts are added over ranks, and divided once at the end.
-
-One model is evaluated: where rank 0's buffers are everyone's, the others take them over first, because each rank has
-moved its own (batch-norm statistics, say) since the last step began.
+An evaluation takes every sample once; sums and counts are added over ranks, and divided once at the end. Where rank 0's
+buffers are everyone's, the others take them over first: each rank has moved its own (batch-norm statistics, say).
 
 A metric is a function ``metric(model, batch) -> (sum, count)``, as a loss is. The loss and all metrics of a batch share
 one forward pass, where they call the model with the same arguments.
@@ -76,14 +74,11 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
 
 
 def _checked(name: str, value: Any) -> list[Any]:
-    """Returns sum and count of a metric. Raises UsageError where it returned something else."""
     pair = value if isinstance(value, tuple) and len(value) == 2 else (None,)
     if not all(isinstance(x, int | float) or (isinstance(x, torch.Tensor) and x.numel() == 1) for x in pair):
-        raise UsageError(
-            f"train.metrics.{name} returned {type(value).__name__}\n"
-            "  a metric returns (sum over its elements, their number): a mean would weigh ragged batches wrongly\n"
-            "  return correct.sum(), correct.numel()"
-        )
+        what = f"train.metrics.{name} returned {type(value).__name__}"
+        rule = "a metric returns (sum over its elements, their number): a mean would weigh ragged batches wrongly"
+        raise UsageError(f"{what}\n  {rule}\n  return correct.sum(), correct.numel()")
     return [each.detach().reshape(()) if isinstance(each, torch.Tensor) else each for each in value]
 
 

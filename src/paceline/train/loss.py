@@ -161,11 +161,9 @@ class CustomLoss:
         """Calls the function and checks what it returned."""
         value = self._function(model, batch)
         if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], torch.Tensor):
-            raise UsageError(
-                f"train.loss = {self._name} returned {type(value).__name__}\n"
-                "  a loss returns (sum over its elements, their number): a mean would weigh ragged batches wrongly\n"
-                "  return loss.sum(), count"
-            )
+            what = f"train.loss = {self._name} returned {type(value).__name__}"
+            rule = "a loss returns (sum over its elements, their number): a mean would weigh ragged batches wrongly"
+            raise UsageError(f"{what}\n  {rule}\n  return loss.sum(), count")
         total, count = value
         if total.numel() != 1:
             raise UsageError(f"train.loss = {self._name} returned a sum of shape {list(total.shape)}, not one number")

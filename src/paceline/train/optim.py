@@ -91,10 +91,8 @@ def unmatched_patterns(names: list[str], groups: Mapping[str, ParameterGroupConf
     for pattern in groups:
         if not fnmatch.filter(names, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            yield UsageError(
-                f"optim.groups: {pattern!r} fits no parameter\n  '*' stands for any text in a parameter's name\n"
-                f"  some names are {', '.join(near)}"
-            )
+            what, rule = f"optim.groups: {pattern!r} fits no parameter", "'*' stands for any text in a parameter's name"
+            yield UsageError(f"{what}\n  {rule}\n  some names are {', '.join(near)}")
 
 
 def _pattern_of(name: str, groups: Mapping[str, ParameterGroupConfig]) -> str | None:

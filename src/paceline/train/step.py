@@ -9,13 +9,11 @@ So the gradient is that of the mean over the global batch, however it was cut. E
 of microbatches, and sits out those for which it has no samples. The norm is the same on all ranks, and not finite as
 soon as any gradient of any rank is not: all ranks update, or none does.
 
-[Note: skipping] On a CPU the norm is there, and the host decides. On CUDA the host would have to wait for the device in
-every step; instead the fused optimizers are handed a flag on the device and leave all as it is if it is set. Where
-that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
+[Note: skipping] On a CPU the host decides by the norm. On CUDA it would have to wait for the device in every step, so
+that fused optimizers are handed a flag on the device; with others, or parameters on the host, the host waits.
 
-[Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
-CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
-The optimizer of masters (master_adamw.py) is handed the norm itself.
+[Note: clipping] To read and write gradients again only to scale them costs as much as a fifth of the update. So a CPU
+does it in the steps that need it, and fused optimizers on CUDA are handed the factor, that of masters the norm.
 
 [Note: scaling] The smallest numbers of fp16 are too large for many gradients. There the loss is scaled besides:
 
@@ -23,9 +21,9 @@ The optimizer of masters (master_adamw.py) is handed the norm itself.
     a gradient overflows:         the step is left out, scale *= backoff
     2,000 good steps since:       scale *= growth
 
-Powers of two scale exactly. Scale and counts live on the device: the host never waits for them. What is scaled is a
-microbatch's share of the mean over the global batch, so the steps that are left out do not depend on how many ranks
-there are. Where the count of elements is exchanged after backward, that of the step before stands for it until then.
+Powers of two scale exactly, and the host never waits for scale or counts. What is scaled is a microbatch's share of the
+mean over the global batch: which steps are left out does not depend on the ranks. Where the count of elements is
+exchanged after backward, that of the step before stands for it until then.
 """
 
 from __future__ import annotations
@@ -59,10 +57,8 @@ class ScalerPolicy:
 
     def __post_init__(self) -> None:
         if self.initial <= 0 or self.growth < 1 or not 0 < self.backoff < 1 or self.growth_interval < 1:
-            raise UsageError(
-                f"{self}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
-                "  leave them at their defaults: 65536, 2, 2000, 0.5"
-            )
+            rule = "the scale is above 0, growth at least 1, backoff between 0 and 1"
+            raise UsageError(f"{self}\n  {rule}\n  leave them at their defaults: 65536, 2, 2000, 0.5")
 
 
 class LossScaler:

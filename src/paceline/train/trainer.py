@@ -187,7 +187,6 @@ class Trainer(RunState):
         return self.collect_state()
 
     def _wait_for_steps(self) -> None:
-        """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
         for bad in self.bad_steps.read():
             self._note_bad(bad)

@@ -236,10 +236,9 @@ def certify(case: Case, settings: Settings) -> Certificate:
         try:
             pickle.dumps(case)
         except Exception as error:
-            raise UsageError(
-                f"real ranks are processes, and the functions cannot be sent there: {error}\n"
-                "  define make_model, make_batch and loss_fn at the top of a module, or use backend='virtual'"
-            ) from error
+            what = f"real ranks are processes, and the functions cannot be sent there: {error}"
+            rule = "define make_model, make_batch and loss_fn at the top of a module, or use backend='virtual'"
+            raise UsageError(f"{what}\n  {rule}") from error
     start = time.perf_counter()
     reference, per_rank = _both(case, settings)
     bound, follows = measures.bound_for(settings, reference.pieces), False

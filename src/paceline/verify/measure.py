@@ -1,7 +1,6 @@
 """How far two runs are apart, and how far they may be.
 
-In float64 the measure is the largest *absolute* difference: sums in another order differ by 1e-15, a mistake by far
-more than 1e-10.
+In float64 the measure is the largest *absolute* difference: sums in another order differ by 1e-15, a mistake by 1e-10.
 
 In mixed precision it is *relative*: the norm of the difference of two tensors over the norm of the expected one, since
 a single element may take the other side of the edge between two half-precision numbers. A tensor whose gradient nearly

@@ -1,7 +1,6 @@
 """The two runs that are compared, and what one step of them computed.
 
-The run that is verified is the engine on a rank, with the step that training uses. The reference is plain PyTorch in
-one process, without an engine.
+The run that is verified is the engine on a rank; the reference is plain PyTorch in one process, without an engine.
 
 Exact, in float64: on whole batches. Only a model whose results depend on the number of passes (BatchNorm takes its
 statistics over one, and moves them with each) is given microbatches, those of all ranks together.
@@ -392,8 +391,6 @@ def _check_finite(step: int, **values: torch.Tensor) -> None:
     for name, value in values.items():
         if not value.isfinite():
             what = "loss" if name == "loss" else "gradient norm"
-            raise UsageError(
-                f"in one process the {what} of step {step} is {value.item()}\n"
-                "  numbers that are not finite cannot be compared\n"
-                "  give a batch with samples, a smaller learning rate, or fewer steps"
-            )
+            text = f"in one process the {what} of step {step} is {value.item()}"
+            rule = "numbers that are not finite cannot be compared"
+            raise UsageError(f"{text}\n  {rule}\n  give a batch with samples, a smaller learning rate, or fewer steps")

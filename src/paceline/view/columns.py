@@ -8,9 +8,8 @@ after a roll-back or a resume, replaces itself and all later ones of the rank. M
 ranks x 10,000 steps.
 
 ``RecordFile`` reads a file as it grows, in whole lines: steps many at once, any other record by ``records.py``. A line
-that cannot be used (cut, damaged, of a newer version) is counted, with a sentence for the first of each file. A file
-that became shorter was written anew. Files are opened for each look: on network file systems, opening is what fetches
-another host's writes.
+that cannot be used is counted, with a sentence for the first of each file. Files are opened for each look: on network
+file systems, opening is what fetches another host's writes.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class Columns:
         return np.asarray(values[rows][:, : len(self.steps)][:, steps], dtype=np.float64)
 
     def _add(self, row: int, values: Array) -> None:
-        """Writes rows whose steps rise."""
         steps = values[:, 0]
         if len(self.steps):
             self._forget(row, int(np.searchsorted(self.steps, steps[0])))

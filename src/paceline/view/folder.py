@@ -162,7 +162,6 @@ def _logs(folder: Path) -> Path:
 
 
 def _end_of(path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Returns at most so many bytes of a file, from its end, and how many it has."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - most_bytes))

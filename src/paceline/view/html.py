@@ -3,9 +3,8 @@
 The live page and a report are the same page. A report has its data inside; the live page asks the server for it. Code
 and style are allowed by their hashes alone: nothing that data brings along can run.
 
-``summary_of(folder)`` is ``paceline report`` as plain values: words and tables for the top of the page. ``python -m
-paceline.view.html FOLDER`` prints it as JSON: the live page has a process of its own read all records again, so that it
-answers meanwhile.
+``summary_of(folder)`` is ``paceline report`` as plain values. ``python -m paceline.view.html FOLDER`` prints it as
+JSON: the live page has a process of its own read all records again, so that it answers meanwhile.
 """
 
 from __future__ import annotations

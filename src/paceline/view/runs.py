@@ -18,16 +18,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from paceline.config.suggest import near_folders
-from paceline.records.records import (
-    CommRecord,
-    EndRecord,
-    EvalRecord,
-    EventRecord,
-    ExpertsRecord,
-    HostRecord,
-    Record,
-    RunRecord,
-)
+from paceline.records import records as kinds
 from paceline.records.summary import RankAttempt, RunRecords, worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
@@ -72,18 +63,18 @@ class ShownRun:
 
     def _forget(self) -> None:
         self.columns = Columns()
-        self.starts: dict[int, RunRecord] = {}  # the last attempt of each rank
+        self.starts: dict[int, kinds.RunRecord] = {}  # the last attempt of each rank
         self.attempts = 0
         self.first_time = 0.0
-        self.ends: dict[int, EndRecord] = {}
-        self.evaluations: list[EvalRecord] = []
-        self.events: list[tuple[int, EventRecord]] = []  # with the rank
-        self.scalars: list[EventRecord] = []
-        self.samples: list[EventRecord] = []
+        self.ends: dict[int, kinds.EndRecord] = {}
+        self.evaluations: list[kinds.EvalRecord] = []
+        self.events: list[tuple[int, kinds.EventRecord]] = []  # with the rank
+        self.scalars: list[kinds.EventRecord] = []
+        self.samples: list[kinds.EventRecord] = []
         self._shows = sys.maxsize  # the rank whose samples these are
-        self.hosts: list[HostRecord] = []
-        self.comm: list[CommRecord] = []
-        self.experts: list[ExpertsRecord] = []
+        self.hosts: list[kinds.HostRecord] = []
+        self.comm: list[kinds.CommRecord] = []
+        self.experts: list[kinds.ExpertsRecord] = []
         self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
         self._files: dict[Path, RecordFile] = {}
         self._round: deque[RecordFile] = deque()  # files to look at before all are looked at again
@@ -122,7 +113,7 @@ class ShownRun:
         return sum(each.offset for each in files) * 1000 // size / 1000 if size else 1.0
 
     @property
-    def lead(self) -> RunRecord | None:
+    def lead(self) -> kinds.RunRecord | None:
         """The last start of the lowest rank."""
         return self.starts[min(self.starts)] if self.starts else None
 
@@ -134,10 +125,10 @@ class ShownRun:
         start = 0
         for before, record in batch.others:
             if file.rank is None:
-                if isinstance(record, HostRecord):
+                if isinstance(record, kinds.HostRecord):
                     _keep(self.hosts, record)
                 continue
-            if isinstance(record, RunRecord):
+            if isinstance(record, kinds.RunRecord):
                 self._take_steps(file, batch.rows[start:before])
                 start = before
             self._take_record(file.rank, record)
@@ -153,9 +144,9 @@ class ShownRun:
             self._is_cut = True
             self.columns.cut(self.world_size, int(rows[0][0]))
 
-    def _take_record(self, rank: int, record: Record) -> None:
+    def _take_record(self, rank: int, record: kinds.Record) -> None:
         match record:
-            case RunRecord():
+            case kinds.RunRecord():
                 self.starts[rank] = record
                 self.ends.pop(rank, None)
                 if rank == min(self.starts):
@@ -164,26 +155,30 @@ class ShownRun:
                     self.first_time = self.first_time or record.time
                     if self.attempts > 1:
                         detail = {"number": self.attempts}
-                        self.events.append((rank, EventRecord(name="attempt", step=0, detail=detail, time=record.time)))
-            case EndRecord():
+                        self.events.append(
+                            (rank, kinds.EventRecord(name="attempt", step=0, detail=detail, time=record.time))
+                        )
+            case kinds.EndRecord():
                 self.ends[rank] = record
-            case EvalRecord() if rank == min(self.starts, default=0):  # every rank writes the same
+            case kinds.EvalRecord() if rank == min(self.starts, default=0):  # every rank writes the same
                 _keep(self.evaluations, record)
-            case EventRecord(name="scalars"):
+            case kinds.EventRecord(name="scalars"):
                 _keep(self.scalars, record)
-            case EventRecord(name="samples"):  # of the lowest rank that has any: in a pipeline, one of the last stage
+            case kinds.EventRecord(
+                name="samples"
+            ):  # of the lowest rank that has any: in a pipeline, one of the last stage
                 if rank <= self._shows:
                     kept = self.samples[1 - _MOST_SAMPLES :] if rank == self._shows else []
                     self.samples, self._shows = [*kept, record], rank
-            case EventRecord(name="clock"):
+            case kinds.EventRecord(name="clock"):
                 ahead_s, ranks = record.detail.get("ahead_s"), record.detail.get("ranks")
                 if is_number(ahead_s) and isinstance(ranks, list):
                     self.clocks |= {each: float(ahead_s) for each in ranks if isinstance(each, int)}
-            case ExpertsRecord():
+            case kinds.ExpertsRecord():
                 _keep(self.experts, record)
-            case EventRecord() if rank == min(self.starts, default=0) or record.name in _OF_ANY_RANK:
+            case kinds.EventRecord() if rank == min(self.starts, default=0) or record.name in _OF_ANY_RANK:
                 _keep(self.events, (rank, record))
-            case CommRecord() if rank == min(self.starts, default=0):
+            case kinds.CommRecord() if rank == min(self.starts, default=0):
                 _keep(self.comm, record)
 
     def state(self, now: float | None = None) -> ShownState:
@@ -313,7 +308,7 @@ def _is_alive(pid: int, since: float) -> bool:
         return True
 
 
-def _ended(end: EndRecord, total: int, seconds: float) -> str:
+def _ended(end: kinds.EndRecord, total: int, seconds: float) -> str:
     took = format_seconds(max(0.0, seconds))
     if end.status == "done":
         return f"done after {end.step:,} steps in {took}"

@@ -218,11 +218,9 @@ def listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             found.close()
             if not candidates:
-                raise UsageError(
-                    f"cannot listen on {host}:{candidate}: {error.strerror or error}\n"
-                    "  the page needs a port that no other program has, at an address of this machine\n"
-                    "  leave --port out to take a free one, or name another"
-                ) from error
+                what = f"cannot listen on {host}:{candidate}: {error.strerror or error}"
+                rule = "the page needs a port that no other program has, at an address of this machine"
+                raise UsageError(f"{what}\n  {rule}\n  leave --port out to take a free one, or name another") from error
 
 
 def make_app(follower: Follower, *, token: str = "") -> Starlette:
@@ -258,7 +256,6 @@ class _Api:
         return Response(text, media_type="text/html", headers=HEADERS | {"content-security-policy": policy})
 
     async def runs(self, request: Request) -> Response:
-        """Answers the list of all runs, and the curves of those that ``ids`` names."""
         window = _window(request)
         wanted = set(request.query_params.get("ids", "").split(","))
 
@@ -288,7 +285,6 @@ class _Api:
         return await self._answer(lambda: differences_of(runs))
 
     async def rows(self, _: Request) -> Response:
-        """Answers a row for each run of the table of all of them."""
 
         def work() -> list[dict[str, Any]]:
             runs = zip(self._follower.runs, self._follower.states(), strict=True)
@@ -319,7 +315,6 @@ class _Api:
         return as_response({})
 
     async def events(self, request: Request) -> Response:
-        """Streams the states of all runs, at once and whenever one changes."""
 
         async def stream() -> AsyncIterator[bytes]:
             seen = b""
@@ -348,7 +343,6 @@ class _Api:
         return PlainTextResponse(await asyncio.to_thread(metrics_text, folders), headers=HEADERS)
 
     async def probe(self, request: Request) -> Response:
-        """Answers whoever restarts this process or sends requests to it."""
         is_well = request.url.path == PROBES[0] or self._follower.is_following
         return PlainTextResponse("ok\n" if is_well else "not ready\n", 200 if is_well else 503, headers=HEADERS)
 

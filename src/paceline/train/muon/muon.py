@@ -10,10 +10,8 @@ so that one learning rate serves both; sqrt(max(1, rows / columns)) is that of t
 update is that of torch.optim.Muon, which computes O in bf16 everywhere. Here it is bf16 on a GPU, and on a CPU the
 dtype of the parameters, which is faster there and lets a run on many ranks be proved equal to one process.
 
-Experts' matrices are stacked in one parameter, and are matrices each: ranks hold some of them, or slices of some.
-
-Not of a hidden layer are embeddings and the output layer, which are known by their names. In a model that has no such
-names the first and the last matrix are the input and the output layer.
+Experts' matrices are stacked in one parameter, and are matrices each: ranks hold some of them, or slices of some. Not
+of a hidden layer are embeddings and the output layer, known by their names; without these, the first and last matrix.
 """
 
 from __future__ import annotations
@@ -251,17 +249,14 @@ def hidden_matrices(
     elif any(_END.search(name) for name in (*shapes, *others)):
         found = {name for name in matrices if not _END.search(name)}
     elif set(others) - set(shapes):
-        raise UsageError(
-            "optim.kind = muon cannot tell the input and the output layer of a model whose layers lie on other ranks\n"
-            "  AdamW updates them, and none has the name of an embedding or a head\n"
-            "  name them in optim.muon.adamw_for, as patterns such as ['layers.0.*', 'layers.7.*']"
-        )
+        what = "optim.kind = muon cannot tell the input and the output layer of a model whose layers lie on other ranks"
+        fix = "name them in optim.muon.adamw_for, as patterns such as ['layers.0.*', 'layers.7.*']"
+        raise UsageError(f"{what}\n  AdamW updates them, and none has the name of an embedding or a head\n  {fix}")
     else:
         found = set(matrices[1:-1])
     if not found and not others:
-        raise UsageError(
-            f"optim.kind = muon has nothing to do: none of {len(shapes)} parameters is a matrix of a hidden layer\n"
-            "  Muon updates 2-d weights other than embeddings and the layers at both ends of a model\n"
-            "  set optim.kind = adamw, or say with optim.muon.adamw_for which names AdamW updates"
-        )
+        what = f"optim.kind = muon has nothing to do: none of {len(shapes)} parameters is a matrix of a hidden layer"
+        rule = "Muon updates 2-d weights other than embeddings and the layers at both ends of a model"
+        fix = "set optim.kind = adamw, or say with optim.muon.adamw_for which names AdamW updates"
+        raise UsageError(f"{what}\n  {rule}\n  {fix}")
     return found

@@ -12,13 +12,11 @@ matrix near 1, with matrix products alone:
 
     X <- G / |G|,   then five times   X <- a X + (b A + c A^2) X   with A = X X^T
 
-The coefficients rise as fast as possible at 0 and leave singular values between about 0.7 and 1.2, as in Keller
-Jordan's post and in torch.optim.Muon. FLOPs for an m x n matrix with m <= n, and i iterations:
+The coefficients are torch.optim.Muon's: singular values end between about 0.7 and 1.2. FLOPs for an m x n matrix with
+m <= n, and i iterations, which give the same numbers but for rounding:
 
     on the matrix itself       i (4 m^2 n + 2 m^3)          what bf16 is computed with
     on its Gram matrix X X^T   4 m^2 n + (8 i - 6) m^3      fewer where n > 1.5 m; small eigenvalues need fp32 or more
-
-Both give the same numbers but for rounding: the iteration multiplies X by polynomials in X X^T.
 """
 
 from __future__ import annotations
