@@ -225,14 +225,8 @@ def _start_launcher(
         words += ["--nnodes", f"1:{run.hosts}", "--node-ranks", str(run.ranks // run.hosts)]
         words += ["--rdzv", f"127.0.0.1:{run.meeting}"]
         named["PACELINE_HOST"] = f"host-{host}"
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *words],
-        env=named,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, nothing = [sys.executable, "-m", "paceline", *words], subprocess.DEVNULL
+    return subprocess.Popen(command, env=named, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
 
 
 def _listen(launcher: subprocess.Popen[str], host: int, told: list[tuple[float, str]]) -> None:

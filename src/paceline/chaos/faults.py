@@ -162,11 +162,8 @@ def _parse(number: int, text: str, problems: list[Problem]) -> Fault | None:
         what, rule = f"{text}: no fault is called {kind!r}", f"there are {', '.join(TRAITS)}"
         problems.append(Problem(what=what, rule=rule, fix=f"did you mean {near}?" if near else "choose one of these"))
         return None
-    values: dict[str, Any] = {
-        "rank": None if trait.on_all_ranks else 0,
-        "phase": trait.phases[0] if trait.phases else "",
-        "factor": trait.factor or 1.0,
-    }
+    values: dict[str, Any] = {"rank": None if trait.on_all_ranks else 0, "factor": trait.factor or 1.0}
+    values["phase"] = trait.phases[0] if trait.phases else ""
     wrong = [Problem(what=f"{text}: {what}", rule=_SYNTAX, fix=fix) for what, fix in _read_parts(parts, trait, values)]
     if where:
         key, _, value = where.partition("=")

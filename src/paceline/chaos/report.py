@@ -95,12 +95,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         whole, same = asdict(self), self.comparison
-        faults = [
-            asdict(each)
-            | {name: getattr(each.fault, name) for name in ("kind", "rank", "step")}
-            | {"fault": str(each.fault), "handled": each.is_right}
-            for each in self.handlings
-        ]
+        faults = []
+        for each in self.handlings:
+            own = {name: getattr(each.fault, name) for name in ("kind", "rank", "step")}
+            faults.append(asdict(each) | own | {"fault": str(each.fault), "handled": each.is_right})
         found = {name: whole[name] for name in ("name", "ranks", "steps", "interval", "samples")}
         found |= {"handled": self.is_good, "exit_code": self.code}
         for name in ("lost_steps", "lost_samples"):

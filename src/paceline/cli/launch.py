@@ -28,12 +28,8 @@ class _ConfigFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=_ConfigFirst,
-    help="Start a run on other machines, and follow it. `paceline launch CONFIG` is short for `launch start`.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+_HELP = "Start a run on other machines, and follow it. `paceline launch CONFIG` is short for `launch start`."
+app = typer.Typer(cls=_ConfigFirst, help=_HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()

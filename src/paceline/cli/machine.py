@@ -187,10 +187,8 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
         device = Catalog().device(name)
         dtype = "fp32" if device.is_cpu else "bf16" if "bf16" in device.peak_flops else "fp16"
         rate = f"{device.ceiling(dtype) / 1e12:.4g} TFLOP/s"
-        echo(
-            f"{name:<20} {device.memory_bytes / 2**30:6.4g} GiB {device.memory_bandwidth / 1e9:6.4g} GB/s "
-            f"{rate:>13} {dtype}  {device.generation}"
-        )
+        memory = f"{device.memory_bytes / 2**30:6.4g} GiB {device.memory_bandwidth / 1e9:6.4g} GB/s"
+        echo(f"{name:<20} {memory} {rate:>13} {dtype}  {device.generation}")
     echo(f"\n{'node':<20} devices")
     for name, entry in known.nodes.items():
         node = Catalog().node(name)

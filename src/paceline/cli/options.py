@@ -29,11 +29,9 @@ ConfigPath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", autocompletion=complete_config, help="A YAML file, or one that ships: digits."),
 ]
+_VALUES = "Values that replace those of the file."
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE", autocompletion=complete_override, help="Values that replace those of the file."
-    ),
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", autocompletion=complete_override, help=_VALUES)
 ]
 ClusterName = Annotated[
     str, typer.Option("--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100'; see paceline cluster ls.")
@@ -133,11 +131,8 @@ def check_word(option: str, word: str, known: Sequence[str]) -> None:
 
 
 _KINDS: dict[object, type] = {"bool": bool, "int": int, "float": float}  # any other is written as in a config
-_SPELLED = {
-    "context_ranks": ("--context",),
-    "accumulate": ("--accumulate", "--microbatches"),
-    "checkpoint_activations": ("--checkpoint-policy",),
-}
+_SPELLED = {"context_ranks": ("--context",), "accumulate": ("--accumulate", "--microbatches")}
+_SPELLED["checkpoint_activations"] = ("--checkpoint-policy",)
 
 
 def with_layout_options(without: Collection[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

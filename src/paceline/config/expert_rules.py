@@ -35,11 +35,9 @@ def _count_problems(shape: ModelShape) -> Iterator[Problem]:
         fix = f"set model.active = {experts}, or model.experts = {active}"
         yield Problem(what=what, rule="a token passes through each of its experts once", fix=fix)
     if active == 1 < experts and shape.router.renormalise:
-        yield Problem(
-            what="model.active = 1 with model.router.renormalise = true",
-            rule="the weight of a token's only expert is always 1 then, so that the loss teaches the router nothing",
-            fix="set model.router.renormalise = false, or model.active = 2",
-        )
+        what = "model.active = 1 with model.router.renormalise = true"
+        rule = "the weight of a token's only expert is always 1 then, so that the loss teaches the router nothing"
+        yield Problem(what=what, rule=rule, fix="set model.router.renormalise = false, or model.active = 2")
     if shape.dense_layers >= shape.layers:
         what = f"model.dense_layers = {shape.dense_layers} of model.layers = {shape.layers}"
         rule, fix = "the layers behind the dense ones have experts", f"set model.dense_layers = {shape.layers - 1}"

@@ -234,11 +234,10 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
         rule = "it is a JSON object that says which model it is"
         yield Problem(what=what, rule=rule, fix="copy or download the folder again")
     if model.pretrained and not any((folder / name).is_file() for name in WEIGHTS):
-        yield Problem(
-            what=f"model.path = {model.path!r} has no weights in safetensors",
-            rule=f"a pretrained model has {' or '.join(WEIGHTS)}; pickles (.bin) are not read",
-            fix="save it again with save_pretrained(..., safe_serialization=True), or set model.pretrained = false",
-        )
+        what = f"model.path = {model.path!r} has no weights in safetensors"
+        rule = f"a pretrained model has {' or '.join(WEIGHTS)}; pickles (.bin) are not read"
+        fix = "save it again with save_pretrained(..., safe_serialization=True), or set model.pretrained = false"
+        yield Problem(what=what, rule=rule, fix=fix)
     if model.fresh and not model.pretrained:
         rule = "it names what the folder's weights lack, and without them all values are random"
         yield Problem(what="model.fresh with model.pretrained = false", rule=rule, fix="leave model.fresh out")

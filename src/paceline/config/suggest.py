@@ -249,11 +249,7 @@ _BATCH = "the batch of a rank; for that of all ranks: train.global_batch"
 _SECTIONS = ("model", "data", "optim")
 # What a config needs beyond a model's kind, where another framework has it elsewhere.
 _SHAPES: dict[str, dict[str, Any]] = {"gpt": {"size": "gpt-micro"}}
-_DATA: dict[str, dict[str, Any]] = {
-    "gpt": {"kind": "text"},
-    "resnet": {"kind": "synthetic_images"},
-    "mlp": {"kind": "digits"},
-}
+_DATA = {"gpt": {"kind": "text"}, "resnet": {"kind": "synthetic_images"}, "mlp": {"kind": "digits"}}
 _EPOCHS = 10
 
 

@@ -65,12 +65,8 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")
 # The kinds that read a key of optim, where not all do. Its description begins with them.
-_READ_BY = {
-    **dict.fromkeys(("betas", "eps"), ("adamw", "muon")),
-    **dict.fromkeys(("momentum", "nesterov"), ("sgd",)),
-    "muon": ("muon",),
-    "args": ("an optimizer given by its path",),
-}
+_READ_BY: dict[str, tuple[str, ...]] = {"muon": ("muon",), "args": ("an optimizer given by its path",)}
+_READ_BY |= {"betas": ("adamw", "muon"), "eps": ("adamw", "muon"), "momentum": ("sgd",), "nesterov": ("sgd",)}
 
 
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:

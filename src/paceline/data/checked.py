@@ -178,10 +178,8 @@ NO_NEEDS = ModelNeeds()
 
 def needs_of(config: Config) -> ModelNeeds:
     model = config.model
-    sizes: dict[str, Any] = {
-        "vocab_size": getattr(model, "vocab_size", None),
-        "classes": getattr(model, "num_classes", None),
-    }
+    named = {"vocab_size": "vocab_size", "classes": "num_classes"}
+    sizes: dict[str, Any] = {name: getattr(model, own, None) for name, own in named.items()}
     has_features, has_own_loss = model.kind in ("mlp", "resnet"), config.train.loss != "auto"
     known = ModelNeeds(**sizes, has_features=has_features, has_own_loss=has_own_loss)
     if not isinstance(model, HFModelConfig):

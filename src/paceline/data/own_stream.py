@@ -32,11 +32,10 @@ class OwnStream:
 
     def __init__(self, loader: Any, comm: Any, *, seed: int) -> None:
         if loader.num_workers:
-            warnings.warn(
-                f"shard() of a stream reads it in this process: num_workers = {loader.num_workers} is not used, "
-                "since workers would give its samples another order",
-                stacklevel=4,
+            unused = (
+                f"num_workers = {loader.num_workers} is not used, since workers would give its samples another order"
             )
+            warnings.warn(f"shard() of a stream reads it in this process: {unused}", stacklevel=4)
         self.dataset, self._collate, self._drops = loader.dataset, loader.collate_fn, loader.drop_last
         self.global_batch, self._seed, self._comm = loader.batch_size, seed, comm
         self.epoch = 0  # that the next iteration reads

@@ -179,11 +179,8 @@ def _windows(kind: sections.Windows, tokens: Tokens, context: int, seed: int, en
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
-    makers: dict[str, Callable[..., MapDataset]] = {
-        "synthetic_classification": datasets.synthetic_classification,
-        "synthetic_images": synthetic.make_images,
-        "synthetic_tokens": synthetic.make_tokens,
-    }
+    makers: dict[str, Callable[..., MapDataset]] = {"synthetic_classification": datasets.synthetic_classification}
+    makers |= {"synthetic_images": synthetic.make_images, "synthetic_tokens": synthetic.make_tokens}
     names = {"samples", "features", "classes", "channels", "size", "vocab_size", "context", "dtype"}
     sizes = config.model_dump(include=names)
     made = makers[config.kind](**sizes, seed=seed)

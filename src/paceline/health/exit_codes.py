@@ -12,10 +12,7 @@ REFUSED: Final = 2  # the command line or the config was refused: nothing was st
 PREEMPTED: Final = 75  # a signal asked to stop; saved, or no step was trained yet: start it again with `--resume auto`
 HUNG: Final = 76  # the ranks stopped making progress; the verdict names the rank and the line
 NO_PROGRESS: Final = 77  # the run was started again as often as it may be, or got no further than before
-MEANINGS: Final = {
-    DONE: "done",
-    FAILED: "failed",
-    REFUSED: "refused before it started",
+MEANINGS: Final = {DONE: "done", FAILED: "failed", REFUSED: "refused before it started"} | {
     PREEMPTED: "preempted: saved, or no step trained yet; start it again",
     HUNG: "hung",
     NO_PROGRESS: "gave up: no progress between restarts",

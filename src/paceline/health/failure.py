@@ -138,14 +138,9 @@ def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -
 def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure:
     """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time."""
     is_later = bool(verdict.ranks) and rank not in verdict.ranks
-    return Failure(
-        rank=rank,
-        cause="stuck",
-        message=f"{verdict.sentence}\n  what every rank does is in {report}",
-        time=time.time() + is_later,
-        kind="hang",
-        blamed=min(verdict.ranks, default=rank),
-    )
+    message, blamed = f"{verdict.sentence}\n  what every rank does is in {report}", min(verdict.ranks, default=rank)
+    when = time.time() + is_later
+    return Failure(rank=rank, cause="stuck", message=message, time=when, kind="hang", blamed=blamed)
 
 
 def locate_death(failure: Failure, ledger: LedgerView) -> tuple[Failure, HangVerdict]:

@@ -154,11 +154,8 @@ def pairing_verdict(
 ) -> HangVerdict:
     """Tells a difference between this rank and another; ``entries`` are the collective that both were in."""
     guilty = ranks[0] if difference.is_own else ranks[1]
-    what = {
-        "step": "left out a step of its loop",
-        "backward": "made an update without a backward pass",
-        "update": "left out an update",
-    }[difference.what]
+    deeds = {"step": "left out a step of its loop", "backward": "made an update without a backward pass"}
+    what = deeds.get(difference.what, "left out an update")
     prefix = "update " if difference.counter is None else f"{name} = "
     counted = f"{prefix}{difference.own}", f"{prefix}{difference.other}"
     parts = [

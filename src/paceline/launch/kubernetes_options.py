@@ -102,12 +102,9 @@ def sized(options: KubernetesOptions, config: Config) -> KubernetesOptions:
     each, ranks = _GPU_RANK if options.gpus else _CPU_RANK, max(1, options.num_ranks)
     shm = max(_LEAST_SHM_GIB, each["shm_gib"] * ranks) if options.shm_gib is None else options.shm_gib
     memory = shm + each["memory_gib"] * ranks + _MARGIN * _host_bytes(options, config) / 2**30
-    return replace(
-        options,
-        cpus=each["cpus"] * ranks if options.cpus is None else options.cpus,
-        memory_gib=math.ceil(memory) if options.memory_gib is None else options.memory_gib,
-        shm_gib=shm,
-    )
+    cpus = each["cpus"] * ranks if options.cpus is None else options.cpus
+    memory_gib = math.ceil(memory) if options.memory_gib is None else options.memory_gib
+    return replace(options, cpus=cpus, memory_gib=memory_gib, shm_gib=shm)
 
 
 def _host_bytes(options: KubernetesOptions, config: Config) -> float:

@@ -328,12 +328,9 @@ def machines(job: LaunchJob) -> TargetMachines:
         notes.append(f"there is room for {room} hosts of {job.nodes} now, and {job.least} are enough")
     memory = [node.resources["memory"] for node in able if "memory" in node.resources]
     gpus = [node.gpu_bytes for node in able]
-    return TargetMachines(
-        where="a node of the Ray cluster",
-        device_bytes=None if not gpus or None in gpus else min(each for each in gpus if each is not None),
-        host_bytes=min(memory, default=None),
-        notes=tuple(notes),
-    )
+    known = None if not gpus or None in gpus else min(each for each in gpus if each is not None)
+    where, least = "a node of the Ray cluster", min(memory, default=None)
+    return TargetMachines(where=where, device_bytes=known, host_bytes=least, notes=tuple(notes))
 
 
 def num_hosts(nodes: list[RayNode], options: RayOptions) -> int:

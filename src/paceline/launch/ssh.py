@@ -42,11 +42,8 @@ from paceline.untrusted import parse_json_object
 
 ANSWER_S = 10
 SETTINGS = ("ssh", "pythonpath")
-_NOT_HERE = {
-    "--time": "ssh has no time limits",
-    "--queue": "ssh has no queues",
-    "--max-requeues": "nothing queues the run again: it leaves with code 75",
-}
+_NOT_HERE = {"--time": "ssh has no time limits", "--queue": "ssh has no queues"}
+_NOT_HERE["--max-requeues"] = "nothing queues the run again: it leaves with code 75"
 _LOOK_S = 90.0
 _HOST, _SHOWN = r"[^- ][^ ]{0,319}|", 40  # a user, and a name of the network; no option of ssh
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")

@@ -159,13 +159,8 @@ def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[C
     device, host, is_open = config.parallel.device, machines.host_bytes, config.is_open
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:
-        there = RunMachine(
-            device=device,
-            device_bytes=int(has if device == "cuda" else has / each),
-            host_bytes=int(host or 2**60),
-            ranks=config.parallel.decided_ranks,
-            node_ranks=each,
-        )
+        sizes = {"device_bytes": int(has if device == "cuda" else has / each), "host_bytes": int(host or 2**60)}
+        there = RunMachine(device=device, ranks=config.parallel.decided_ranks, node_ranks=each, **sizes)
         model = describe_model(config, device)
         known = Machine(processor="", cores=each, memory_bytes=float(there.host_bytes))
         config = config if model is None else apply_choice(config, choose(config, model, there, known))

@@ -183,9 +183,7 @@ def draw_comparison(found: Comparison) -> RenderableType:
     return Group(figures, *limits, Text(), keys)
 
 
-_FORMATS: dict[str, Callable[[float], str]] = {  # of figures that are no plain numbers
-    "memory_bytes": format_bytes,
-    "seconds": format_seconds,
-    **dict.fromkeys(("final_loss", "test_loss"), format_loss),
-    **dict.fromkeys(("comm_share", "mfu", "goodput", "test_accuracy"), format_percent),
-}
+# Of figures that are no plain numbers.
+_FORMATS: dict[str, Callable[[float], str]] = {"memory_bytes": format_bytes, "seconds": format_seconds}
+_FORMATS |= dict.fromkeys(("final_loss", "test_loss"), format_loss)
+_FORMATS |= dict.fromkeys(("comm_share", "mfu", "goodput", "test_accuracy"), format_percent)

@@ -42,12 +42,8 @@ from paceline.untrusted import is_number
 
 _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", "bus_bandwidth")
 # Parts of the event ``first_step``, as a reader calls them.
-STARTING = {
-    "processes": "starting and loading",
-    **{name: name for name in ("joining", "data", "model", "checkpoint")},
-    "step": "the step",
-    "compiling": "of it compiling",
-}
+STARTING = {"processes": "starting and loading"} | {name: name for name in ("joining", "data", "model", "checkpoint")}
+STARTING |= {"step": "the step", "compiling": "of it compiling"}
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
 COMMUNICATION = "communication of a rank"
 _MOST_RANKS = 32  # of a table
@@ -264,11 +260,8 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
             note = f"median step after warm-up, {summary.samples_per_s:,.1f} samples/s"
         yield f"{summary.unit}/s", f"{rate:,.0f}", note
         if summary.flops_per_s is not None:
-            yield (
-                "model FLOP/s",
-                format_flops(summary.flops_per_s),
-                "forward and backward of the model alone, causal attention in half",
-            )
+            told = "forward and backward of the model alone, causal attention in half"
+            yield "model FLOP/s", format_flops(summary.flops_per_s), told
         if summary.mfu is not None and summary.peak_flops is not None:
             told = f"of {format_flops(summary.peak_flops)} ({summary.compute}, data sheet)"
             if summary.mfu_measured is not None and summary.measured_peak_flops is not None:

@@ -123,11 +123,8 @@ def _flushed(blocks: dict[Any, list[bytes]]) -> list[bytes]:
 
 
 def _sum_of(records: list[Any]) -> bytes:
-    adders: dict[type, Callable[[Any], kinds.Record]] = {
-        kinds.CommRecord: add_comm,
-        kinds.HostRecord: add_samples,
-        kinds.ExpertsRecord: add_loads,
-    }
+    adders: dict[type, Callable[[Any], kinds.Record]] = {kinds.CommRecord: add_comm, kinds.HostRecord: add_samples}
+    adders[kinds.ExpertsRecord] = add_loads
     return kinds.to_line(adders.get(type(records[-1]), add_steps)(records)).encode()
 
 

@@ -132,9 +132,9 @@ class MlflowSink(_Tracker):
         from mlflow.entities import Metric
 
         if not mlflow.is_tracking_uri_set() and find_spec("sqlalchemy") is None:
+            what = "MLFLOW_TRACKING_URI is not set, and mlflow-skinny keeps no runs of its own"
             raise UsageError(
-                "MLFLOW_TRACKING_URI is not set, and mlflow-skinny keeps no runs of its own: "
-                "set it to a server's address, or install the local database (pip install mlflow)"
+                f"{what}: set it to a server's address, or install the local database (pip install mlflow)"
             )
         self._metric: Any = Metric
         self._client: Any = mlflow.MlflowClient()

@@ -86,24 +86,19 @@ def differences(first: Mapping[str, Any], own: HostFacts) -> Iterator[str]:
     other = str(first.get("host"))
     for name, said in (("paceline", "Paceline"), ("torch", "torch")):
         if first.get(name) != getattr(own, name):
-            yield (
-                f"host {own.host} has {said} {getattr(own, name)}, and host {other} has {first.get(name)}\n"
-                f"  all hosts of a run have the same versions\n  install {said} {first.get(name)} on {own.host}"
-            )
+            what = f"host {own.host} has {said} {getattr(own, name)}, and host {other} has {first.get(name)}"
+            fix = f"install {said} {first.get(name)} on {own.host}"
+            yield f"{what}\n  all hosts of a run have the same versions\n  {fix}"
     if first.get("ranks") != own.ranks:
-        yield (
-            f"host {own.host} has {own.ranks} ranks, and host {other} has {first.get('ranks')}\n"
-            "  every host has as many ranks as the others: one per GPU, unless it is said\n"
-            f"  give all of them --node-ranks N; paceline doctor shows the GPUs of {own.host}"
-        )
+        what = f"host {own.host} has {own.ranks} ranks, and host {other} has {first.get('ranks')}"
+        rule = "every host has as many ranks as the others: one per GPU, unless it is said"
+        yield f"{what}\n  {rule}\n  give all of them --node-ranks N; paceline doctor shows the GPUs of {own.host}"
         return  # then the number of ranks in the config differs, too
     keys = [*_different("", first.get("config") or {}, own.config)]
     if keys:
         more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
-        yield (
-            f"host {own.host} has another config than host {other}: {', '.join(keys[:_TOLD])}{more}\n"
-            f"  all hosts start the same run\n  give {own.host} the same file and the same overrides"
-        )
+        what = f"host {own.host} has another config than host {other}: {', '.join(keys[:_TOLD])}{more}"
+        yield f"{what}\n  all hosts start the same run\n  give {own.host} the same file and the same overrides"
 
 
 def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:

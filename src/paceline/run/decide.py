@@ -127,27 +127,18 @@ def resolve_config(config: Config) -> Config:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
-    problems: list[Problem] = []
+    problems, own_gpu = list[Problem](), "every rank needs a GPU of its own"
     if device == "cpu":  # GPUs are asked by the ranks that own them
         name = config.train.precision_on(device)
         found = precision.precision_problem(precision.precision_named(name), torch.device("cpu"))
         problems = [] if found is None else [replace(found, what=f"train.precision = {name}: {found.what}")]
     if device == "cuda" and num_gpus == 0:
-        problems.append(
-            Problem(
-                what="parallel.device = cuda, and torch reaches no GPU here",
-                rule="every rank needs a GPU of its own; virtual ranks share one",
-                fix="set parallel.device = cpu; paceline doctor tells what is missing",
-            )
-        )
+        what, rule = "parallel.device = cuda, and torch reaches no GPU here", f"{own_gpu}; virtual ranks share one"
+        fix = "set parallel.device = cpu; paceline doctor tells what is missing"
+        problems.append(Problem(what=what, rule=rule, fix=fix))
     elif device == "cuda" and ranks > num_gpus and config.comm.backend != "virtual":
-        problems.append(
-            Problem(
-                what=f"parallel.ranks = {ranks} on {num_gpus} GPUs",
-                rule="every rank needs a GPU of its own",
-                fix=f"set parallel.ranks = {num_gpus}, or parallel.device = cpu",
-            )
-        )
+        fix = f"set parallel.ranks = {num_gpus}, or parallel.device = cpu"
+        problems.append(Problem(what=f"parallel.ranks = {ranks} on {num_gpus} GPUs", rule=own_gpu, fix=fix))
     else:
         problems += check_ranks(config, ranks)
     _refuse(problems)

@@ -114,11 +114,9 @@ def runs_of(config: Config) -> list[Path]:
 
 def runs_named(first: Path) -> list[Path]:
     """Returns the folder of a run and those of its name that got a number, the last one first."""
-    others = [
-        path
-        for path in first.parent.glob(f"{glob.escape(first.name)}-*")
-        if path.name.removeprefix(f"{first.name}-").isdecimal() and name_of(path) == first.name
-    ]
+    numbered = first.parent.glob(f"{glob.escape(first.name)}-*")
+    others = [path for path in numbered if path.name.removeprefix(f"{first.name}-").isdecimal()]
+    others = [path for path in others if name_of(path) == first.name]
     runs = [path for path in (first, *others) if (path / "config.yaml").is_file()]
     return sorted(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name), reverse=True)
 
@@ -316,11 +314,6 @@ def read_result(folder: Path, config: Config, choice: Choice | None = None) -> R
     if summary.status != "done":
         what = f"the ranks left before the run was done: it is {summary.status}, at step {summary.steps}"
         raise LaunchError(f"{what}\n  their logs are in {folder / 'logs'}")
-    return RunResult(
-        folder=folder,
-        config=config,
-        summary=summary,
-        last_step=0 if last.end is None else last.end.step,
-        choice=choice,
-        has_trained=bool(last.steps),
-    )
+    step, has_trained = 0 if last.end is None else last.end.step, bool(last.steps)
+    result = RunResult(folder=folder, config=config, summary=summary, last_step=step)
+    return replace(result, choice=choice, has_trained=has_trained)

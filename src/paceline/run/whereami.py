@@ -282,11 +282,9 @@ def _rank_of_mpi(read: _VariableReader) -> Surroundings:
         job = next((read.environment[name] for name in of_job if read.has(name)), "")
         return replace(found, address="127.0.0.1", port=_port_for(job))
     if not read.has("MASTER_ADDR"):
-        read.problem(
-            "MASTER_ADDR is not set",
-            "MPI does not say on which host rank 0 is, and the ranks of several hosts meet there",
-            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., with the first host of the list",
-        )
+        rule = "MPI does not say on which host rank 0 is, and the ranks of several hosts meet there"
+        fix = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., with the first host of the list"
+        read.problem("MASTER_ADDR is not set", rule, fix)
     return replace(found, address=read.environment.get("MASTER_ADDR", ""), port=read.port("MASTER_PORT", _PORT))
 
 
@@ -295,11 +293,9 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
     if not read.has("SLURM_STEP_ID") or read.environment["SLURM_STEP_ID"] == _INTERACTIVE_STEP:
         nodes = read.number("SLURM_JOB_NUM_NODES", "the number of nodes of the job", least=1, default=1)
         if nodes > 1:
-            read.problem(
-                f"Slurm job {job} has {nodes} nodes, and this process is on one of them",
-                "srun starts a process on every node",
-                f"srun paceline train ...; to train on this node alone: {SWITCH}=none",
-            )
+            what = f"Slurm job {job} has {nodes} nodes, and this process is on one of them"
+            fix = f"srun paceline train ...; to train on this node alone: {SWITCH}=none"
+            read.problem(what, "srun starts a process on every node", fix)
         return Surroundings(launcher="Slurm", because=("SLURM_JOB_ID",))
     tasks = read.number("SLURM_STEP_NUM_TASKS", "the number of tasks of the step", least=1)
     nodes = read.number("SLURM_STEP_NUM_NODES", "the number of nodes of the step", least=1)

@@ -321,11 +321,9 @@ def _fit_microbatch(
     limits = TrialLimits(samples_per_rank=whole, reserve_bytes=reserve, first=first, node_ranks=hosts)
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
-    tried = "; ".join(
-        f"{each.samples}: {'out of memory' if each.peak_bytes is None else format_bytes(each.peak_bytes)}"
-        + ("" if each.fits else ", too much")
-        for each in found.trials
-    )
+    took = ("out of memory" if each.peak_bytes is None else format_bytes(each.peak_bytes) for each in found.trials)
+    sized = zip(found.trials, took, strict=True)
+    tried = "; ".join(f"{each.samples}: {size}{'' if each.fits else ', too much'}" for each, size in sized)
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
     why = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
     return plan.with_microbatch(found.samples), why
@@ -335,13 +333,9 @@ def _build_loaders(
     config: Config, plan: Plan, data: DataSplits, comm: Communicator, engine: Engine, node_ranks: int | None
 ) -> tuple[TrainLoader, EvalLoader | None, WorkerChoice | None]:
     options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
-    order = DataOrder(
-        length=plan.train_samples,
-        global_batch=plan.batch.global_batch,
-        seed=config.train.seed if config.data.seed is None else config.data.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.last_batch == "drop",
-    )
+    seed = config.train.seed if config.data.seed is None else config.data.seed
+    how = {"shuffle": config.data.shuffle, "drop_last": config.data.last_batch == "drop"}
+    order = DataOrder(length=plan.train_samples, global_batch=plan.batch.global_batch, seed=seed, **how)
     rank, ranks, batch = engine.batch_comm.rank, engine.batch_comm.size, plan.batch
     if not isinstance(data.train, StreamSamples):  # which is read once
         engine.show_batch(lambda: fetch_batch(data.train, np.zeros(1, dtype=np.int64)))

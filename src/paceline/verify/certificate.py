@@ -192,14 +192,10 @@ class Certificate(Shown):
         return dataclasses.asdict(self)
 
     def facts(self) -> dict[str, object]:
-        return {
-            "result": "passed" if self.passed else "failed",
-            "what": f"{self.strategy} on {self.ranks} ranks ({self.backend})",
-            "largest error": f"{self.max_abs_error:.2e}",
-            "allowed": f"{self.tolerance:.0e}",
-            "diverges": None if self.divergence is None else str(self.divergence),
-            "steps": self.steps,
-        }
+        what, result = f"{self.strategy} on {self.ranks} ranks ({self.backend})", "passed" if self.passed else "failed"
+        found = {"result": result, "what": what, "largest error": f"{self.max_abs_error:.2e}"}
+        diverges = None if self.divergence is None else str(self.divergence)
+        return found | {"allowed": f"{self.tolerance:.0e}", "diverges": diverges, "steps": self.steps}
 
 
 def verify(

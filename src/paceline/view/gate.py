@@ -22,12 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PROBES = ("/healthz", "/readyz")
-HEADERS = {
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+HEADERS["cross-origin-resource-policy"] = "same-origin"
 
 _COOKIE = "paceline_token"
 _REQUEST_S = 10.0  # in which a request is there, from the connection or its first byte on

@@ -163,12 +163,9 @@ def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any
         summary = summary or summarize(folder)
     except PacelineError as error:
         return {"problem": str(error)}
-    return {
-        "sentences": [{"kind": kind, "text": text} for kind, text in _sentences(summary)],
-        "facts": [list(row) for row in headline(summary)],
-        "tables": list(_tables(summary)),
-        "summary": summary.to_json(),
-    }
+    sentences = [{"kind": kind, "text": text} for kind, text in _sentences(summary)]
+    told = {"sentences": sentences, "facts": [list(row) for row in headline(summary)]}
+    return told | {"tables": list(_tables(summary)), "summary": summary.to_json()}
 
 
 def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
