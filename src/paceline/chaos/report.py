@@ -347,10 +347,7 @@ def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt
 
 def _verdict(commands: Sequence[Command], moment: float) -> str:
     """Returns what was told first after a moment, by the command that ran then, and what was to be done."""
-    said = [
-        text.removeprefix("paceline: ")
-        for command in commands
-        for when, text in command.told
-        if command.start <= moment <= command.end and when >= moment and text.startswith("paceline: ")
-    ]
+    running = [each for each in commands if each.start <= moment <= each.end]
+    told = [text for each in running for when, text in each.told if when >= moment]
+    said = [text.removeprefix("paceline: ") for text in told if text.startswith("paceline: ")]
     return next((text.partition("; restarting ")[0] for text in said if not text.startswith("passed over")), "")

@@ -201,11 +201,8 @@ def looks_to_text(looks: Sequence[RankLook]) -> str:
     groups: dict[GroupName, int] = {}
     ranks = []
     for look in looks:
-        entries = [
-            [groups.setdefault(each.group, len(groups)), each.sequence, each.step, each.issued_s]
-            for each in look.view.entries
-            if not each.call.is_message
-        ]
+        calls = [each for each in look.view.entries if not each.call.is_message]
+        entries = [[groups.setdefault(one.group, len(groups)), one.sequence, one.step, one.issued_s] for one in calls]
         view = look.view
         ranks.append([view.rank, view.host, view.pid, asdict(look.times), look.ahead_s, entries])
     return json.dumps([[[list(group.ranks), group.number] for group in groups], ranks])

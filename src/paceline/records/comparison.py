@@ -130,13 +130,9 @@ def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
     first, second = (settings_of(run.folder)[1] for run in (before, after))
     keys = [key for key in dict.fromkeys([*first, *second]) if key not in _UNIMPORTANT]
     pairs = [(key, first.get(key), second.get(key)) for key in keys]
-    return Comparison(
-        before=before.name,
-        after=after.name,
-        config=tuple(ConfigChange(key=key, before=old, after=new) for key, old, new in pairs if old != new),
-        figures=tuple(_figures(before, after)),
-        limited=(before.limits.sentence, after.limits.sentence),
-    )
+    changed = tuple(ConfigChange(key=key, before=old, after=new) for key, old, new in pairs if old != new)
+    figures, limited = tuple(_figures(before, after)), (before.limits.sentence, after.limits.sentence)
+    return Comparison(before=before.name, after=after.name, config=changed, figures=figures, limited=limited)
 
 
 def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:

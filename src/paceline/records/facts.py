@@ -156,13 +156,9 @@ class RunFacts:
 def find_facts(folder: Path, records: RunRecords, cluster: str) -> RunFacts:
     """Returns the facts of a run, whose devices are those of a ``cluster`` of the catalog, where that is known."""
     traffic = find_traffic(records.ranks)
-    return replace(
-        RunFacts.of(records),
-        memory=_memory(folder, records),
-        priced_comm_s=_priced(records, traffic, cluster),
-        num_hosts=len({own[-1].run.host for own in records.ranks.values()}),
-        traffic=traffic,
-    )
+    hosts = len({own[-1].run.host for own in records.ranks.values()})
+    memory, priced = _memory(folder, records), _priced(records, traffic, cluster)
+    return replace(RunFacts.of(records), memory=memory, priced_comm_s=priced, num_hosts=hosts, traffic=traffic)
 
 
 def catalog_name(cluster: str) -> str:

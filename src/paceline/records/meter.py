@@ -11,6 +11,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import psutil
@@ -30,10 +31,7 @@ _DRAIN_S = 0.5  # of steps that are drained at once, about
 _FIRST_PHASE = PHASES.index(DATA)
 # What comes after a phase in the first step; from then on it is what came in the step before, since with several
 # microbatches a forward pass may follow a backward one.
-_PHASE_AFTER = {
-    name: PHASES.index(next_name)
-    for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
-}
+_PHASE_AFTER = {name: PHASES.index(then) for name, then in pairwise((DATA, FORWARD, BACKWARD, OPTIMIZER, DATA))}
 _TIMES: dict[int, Callable[[StepRecord], float]] = {  # cells that add up seconds
     getattr(cells, f"{name.upper()}_NS"): operator.attrgetter(f"{name}_s")
     for name in ("step", "data", "forward", "backward", "optimizer")
