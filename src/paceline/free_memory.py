@@ -39,8 +39,7 @@ def measure_machine(device: str, ranks: int, node_ranks: int) -> RunMachine:
 class MemoryGauge:
     """Reads the most memory that this process has held since ``reset``.
 
-    On CUDA that is what tensors took, on the CPU what was resident: a process returns little of what it once had, so
-    that the second of two equal passes may show nothing new.
+    On CUDA that is what tensors took, on the CPU what was resident: a second equal pass may show nothing new.
     """
 
     def __init__(self, device: torch.device) -> None:

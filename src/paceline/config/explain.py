@@ -34,8 +34,8 @@ class ExplainRow:
 def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[ExplainRow]:
     """Lists every key of a config with its value and origin, derived ones with their formula.
 
-    ``ranks`` is their number where ``parallel.ranks = auto``, or to see what another would do. A plain Config knows no
-    files: its keys are ``given`` or ``default``. Raises ConfigError when the batch does not fit these ranks.
+    ``ranks`` is their number, if open, or another to look at. Keys of a plain Config are ``given`` or ``default``.
+    Raises ConfigError when the batch does not fit these ranks.
     """
     if isinstance(config, LoadedConfig):
         sources, config = config.sources, config.config

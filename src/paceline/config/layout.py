@@ -163,8 +163,7 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
 def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does.
 
-    ``train.microbatch = auto`` counts as not given: the search for a size begins with one microbatch a step. A
-    ``pipeline`` of several ranks has at least as many microbatches, where nothing else is said.
+    ``train.microbatch = auto`` counts as not given. A ``pipeline`` has as many microbatches as ranks, or more.
     """
     microbatch = None if train.microbatch == "auto" else train.microbatch
     accumulate = train.accumulate

@@ -179,7 +179,6 @@ class _AskedValues:
         return len(self.notes) > num_notes
 
     def rename(self) -> None:
-        """Gives values that have another word today that word, and notes it."""
         for (section, key, old), new in _RENAMED.items():
             content = self.values.get(section)
             if isinstance(content, dict) and content.get(key) == old:

@@ -178,11 +178,10 @@ def decode_text(content: bytes, path: Path, place: int = 0) -> str:
         known = next((name for mark, name in _MARKS if first.startswith(mark)), None)
         is_known = "" if known is None else f" but {known}"
         source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}-utf8{path.suffix}")
-        raise DataError(
-            f"{path} is not UTF-8{is_known}: {error.reason} at byte {place + error.start}, "
-            f"in line {line_at(path, place + error.start)}\n  text is read as UTF-8\n"
-            f"  convert the file: iconv -f {known or 'LATIN1'} -t UTF-8 {source} > {target}"
-        ) from error
+        at = place + error.start
+        what = f"{path} is not UTF-8{is_known}: {error.reason} at byte {at}, in line {line_at(path, at)}"
+        fix = f"convert the file: iconv -f {known or 'LATIN1'} -t UTF-8 {source} > {target}"
+        raise DataError(f"{what}\n  text is read as UTF-8\n  {fix}") from error
 
 
 def _open_parquet(path: str) -> Any:

@@ -177,9 +177,7 @@ def is_in_memory(dataset: Any) -> bool:
     """Says whether batches are gathered from memory: reading runs no code of a user, and draws no random numbers."""
     while isinstance(dataset, SampleSubset | CheckedSamples):
         dataset = dataset.dataset
-    if isinstance(dataset, EpochDataset):
-        return dataset.reads_ahead
-    return type(dataset) is TensorDataset
+    return dataset.reads_ahead if isinstance(dataset, EpochDataset) else type(dataset) is TensorDataset
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:

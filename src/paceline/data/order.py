@@ -53,8 +53,7 @@ class GlobalBatch:
 class DataOrder:
     """The order in which a run consumes ``length`` samples, ``global_batch`` at a time, epoch after epoch.
 
-    The last batch of an epoch is shorter, or left out with ``drop_last``. A position is the number of samples consumed
-    so far. It may lie anywhere, as after a resume with another ``global_batch``.
+    The last batch of an epoch is shorter, or left out with ``drop_last``. A position counts samples consumed so far.
     """
 
     length: int

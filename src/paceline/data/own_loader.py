@@ -186,8 +186,11 @@ def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> Ow
         what, rule = "shard() of a DataLoader with batch_size=None", "ranks share batches out sample by sample"
         raise UsageError(f"{what}\n  {rule}\n  give it batch_size=..., and samples in place of batches")
     order = _order_of(batches, check_map_style(dataset, "the data set"), seed)
-    if isinstance(order, SampledOrder) and comm.size > 1:
-        _check_alike(order, comm)
+    whole: Any = comm
+    if isinstance(order, SampledOrder) and comm.size > 1 and not are_alike(whole, order.fingerprint()):
+        what = f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank"
+        rule = "ranks share out one order of samples"
+        raise UsageError(f"{what}\n  {rule}\n  give it the same weights and the same seed on all ranks")
     return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
 
 
@@ -206,14 +209,6 @@ def _order_of(batches: DataLoader[Any], length: int, seed: int) -> DataOrder:
         options = {"shuffle": is_shuffle, "drop_last": cut.drop_last}
         return DataOrder(length=length, global_batch=cut.batch_size, seed=seed, **options)
     return sampled_order(sampler, length, seed=seed, loaders=batches.generator, cut=cut)
-
-
-def _check_alike(order: SampledOrder, comm: Any) -> None:
-    """Raises UsageError on all ranks where their samplers draw different orders."""
-    if not are_alike(comm, order.fingerprint()):
-        what = f"the {type(order.sampler).__name__} of rank {comm.rank} draws another order than that of another rank"
-        rule = "ranks share out one order of samples"
-        raise UsageError(f"{what}\n  {rule}\n  give it the same weights and the same seed on all ranks")
 
 
 def _share_out(

@@ -173,9 +173,7 @@ def _context(own: int | None, of_model: int | None) -> int:
 
 def _windows(kind: sections.Windows, tokens: Tokens, context: int, seed: int, end: int | None = None) -> TokenBlocks:
     """Makes the samples to train on; those to evaluate on are always blocks, so that each token counts once."""
-    if kind == "random":
-        return RandomWindows(tokens, context, seed, end)
-    return TokenBlocks(tokens, context, end)
+    return RandomWindows(tokens, context, seed, end) if kind == "random" else TokenBlocks(tokens, context, end)
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:

@@ -76,11 +76,9 @@ class SampledOrder(DataOrder):
             for number in range(self.generator.nearest(epoch), epoch + 1):
                 found = _draw(self.sampler, self.seed, number, self.gives_batches, self.generator)
             if len(found.indices) != self.length:
-                raise DataError(
-                    f"the {type(self.sampler).__name__} drew {len(found.indices):,} samples in epoch {epoch}, and "
-                    f"{self.length:,} in the first\n  an epoch has as many samples as any other\n"
-                    "  give it a fixed number of samples"
-                )
+                drew = f"drew {len(found.indices):,} samples in epoch {epoch}, and {self.length:,} in the first"
+                rule, fix = "an epoch has as many samples as any other", "give it a fixed number of samples"
+                raise DataError(f"the {type(self.sampler).__name__} {drew}\n  {rule}\n  {fix}")
             while len(self.known) >= _KEPT:
                 self.known.pop(next(iter(self.known)))
             self.known[epoch] = found
@@ -119,8 +117,7 @@ class OwnGenerator:
 def sampled_order(sampler: Any, num_items: int, *, seed: int, loaders: Any = None, cut: Any = None) -> SampledOrder:
     """Makes the order of a sampler, with batches as ``cut`` has them; without it, of one that gives batches.
 
-    ``loaders`` is the generator of the DataLoader. Raises UsageError for a sampler that gives another order when it is
-    asked again.
+    ``loaders`` is the DataLoader's generator. Raises UsageError for a sampler that gives another order the next time.
     """
     found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
     generator = OwnGenerator(found, is_loaders=found is loaders)

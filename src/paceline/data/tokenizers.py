@@ -114,11 +114,10 @@ class CharTokenizer(Tokenizer):
             tokens = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
             if tokens.max(initial=0) == len(self.characters) and len(tokens):
                 place = int(np.argmax(tokens == len(self.characters)))
-                raise DataError(
-                    f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the "
-                    "vocabulary\n  the vocabulary of char is that of the text that was trained on\n"
-                    "  leave the character out, or train with bytes, which have a token for everything"
-                )
+                what = f"character {text[place]!r} at place {place} is none of the {len(self.characters)}"
+                rule = "the vocabulary of char is that of the text that was trained on"
+                fix = "leave the character out, or train with bytes, which have a token for everything"
+                raise DataError(f"{what} of the vocabulary\n  {rule}\n  {fix}")
             found.append(tokens)
         return found
 

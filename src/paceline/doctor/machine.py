@@ -56,7 +56,6 @@ def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def half_precision(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports whether this CPU has instructions for bf16."""
     if there := bf16_instructions():
         meaning = "mixed_precision=True computes in bf16 on CPU ranks"
         yield finding("bf16 on the CPU", f"the processor has {' and '.join(there)}", meaning)

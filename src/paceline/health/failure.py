@@ -100,8 +100,8 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
 def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bool:
     """Says whether an error means that what was asked for cannot be, and not that something went wrong.
 
-    Errors of the user's own code went wrong. Data and checkpoints can only be refused before the trainer ``is_built``,
-    as later ones may be those of a full disk, and nothing is refused that ``has_trained``.
+    The user's own errors went wrong. Data and checkpoints are refused before the trainer ``is_built``: later ones may
+    be of a full disk. Nothing is refused that ``has_trained``.
     """
     if has_trained or _has_user_code(error):
         return False
@@ -155,8 +155,7 @@ def locate_death(failure: Failure, ledger: LedgerView) -> tuple[Failure, HangVer
 def user_traceback(error: BaseException) -> str:
     """Formats a traceback from the first line of the user's code on; the frames before are ours and torch's.
 
-    Empty where the message says it all: an error of ours in which the user's code took no part, or a lost connection.
-    Of a foreign error in which it took none, the last few frames are left.
+    Empty for errors of ours without the user's code, and lost connections; of foreign ones without it, the last frames.
     """
     if _is_lost(error) or (isinstance(error, errors.PacelineError) and not _has_user_code(error)):
         return ""

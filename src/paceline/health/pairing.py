@@ -50,8 +50,7 @@ PlacedUpdate = tuple[Update, LedgerEntry | None]
 class UpdateHistory:
     """Some updates of a rank, such that two ranks have kept some of the same whenever they compare.
 
-    It keeps the first ones, so that ranks know what they differ in from the beginning; and on level n the last four of
-    those that were the first after a multiple of ``8 ** n`` collectives: the older, the fewer.
+    It keeps the first ones, and on level n the last four of the first ones after a multiple of ``8 ** n`` collectives.
     """
 
     def __init__(self) -> None:

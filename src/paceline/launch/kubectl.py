@@ -89,11 +89,10 @@ class Kubectl:
         asked = ["get", "secret", self._options.secret_name, "--ignore-not-found", "--output", "name"]
         if self._options.nodes > 1 and not self._call(asked).strip():
             if self._options.secret is not None:
-                raise UsageError(
-                    f"there is no Secret {self._options.secret} in the cluster\n  the nodes prove themselves with it\n"
-                    f"  make it: kubectl create secret generic {self._options.secret} "
-                    '--from-literal=secret="$(openssl rand -hex 32)"'
-                )
+                secret, rule = self._options.secret, "the nodes prove themselves with it"
+                what = f"there is no Secret {secret} in the cluster"
+                fix = f"make it: kubectl create secret generic {secret}"
+                raise UsageError(f'{what}\n  {rule}\n  {fix} --from-literal=secret="$(openssl rand -hex 32)"')
             made = secret_object(self._options, secrets.token_hex(_SECRET_BYTES))
             self._call(["create", "--filename", "-"], given=json.dumps(made))
         self._call(["apply", "--filename", "-"], given=whole)

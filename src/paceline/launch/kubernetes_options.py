@@ -96,8 +96,7 @@ class KubernetesOptions:
 def sized(options: KubernetesOptions, config: Config) -> KubernetesOptions:
     """Returns the options with all sizes: those that are given, else by the ranks of a pod and the plan's estimate.
 
-    memory = /dev/shm + what each rank has in any case + 1.25 x the estimate. The estimate has what CPU ranks train in,
-    what is offloaded, and the copies that a save in the background writes.
+    memory = /dev/shm + what each rank has in any case + 1.25 x the estimate, with what is offloaded, and saved copies.
     """
     each, ranks = _GPU_RANK if options.gpus else _CPU_RANK, max(1, options.num_ranks)
     shm = max(_LEAST_SHM_GIB, each["shm_gib"] * ranks) if options.shm_gib is None else options.shm_gib

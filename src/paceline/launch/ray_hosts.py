@@ -215,7 +215,6 @@ class Supervisor:
         return [ends[host.name] for host in hosts if host.name in ends]
 
     def _print(self, host: ray_cluster.PlacedWorker, prefix: str, ends: dict[str, HostEnd]) -> None:
-        """Prints what a host prints until it has ended, and notes its end."""
         code: int | None = None
         try:
             while code is None:

@@ -81,13 +81,10 @@ def machines(job: LaunchJob) -> TargetMachines:
     if not job.gpus and (idle := answers[0]["gpus"]):
         silent.append(f"the hosts have GPUs, which stay idle: --gpus-per-node {idle} uses them")
     gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
-    return TargetMachines(
-        where="the smallest host",
-        device_bytes=min(gpus, default=None),
-        host_bytes=min(float(each["memory_bytes"]) for each in answers),
-        port=int(answers[0]["port"]),
-        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
-    )
+    least, memory = min(gpus, default=None), min(float(each["memory_bytes"]) for each in answers)
+    port, where = int(answers[0]["port"]), "the smallest host"
+    notes = (f"the hosts meet at {address}:{port}", *silent)
+    return TargetMachines(where=where, device_bytes=least, host_bytes=memory, port=port, notes=notes)
 
 
 def ask_hosts(job: LaunchJob) -> tuple[str, dict[str, dict[str, Any] | str]]:

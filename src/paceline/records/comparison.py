@@ -60,12 +60,12 @@ def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -
     elif ours != theirs and ours * base.world_size != theirs * run.world_size:
         others.append(f"global batch: {ours} on {run.world_size} ranks against {theirs} on {base.world_size}")
     if others:
-        raise UsageError(
-            f"these runs differ in more than their ranks: {'; '.join(others)}\n"
-            "  speed-up compares one model on one kind of device, with the same global batch or the same batch of a "
-            f"rank\n  run it once more on fewer ranks with train.global_batch={ours}, or this one with "
-            f"train.global_batch={theirs} or {weak:g}"
+        what = f"these runs differ in more than their ranks: {'; '.join(others)}"
+        rule = (
+            "speed-up compares one model on one kind of device, with the same global batch or the same batch of a rank"
         )
+        fix = f"run it once more on fewer ranks with train.global_batch={ours}, or this one with"
+        raise UsageError(f"{what}\n  {rule}\n  {fix} train.global_batch={theirs} or {weak:g}")
     return "strong" if ours == theirs else "weak"
 
 

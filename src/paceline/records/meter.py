@@ -214,8 +214,7 @@ def _numbers(outcome: StepNumbers) -> list[torch.Tensor | float]:
 def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
     """Returns the host's time for a step that the device was waiting for, 0 if it was not; None without a device.
 
-    The device waits if it has ended the backward pass when the host has issued the update; one that is behind has most
-    of a step before it.
+    The device waits if it has ended the backward pass when the host has issued the update.
     """
     mark = laps[-2][1] if len(laps) > 1 else None
     if not isinstance(mark, CudaMark):

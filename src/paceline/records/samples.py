@@ -22,8 +22,7 @@ MOST_SAMPLES, _MOST_CHARACTERS, _MOST_PIXELS = 12, 2000, 128  # of an event, a t
 def samples_of(texts: Sequence[str] = (), images: Any = ()) -> dict[str, Any]:
     """Returns the detail of an event ``samples``: the first texts and images, one beside the other.
 
-    An image has the shape [h, w], [1, h, w], [3, h, w] or [h, w, 3]; floats are from 0 to 1, bytes from 0 to 255. A
-    large one is made smaller. Raises UsageError for others.
+    Images are [h, w], [1, h, w], [3, h, w] or [h, w, 3], floats from 0 to 1 or bytes. Raises UsageError for others.
     """
     pairs = list(zip_longest([str(text) for text in texts], images, fillvalue=None))[:MOST_SAMPLES]
     items = [["" if text is None else text[:_MOST_CHARACTERS], _encode(image)] for text, image in pairs]

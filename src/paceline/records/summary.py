@@ -283,8 +283,7 @@ class StepTable:
 class RunRecords:
     """What the ranks of a run wrote, and the table of its steps.
 
-    ``ranks`` has the attempts of each rank, the lowest first: ``lead`` are its attempts, ``run`` begins the last.
-    The last attempt of the lowest rank at a step counts: ``attempts`` has it, a row of ``steps`` its ranks.
+    ``lead`` are the attempts of the lowest of the ``ranks``, whose last one at a step counts: see ``attempts``.
     """
 
     def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[kinds.HostRecord] = ()) -> None:

@@ -299,8 +299,7 @@ def predict_run(
 ) -> Expectation | None:
     """Predicts time and memory of a run whose device and ranks are decided; None for what is no transformer.
 
-    ``threads`` of a CPU rank and ``node_ranks`` are the launcher's; None: the cores are shared out, one host. ``cores``
-    are those that the ranks share; without them, those of this process.
+    ``threads`` and ``node_ranks`` are the launcher's; None: the ``cores``, else this process's, are shared out.
     """
     if config.model.kind != "gpt":
         return None
@@ -320,8 +319,7 @@ def is_worth_dry_run(config: Config) -> bool:
 class BackgroundPrediction:
     """A dry run in another process while the run goes on; a run that succeeds keeps it beside the earlier prediction.
 
-    ``warm`` forks it, with torch loaded. ``threads`` and ``cores`` are as for ``predict_run``. ``patience_s`` is how
-    long a run that is done waits for it.
+    ``warm`` forks it, with torch loaded. A run that is done waits for it for ``patience_s``.
     """
 
     config: Config

@@ -103,8 +103,8 @@ def claim_folder(
 ) -> RunFolder:
     """Makes a run's folder with its config and plan, and keeps others from it.
 
-    ``force`` replaces an older run, at the last moment; ``resume`` keeps it. ``name`` is the one that was asked for,
-    where the folder has another. Raises RunFolderError if the folder may not be used or cannot be written.
+    ``force`` replaces an older run, at the last moment; ``resume`` keeps it. ``name`` was asked for, where the folder
+    has another. Raises RunFolderError.
     """
     check_folder(path, force=force, resume=resume)
     try:
@@ -235,9 +235,7 @@ def _try_lock(lock: int) -> bool:
 
 def is_taken(path: Path) -> bool:
     """Says whether something is there that may not be overwritten: anything but an empty folder."""
-    if not path.is_dir():
-        return path.exists() or path.is_symlink()
-    return any(path.iterdir())
+    return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
 
 
 def _exists(path: Path) -> RunFolderError:

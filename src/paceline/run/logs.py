@@ -92,8 +92,7 @@ def run_log(folder: Path, *, who: str = "launcher", is_shown: bool = False) -> I
 def rank_logs(folder: Path, rank: int, level: str, *, owns_output: bool) -> Iterator[None]:
     """Lets everything that this rank's process hands to ``logging`` go to the logs, warnings and exceptions too.
 
-    ``owns_output`` says that the output of the process goes to the rank's log already. Otherwise warnings are shown on
-    the terminal as well, unless the user's code has handlers that do.
+    The terminal shows warnings, unless the output goes there already (``owns_output``) or the user has handlers.
     """
     root, before, who = logging.getLogger(), logging.getLogger().level, f"rank {rank}"
     shared = _open(folder / "logs" / "run.log", who)

@@ -120,8 +120,7 @@ def sampling(
 ) -> Iterator[None]:
     """Samples this host into ``records/host-NAME.jsonl`` while the block runs, and once more at its end; None: never.
 
-    ``processes`` returns the processes of the ranks here. ``tell`` gets a level and a text for the log. A sampler that
-    fails is told and ends, and the run goes on. Of older samples about ``most`` lines stay.
+    ``processes`` returns those of the ranks here. A sampler that fails tells so, and ends. About ``most`` lines stay.
     """
     if every_s is None:
         yield

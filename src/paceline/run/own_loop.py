@@ -293,7 +293,6 @@ class OwnLoop:
             self._raise(self._pairing.note(sys._getframe(1)))
 
     def _raise(self, verdict: HangVerdict | None) -> None:
-        """Tells and raises a verdict on ranks that are not in the same step, if there is one."""
         if verdict is not None:
             self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
             raise errors.CollectiveMismatchError(verdict.sentence)

@@ -191,8 +191,7 @@ class Rendezvous(elastic.RendezvousHandler):
     def _check_links(self, place: int) -> None:
         """Raises UsageError where hosts that are needed do not reach one another, HostsChangedError to try without.
 
-        LeftOutError ends the launcher that the others go on without. Later than in the first round, LaunchError ends
-        the run: its folder stays.
+        LeftOutError ends the launcher that the others go on without; LaunchError, in later rounds, the run.
         """
         store = ControlStore(self._client, prefix=f"links/{self._round}/")
         self._stores.append(store)

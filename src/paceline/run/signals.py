@@ -76,8 +76,7 @@ def launcher_signals(
 ) -> Iterator[list[signal.Signals]]:
     """Calls ``stop(number)`` for signals from the first moment on, and restores their handlers in the end.
 
-    torch's agent does so only once it starts ranks. A signal that is ignored stays ignored, as with nohup. Those of
-    [Note: preemption] go to the ranks' ``processes`` first; yields the list of those that did.
+    A signal that is ignored stays so. Those of [Note: preemption] go to ``processes`` first, and are yielded.
     """
     asked: list[signal.Signals] = []
     asked_at = 0.0

@@ -164,8 +164,7 @@ def _starting_point(
 class LocalRanks:
     """The processes of one launcher, with ``variables`` in their environment, forked by ``warm`` where that is given.
 
-    ``num_records`` ranks write records; None: one each. ``watch`` says when ranks that stand still are ended; None:
-    never. ``nodes`` are the hosts, if there are several, and ``facts`` what they must agree on.
+    ``num_records`` ranks write records (None: one each). ``watch`` ends ranks that stand still, hosts share ``facts``.
     """
 
     ranks: int
@@ -277,8 +276,7 @@ class Launcher:
     def agree_on_end(self, ended: FailedAttempt | None, words: str = "") -> tuple[list[FailedAttempt], str, bool]:
         """Agrees with other hosts on how the attempt ended; None: hosts came or went, as ``words`` say.
 
-        Returns all attempts that have failed, which hosts came or went, if any, and whether the account is this
-        launcher's.
+        Returns all attempts that have failed, which hosts came or went, and whether the account is this launcher's.
         """
         if self.signals:  # and not all ranks have saved: whoever asked for room gets it
             _stop(self.signals[0])

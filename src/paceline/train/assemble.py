@@ -219,9 +219,7 @@ def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -
     problem = graph_problem(config, plan.layout, plan.device, loss)
     if asked is True and problem:
         raise TrainingError(f"train.cuda_graphs = true\n  {problem}\n  take train.cuda_graphs = auto, or false")
-    if asked is False or problem:
-        return None
-    return GraphedStep("on" if asked is True else "auto", dtype)
+    return None if asked is False or problem else GraphedStep("on" if asked is True else "auto", dtype)
 
 
 def keeps_channels_last(config: Config, layout: Layout, device: torch.device) -> bool:
@@ -255,8 +253,7 @@ def loader_options(
 def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: int | None) -> Communicator:
     """Returns what the engine talks through: traced, and by the algorithm that the config asks for.
 
-    The trace is inside the algorithm: it counts the messages that travel, and not the collectives that they make up.
-    Around the algorithm it takes the time, since that adds up what arrives while the compute waits.
+    The trace is inside the algorithm, whose messages it counts; around it, it takes the time for which compute waits.
     """
     traced = TracedCommunicator(comm, trace)
     if config.comm.algorithm == "native" or comm.size == 1:

@@ -143,8 +143,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device.
 
-    ``loader``: of the whole set; or this rank's batches with their samples, as ``apply_to_each`` takes them.
-    ``shown`` keeps some samples with the model's answers.
+    ``loader`` may have this rank's batches with their samples. ``shown`` keeps some of these with the model's answers.
     """
     device, names = engine.device, list(metrics or {})
     batches = zip(loader, loader.local_samples(), strict=True) if isinstance(loader, EvalLoader) else loader

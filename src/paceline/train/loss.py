@@ -218,8 +218,7 @@ class OnNormalised:
 def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:
     """Decides ``fused_loss``: whether the model computes its loss together with its output layer.
 
-    A causal language model of Hugging Face is changed for it, in place, so ask before it is parallelized. Raises
-    UsageError where it is asked for of a model that does not offer it.
+    Ask before it is parallelized: one of Hugging Face is changed in place. Raises UsageError where it has none.
     """
     if kind != "auto" or not layout.fuses_loss(LARGE_VOCABULARY, device):
         return False

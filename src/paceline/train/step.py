@@ -132,8 +132,7 @@ OnGradients = Callable[[torch.Tensor | None], None]
 class StepOutcome:
     """What a step computed on this rank; tensors stay on the device until somebody asks.
 
-    ``grad_norm`` is that before clipping; where it is not finite the update was left out. ``factor`` is what summed
-    losses were multiplied by. ``is_updated`` is None where only the device knows.
+    ``grad_norm`` is that before clipping, ``factor`` of summed losses. ``is_updated``: None where the device knows.
     """
 
     loss_sum: torch.Tensor
@@ -293,8 +292,7 @@ def update_if_finite(
 ) -> bool | None:
     """Makes one optimizer step, clipped to ``max_norm``, unless the norm is not finite: then all stays as it is.
 
-    Says whether there was an update; None where only the device knows. ``weight`` is a factor that the gradients of a
-    MasterAdamW still lack, and the norm has.
+    Returns if it did; None: the device knows. ``weight`` is a factor that a MasterAdamW's gradients lack, not the norm.
     """
     if norm.is_cuda and optimizer not in _BEGUN:  # state that is made now, and stays, does not cut up passes' memory
         _BEGUN.add(optimizer)

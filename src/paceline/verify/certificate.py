@@ -123,8 +123,8 @@ def _forward_errors(
 ) -> list[tuple[str, float]]:
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
-    Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
-    its k-th outputs in all pieces, in that order. Outputs without samples along dim 0 are left out.
+    Microbatch m of rank r is piece m * ranks + r of the batch: the k-th outputs of a module are put together in that
+    order. Outputs without samples along dim 0 are left out.
     """
     errors = []
     theirs = [_numbered(expected[number]) for number in sorted(expected)]

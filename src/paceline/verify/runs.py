@@ -317,11 +317,9 @@ class _OneProcess:
                     buffer.copy_(buffers[name])  # running statistics must not move before the first step
         first, second = totals
         if not torch.equal(first, second) and not (first.isnan() and second.isnan()):
-            raise UsageError(
-                f"two passes over the same batch gave losses {first.item()} and {second.item()}: the model draws "
-                "random numbers\n  what is random cannot be compared\n  switch dropout and noise off for the "
-                "verification"
-            )
+            what = f"two passes over the same batch gave losses {first.item()} and {second.item()}"
+            rule, fix = "what is random cannot be compared", "switch dropout and noise off for the verification"
+            raise UsageError(f"{what}: the model draws random numbers\n  {rule}\n  {fix}")
         restore_dropout(self._dropping, settings)
         if has_moved or any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in self.model.modules()):
             return settings.accumulate, coarse
@@ -342,8 +340,7 @@ class _OneProcess:
     def accumulate(self, batch: Any, pieces: int, step: int, factor: float) -> torch.Tensor:
         """Leaves the gradient of the mean over a batch with the parameters that are updated; returns that mean.
 
-        Summed losses are multiplied by ``factor`` and gradients divided by it: half precision then rounds the numbers
-        that it rounds on a rank.
+        Summed losses are multiplied by ``factor``, gradients divided by it: then halves are rounded as on a rank.
         """
         total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for number in range(pieces):

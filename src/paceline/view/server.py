@@ -51,8 +51,7 @@ _MOST_NOTE_BYTES = 2**14
 class Follower:
     """The runs in some folders, read as they grow. ``lock`` guards everything that is read of a run.
 
-    A run is read when somebody has chosen it. Looks are 0.25 s apart while somebody watches, else 2 s; a run that is
-    over is looked at every 2 s, as it may be resumed.
+    A run is read when somebody has chosen it, every 0.25 s while somebody watches, else, or when it is over, every 2 s.
     """
 
     def __init__(self, paths: Sequence[Path], notice: Callable[[str], None] = lambda _: None) -> None:

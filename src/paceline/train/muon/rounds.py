@@ -89,8 +89,7 @@ def make_rounds(
 class _Round:
     """Some matrices of a step, of which this rank gives those ``needed``.
 
-    ``start`` sends this rank's elements (zeros without an update), ``compute`` orthogonalises what it owns and sends
-    that, ``finish`` returns this rank's elements of all matrices of the round.
+    ``start`` sends its elements (or zeros), ``compute`` orthogonalises and sends what it owns, ``finish`` returns its.
     """
 
     def __init__(
