@@ -169,12 +169,9 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     tried = {each.label: each.rejected or f"fits, {format_bytes(each.memory.device_bytes)}" for each in choice.ladder}
     ladder = [f"{label}: {verdict}" for label, verdict in tried.items()]
     ladder += [f"impossible: {reason}" for reason in choice.left_out]
-    rows += [
-        *changed.values(),
-        ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
-    ]
-    return rows + _estimate_rows(decided, known)
+    chosen_row = ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}")
+    tried_row = ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first")
+    return [*rows, *changed.values(), chosen_row, tried_row, *_estimate_rows(decided, known)]
 
 
 def _estimate_rows(config: Config, ranks: int | None) -> list[ExplainRow]:

@@ -145,8 +145,5 @@ def _shifted(view: LedgerView, now: float) -> LedgerView:
 
 def _entry(values: dict[str, Any]) -> LedgerEntry:
     group, call = values.pop("group"), values.pop("call")
-    return LedgerEntry(
-        **values,
-        group=GroupName(tuple(group["ranks"]), group["number"]),
-        call=LedgerCall(**call | {"shape": tuple(call["shape"])}),
-    )
+    name = GroupName(tuple(group["ranks"]), group["number"])
+    return LedgerEntry(**values, group=name, call=LedgerCall(**call | {"shape": tuple(call["shape"])}))

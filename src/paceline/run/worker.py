@@ -312,12 +312,10 @@ class RankRunner:
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
     parallel = config.parallel
-    about = {  # what a checkpoint tells of the run that it belongs to
-        "name": config.name,
-        "strategy": records.name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0),
-        "mesh": {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor")},
-        "config": config.model_dump(mode="json"),
-    }
+    strategy = records.name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0)
+    mesh = {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor")}
+    about: dict[str, Any] = {"name": config.name, "strategy": strategy, "mesh": mesh}  # a checkpoint tells of its run
+    about["config"] = config.model_dump(mode="json")
     where, on_full = _checkpoint_folder(config, folder), config.recovery.on_full_disk
     saver = Saver(where, config.checkpoint, about, storage, on_full, ask_every=config.monitor.log_every)
     memory, settings = memory_folder(), config.checkpoint.memory
