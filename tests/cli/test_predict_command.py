@@ -163,6 +163,8 @@ def test_a_rank_can_be_asked_for(call: Call, config: str) -> None:
         (("-c", "1x dgx-h100", "--price", "inf"), "--price inf"),
         (("-c", "1x dgx-h100", "--slow", "link=1:2x"), "paceline simulate"),
         (("-c", "cpu-host", "--longest", "model.kind=mlp", "data.kind=digits"), "model.heads"),
+        (("-c", "cpu-host", "--longest", "--price", "3", "--trace", "t.json"), "--longest with --trace, --price"),
+        (("-c", "cpu-host", "--host-gb", "4"), "--host-gb 4 without --longest"),
         (("--on", "tpu"), "take --on gpu"),
         (("--on", "gpu"), "name it: --cluster '1x dgx-h200'"),
         (("-c", "cpu-host", "--on", "gpu"), "--on gpu"),
@@ -211,6 +213,8 @@ def test_the_longest_sequences_rung_by_rung(call: Call) -> None:
     assert all(f"{name} " in shown.out for name in rungs)
     assert rungs["nothing"]["tokens"] < rungs["MLPs in tiles"]["tokens"] < rungs["checkpoint full"]["tokens"]
     assert rungs["nothing"]["price"] == 0 < rungs["checkpoint full"]["price"] < 0.5
+    assert "0: not even" not in shown.out
+    assert "0: not even 1,024 tokens fit, in the memory" in call(*words[:-1], "8").out
     away = rungs["checkpoint full, MLPs in tiles, offload activations"]
     assert away["keys"]["memory.offload"] == ["activations"]
     assert 0.8 * 64 * 2**30 < away["host_bytes"] <= 0.9 * 64 * 2**30

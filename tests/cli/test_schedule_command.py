@@ -116,6 +116,12 @@ def test_a_ring_of_ranks_that_share_sequences(call: Call) -> None:
     assert [[step["meets"] for step in row] for row in rows] == [["diagonal", "nothing"], ["diagonal", "all"]]
 
 
+def test_a_name_that_is_nearly_a_ring_is_told(call: Call) -> None:
+    refused = call("schedule", "ringg")
+    assert (refused.code, refused.out) == (2, "")
+    assert "zb-v, ring, ring-contiguous\n  did you mean ring?" in refused.err
+
+
 @pytest.mark.parametrize("given", [("-m", "4"), ("--messages",), ("--ranks", "65")])
 def test_what_a_ring_has_not_is_refused(given: tuple[str, ...], call: Call) -> None:
     refused = call("schedule", "ring", *given)

@@ -349,6 +349,17 @@ def test_what_an_override_makes_idle_is_left_out_and_told(tmp_path: Path, overri
     assert loaded(tmp_path, COMPRESSED, "comm.compression=null").config.comm.compression == CompressionConfig()
 
 
+def test_what_is_idle_without_what_was_left_out_is_left_out_as_well(tmp_path: Path) -> None:
+    rows = (
+        "data: {kind: jsonl, path: rows, inputs: t, vocab_size: 9, packing: stream, documents: apart, end_token: 0}\n"
+    )
+    (tmp_path / "packed.yaml").write_text("model: {kind: gpt, size: gpt-nano, vocab_size: 9}\n" + rows)
+    found = load_config_with_sources(tmp_path / "packed.yaml", ["data.packing=none"])
+    first, second = found.notes
+    assert first.startswith("data.documents = apart has no effect with data.packing = none")
+    assert second.startswith("data.end_token = 0 has no effect with data.packing = none")
+
+
 def test_what_is_idle_in_the_file_or_by_two_overrides_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ratio = 0\.05 has no effect"):
         loaded(tmp_path, COMPRESSED.replace("topk", "none"), "train.steps=3")

@@ -171,6 +171,9 @@ def test_rows_that_cannot_be_used_are_refused_or_left_out(tmp_path: Path) -> Non
     same = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]}]
     with pytest.raises(BadSampleError, match="'labels' has the tokens of 'tokens' themselves"):
         open_rows(tmp_path, same, targets="labels", packing="best_fit")
+    twice = [{"tokens": [1, 2, 3, 4], "labels": [3, 4, -100, -100]}]
+    with pytest.raises(BadSampleError, match="'labels' has the tokens of 'tokens' two places on, and a target is"):
+        open_rows(tmp_path, twice, targets="labels", packing="best_fit")
     with pytest.raises(DataError, match="has 1 documents, and none has two tokens"):
         open_tokens(tmp_path, [[END]], packing="none")
     with pytest.raises(DataError, match=r"has end token None, of 11 tokens\n  data.packing = best_fit needs a token"):
@@ -184,6 +187,7 @@ def test_rows_that_cannot_be_used_are_refused_or_left_out(tmp_path: Path) -> Non
         ({"packing": "none", "windows": "fixed"}, "data.windows = fixed has no effect with data.packing = none"),
         ({"packing": "stream"}, "data.end_token = 0 has no effect with data.documents = joined"),
         ({"kind": "jsonl", "documents": "apart"}, "data.documents = apart has no effect with data.packing = none"),
+        ({"kind": "jsonl", "end_token": 0}, "has no effect with data.packing = none\n  it says where attention begins"),
         ({"kind": "jsonl", "packing": "stream", "classes": 2}, "data.classes with data.packing = stream"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -325,6 +326,32 @@ def cut_short(engine: Engine[Any]) -> None:
 def test_what_cannot_be_is_told(make: Any, use: Any, told: str) -> None:
     with pytest.raises(RankFailedError, match=told):
         run_virtual(lambda comm: use(parallelize(make(), comm, context_ranks=2)), 2)
+
+
+class Placed(nn.Module):
+    """A model of a user's, with positions of its own or of ours."""
+
+    def __init__(self, count: Callable[[int, Any], Tensor]) -> None:
+        super().__init__()
+        self.count, self.embedding = count, nn.Embedding(VOCABULARY, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.count(tokens.shape[1], tokens.device)[:, None]
+        heads = x.unflatten(2, (4, 4)).transpose(1, 2)
+        return paceline.attention(heads, heads, heads, is_causal=True)
+
+
+def test_a_model_that_asks_for_no_positions_is_told_once() -> None:
+    def work(comm: Communicator, count: Callable[[int, Any], Tensor]) -> list[str]:
+        engine = parallelize(Placed(count), comm, context_ranks=2)
+        for _ in range(2):
+            engine(engine.cut(make_batch()[0]))
+        return []
+
+    with pytest.warns(UserWarning, match="asked for no positions, where 2 ranks share") as caught:
+        run_virtual(lambda comm: work(comm, lambda length, _: torch.arange(length)), 2)
+    assert len(caught) <= 2  # one of each rank
+    run_virtual(lambda comm: work(comm, paceline.positions), 2)  # warnings are errors here
 
 
 def test_targets_that_are_alike_by_chance_are_taken() -> None:

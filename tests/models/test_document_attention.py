@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import paceline
+from paceline.errors import UsageError
 from paceline.models import document_attention
 from paceline.models.document_attention import attend_documents, choose_way, document_blocks, document_mask
 
@@ -150,3 +153,18 @@ def test_the_ways_are_chosen_by_device_dtype_and_length(monkeypatch: pytest.Monk
     monkeypatch.setattr(document_attention, "_SHORT", 4)
     assert choose_way(query, starts_of([[8]]), 0.0) == "blocks"
     assert document_mask(starts_of([[2, 1]]))[0, 0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (torch.zeros(6, dtype=torch.int64), r"documents \(6,\), and queries \(2, 4, 6, 8\)"),
+        (torch.zeros(1, 6, dtype=torch.int64), r"documents \(1, 6\)"),
+        (torch.zeros(2, 5, dtype=torch.int64), r"documents \(2, 5\)"),
+        ([[0] * 6] * 2, r"documents \('list',\)"),
+    ],
+)
+def test_documents_of_another_shape_are_refused(given: Any, told: str) -> None:
+    query = torch.zeros(2, 4, 6, 8)
+    with pytest.raises(UsageError, match=told + r"(.|\n)*give documents \(2, 6\)"):
+        paceline.attention(query, query, query, is_causal=True, documents=given)

@@ -153,6 +153,17 @@ def test_sequences_are_shared_where_they_can_be(changes: dict[str, Any], model: 
     assert rules(RuleCase(Layout(context_ranks=4), ranks=8, model=ModelShape(kind="gpt", heads=3, context=8))) == []
 
 
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [("auto", ModelShape(kind="gpt", heads=4, context=7)), ("ulysses", ModelShape(kind="gpt", heads=6, context=64))],
+    ids=["three ranks have two tokens each", "four and eight ranks do not divide the heads"],
+)
+def test_the_context_ranks_of_a_fix_divide_those_that_were_asked_for(method: Any, model: ModelShape) -> None:
+    (problem,) = rules(RuleCase(Layout(context_ranks=4, context_method=method), model=model))
+    assert "try context_ranks = 2, or " in problem.fix
+    assert rules(RuleCase(Layout(context_ranks=2, context_method=method), ranks=4, model=model)) == []
+
+
 def test_a_shard_group_has_whole_sequences_or_none() -> None:
     asked = Layout(strategy="hybrid", context_ranks=4, shard_ranks=2)
     (problem,) = rules(RuleCase(asked, ranks=12))

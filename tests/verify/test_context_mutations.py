@@ -107,17 +107,17 @@ def shifted_inside(original: Any) -> Any:
     return cut
 
 
-def in_order_of_ranks(_: Any) -> Any:
+def in_order_of_ranks(original: Any) -> Any:
     """Positions are those of a row that is cut into one piece for each rank."""
 
     def positions(self: SequenceRank, length: int, device: torch.device) -> Tensor:
-        return torch.arange(length, device=device) + self.comm.rank * length
+        return torch.arange(length, device=original(self, length, device).device) + self.comm.rank * length
 
     return positions
 
 
-def from_zero(_: Any) -> Any:
-    return lambda _, length, device: torch.arange(length, device=device)
+def from_zero(original: Any) -> Any:
+    return lambda *asked: torch.arange(asked[1], device=original(*asked).device)
 
 
 def of_own_tokens(original: Any) -> Any:

@@ -152,6 +152,8 @@ def predict(
     from paceline.search.snapshots import describe_snapshots
 
     _check_place(on, cluster, slow, late)
+    others = {"--rank": rank, "--slow": slow, "--trace": trace, "--price": price, "--on": on}
+    _check_longest(longest, host_gb, [name for name, value in others.items() if value not in (None, [])])
     slow_ranks, slow_links = read_slow(slow)
     if slow_links:
         raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
@@ -207,6 +209,16 @@ def _check_place(on: str | None, cluster: str | None, slow: Sequence[str], late:
     if on is not None and slow:
         rule = "one rank runs, and the others are as fast as it is"
         raise UsageError(f"--slow {' '.join(slow)} with --on gpu\n  {rule}\n  take --late MS, or leave --on out")
+
+
+def _check_longest(longest: bool, host_gb: float | None, others: Sequence[str]) -> None:
+    if host_gb is not None and not longest:
+        raise UsageError(
+            f"--host-gb {host_gb:g} without --longest\n  nothing else reads it\n  add that, or leave it out"
+        )
+    if longest and others:
+        rule = "it tells of many lengths by formula, and of no step alone"
+        raise UsageError(f"--longest with {', '.join(others)}\n  {rule}\n  leave one out, or predict one length")
 
 
 def _show_emulated(config: Config, found: ReplayedStep, path: Path, *, as_json: bool, **how: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from paceline.cli import options
-from paceline.errors import RunFolderError, UsageError
+from paceline.errors import RunFolderError, UsageError, did_you_mean
 from paceline.schedule.grid import Schedule, lower
 from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs, measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
@@ -228,6 +228,9 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
             what = f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid"
             rule = f"at most {_MOST_ACTIONS} actions are shown"
             raise UsageError(f"{what}\n  {rule}\n  show a smaller one with the same ratio")
+        if name not in SCHEDULE_NAMES:
+            fix = did_you_mean(name, known := (*SCHEDULE_NAMES, *_RINGS), cutoff=0.4)
+            raise UsageError(f"there is no schedule {name!r}\n  known are {', '.join(known)}\n  {fix}".rstrip())
         return make_schedule(name, ranks, microbatches, chunks)
     asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
     if given := [option for option, value in asked.items() if value]:

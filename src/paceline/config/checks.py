@@ -214,9 +214,9 @@ def check_documents(config: Config) -> Iterator[Problem]:
         elif parallel.pipeline > 1 or parallel.tensor > 1:
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
         if with_what:
-            is_packed = source.documents is None
-            key = "packing = best_fit" if is_packed else "documents = apart"
-            other = "packing = none" if is_packed else "documents = joined"
+            key, other = "documents = apart", "documents = joined"
+            if source.packing == "best_fit":
+                key, other = "packing = best_fit", "packing = none, or stream with documents = joined"
             yield Problem(
                 what=f"{place}.{key} with {with_what}",
                 rule="the blocks of a gpt are handed the ends of documents; other models, stages of a pipeline and "
@@ -244,8 +244,10 @@ def _packing_problems(place: str, source: sections.TokensDataConfig | sections.R
         rule = "rows are packed for language models; a class belongs to a text of its own"
         yield Problem(what=what, rule=rule, fix=f"remove it, or set {place}.packing = none")
     if source.end_token is not None and not finds_ends:
-        rule, where = "it says where attention begins anew", f"with {place}.documents = joined"
-        yield no_effect(f"{place}.end_token", source.end_token, where, rule, f"set {place}.documents = apart")
+        where, fix = f"with {place}.documents = joined", f"set {place}.documents = apart"
+        if source.packing == "none":
+            where, fix = at, f"set {place}.packing = best_fit"
+        yield no_effect(f"{place}.end_token", source.end_token, where, "it says where attention begins anew", fix)
 
 
 def check_model_dimensions(config: Config) -> Iterator[Problem]:

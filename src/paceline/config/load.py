@@ -246,7 +246,7 @@ def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> 
     try:
         config = Config.model_validate(asked.values)
         found = run_checks(config)
-        if found and asked.make_way(config, found):
+        while found and asked.make_way(config, found):
             config = Config.model_validate(asked.values)
             found = run_checks(config)
         problems += [*found, *check(config)]

@@ -138,9 +138,12 @@ class RowDataset(EpochDataset):
                 rule = f"and {self.inputs!r} has {len(tokens)} tokens, with a target each"
                 raise ValueError(f"{self.targets!r} has {targets.numel()} numbers, {rule}")
             counts = targets != IGNORED
-            if (targets == tokens)[counts].all() and not (targets[:-1] == tokens[1:])[counts[:-1]].all():
+            if not (targets[:-1] == tokens[1:])[counts[:-1]].all():
                 rule = "and a target is the token that follows: move them by one place"
-                raise ValueError(f"{self.targets!r} has the tokens of {self.inputs!r} themselves, {rule}")
+                if (targets == tokens)[counts].all():
+                    raise ValueError(f"{self.targets!r} has the tokens of {self.inputs!r} themselves, {rule}")
+                if (targets[:-2] == tokens[2:])[counts[:-2]].all() and not counts[-2:].any():
+                    raise ValueError(f"{self.targets!r} has the tokens of {self.inputs!r} two places on, {rule} alone")
             names = self.inputs, self.targets or self.inputs
             for reason in find_bad((tokens[None], targets[None]), self.rules, names).values():
                 raise ValueError(reason)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -47,6 +48,7 @@ class Sequences:
         """
         self._part, self._documents, self._is_proven = part, documents, not is_whole
         self._last: tuple[tuple[int, ...], SequenceRank] | None = None  # rows without documents are cut alike
+        self._has_more = part.is_compiled  # perhaps places: cut with the tokens, or asked for in a graph
         self._num_compared = 0  # batches, with those of the other ranks
         self._is_inside = False  # whether the part in use is that of what the model is called with
 
@@ -73,6 +75,7 @@ class Sequences:
                 "  give targets (samples, tokens), or set parallel.context = 1"
             )
         self._compare(tensors)
+        self._has_more |= len(tensors) > 2
         part = self._begin(inputs[0], lengths)
 
         def own(tensor: Tensor) -> Tensor:
@@ -118,9 +121,16 @@ class Sequences:
         yield
         if not torch.is_grad_enabled():
             used.__exit__(None, None, None)
-        self._is_proven = self._is_proven or part.is_asked
+        is_first, self._is_proven = not self._is_proven, self._is_proven or part.is_asked
         if not self._is_proven:
             _refuse(self._part.comm.size, "its forward pass has called no attention of several ranks")
+        if is_first and not (part.is_placed or self._has_more):
+            warnings.warn(
+                f"the model asked for no positions, where {self._part.comm.size} ranks share each sequence\n"
+                "  torch.arange counts a rank's tokens from 0, and their places are those in the whole row\n"
+                "  take paceline.positions(length, device) inside forward; a model without positions needs nothing",
+                stacklevel=2,
+            )
 
     def _compare(self, tensors: Sequence[Tensor]) -> None:
         """Raises UsageError on all ranks where one of them reads other rows, in the first batches."""

@@ -136,6 +136,14 @@ def attention(
             f"attention with a mask and {'is_causal' if is_causal else 'documents'}\n"
             "  a mask says for each query and key whether they meet\n  put all into the mask, or leave it out"
         )
+    is_checked = documents is not None and not torch.compiler.is_compiling()
+    given = tuple(getattr(documents, "shape", (type(documents).__name__,))) if is_checked else None
+    if given not in (None, (len(query), query.shape[-2])):
+        raise UsageError(
+            f"documents {given}, and queries {tuple(query.shape)}\n"
+            "  queries are (rows, heads, tokens, width), and documents a tensor (rows, tokens)\n"
+            f"  give documents ({len(query)}, {query.shape[-2]}): where in its row the document of each token begins"
+        )
     part = current_part()
     if part is not None:
         return part.attend(

@@ -265,11 +265,12 @@ def _sequences_can_be_cut(case: RuleCase) -> Iterator[Problem]:
     if model.kind in _NO_TRANSFORMERS:
         yield case.problem("no sequences")
     elif model.context and model.context < 2 * ranks:
-        yield case.problem("short sequences", most=max(1, model.context // 2), least=2 * ranks)
+        most = max(each for each in divisors(ranks) if each <= max(1, model.context // 2))
+        yield case.problem("short sequences", most=most, least=2 * ranks)
     heads = model.heads // layout.tensor
     if layout.context_method == "ulysses" and heads and heads % ranks:
         split = "" if layout.tensor == 1 else f", of which each of {layout.tensor} tensor ranks has {heads}"
-        yield case.problem("heads among context ranks", split=split, near=nearest_divisor(heads, ranks))
+        yield case.problem("heads among context ranks", split=split, near=math.gcd(heads, ranks))
 
 
 def _shards_follow_the_sequences(case: RuleCase) -> Iterator[Problem]:

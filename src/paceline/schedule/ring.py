@@ -97,7 +97,7 @@ def split_sequence(
         raise UsageError(
             f"method ulysses with {heads} heads on {ranks} ranks for each sequence\n"
             "  each rank takes as many whole heads as the others: the ranks divide the heads\n"
-            f"  take {max(sizes)} ranks, or method ring"
+            f"  take {max(sizes)} rank{'s' if max(sizes) > 1 else ''}, or method ring"
         )
     return SequenceSplit(method=method, ring=1, ulysses=ranks, order=order)
 

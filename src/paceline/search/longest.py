@@ -79,6 +79,8 @@ class LongestLadder:
             lines.append(told.rstrip())
         first = next((each.label for each in self.rungs if each.tokens >= self.asked), None)
         answer = f"need: {first}" if first else "fit with none of these: take more ranks, or a smaller model"
+        if not all(each.tokens for each in self.rungs):
+            lines += ["", f"0: not even {STEP:,} tokens fit, in the memory of a rank or in that of its host."]
         return "\n".join([*lines, "", f"The {self.asked:,} tokens of this config {answer}."])
 
 

@@ -43,11 +43,11 @@ class SequenceRank:
         if comm.size != split.ranks:
             raise UsageError(f"{split} on a group of {comm.size} ranks: it is for {split.ranks}")
         share, piece = divmod(comm.rank, split.ulysses)
-        self.comm, self.split = comm, split
+        self.comm, self.split, self.is_compiled = comm, split, is_compiled
         self._ulysses = comm.split(range(share * split.ulysses, (share + 1) * split.ulysses))
         self._ring = comm.split(range(piece, comm.size, split.ulysses))
         self._rows: list[Rows] = []
-        self.is_asked = False  # whether a model has called attention
+        self.is_asked = self.is_placed = False  # whether a model has called attention, and asked for positions
         # No compiler follows a conversation between ranks. Not bound: a copy has rows of its own.
         self._attend: Any = cast("Any", torch.compiler).disable(type(self)._ask) if is_compiled else type(self)._ask
 
@@ -91,6 +91,8 @@ class SequenceRank:
         return pick_tokens(gather_tokens(self.comm, rows.counts, tensor, dim), dim, order)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.is_placed = True
         return self._of(length).places[self.comm.rank].to(device)
 
     def documents(self) -> Tensor | None:
