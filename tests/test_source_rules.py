@@ -30,23 +30,23 @@ LINES = {
     "calibrate": 1_675,
     "chaos": 1_210,
     "checkpoint": 5_090,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_275,  # completion.py; checkpoint upcycle
+    "cli": 3_290,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_445,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_595,  # checkpoint.memory
-    "data": 4_865,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
+    "data": 4_870,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 830,
-    "engines": 11_705,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_720,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_570,  # verdicts on experts
     "launch": 2_850,
-    "models": 3_820,  # attention over ranks and inside documents; experts, their balance, their adapters
-    "plan": 1_600,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
+    "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "plan": 1_610,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
     "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
     "rehearse": 2_990,  # one of many ranks on a real GPU
     "run": 8_145,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
-    "search": 2_650,  # what snapshots take
+    "search": 2_660,  # what snapshots take
     "train": 5_435,  # snapshots.py
     "verify": 1_125,
     "view": 1_965,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts

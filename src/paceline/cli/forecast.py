@@ -213,9 +213,7 @@ def _check_place(on: str | None, cluster: str | None, slow: Sequence[str], late:
 
 def _check_longest(longest: bool, host_gb: float | None, others: Sequence[str]) -> None:
     if host_gb is not None and not longest:
-        raise UsageError(
-            f"--host-gb {host_gb:g} without --longest\n  nothing else reads it\n  add that, or leave it out"
-        )
+        raise UsageError(f"--host-gb {host_gb:g} without --longest\n  nothing else reads it\n  leave it out")
     if longest and others:
         rule = "it tells of many lengths by formula, and of no step alone"
         raise UsageError(f"--longest with {', '.join(others)}\n  {rule}\n  leave one out, or predict one length")
