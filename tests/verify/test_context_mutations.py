@@ -66,7 +66,8 @@ class Dropping(nn.Module):
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(tokens))
+        places = paceline.positions(tokens.shape[1], tokens.device)
+        x = self.dropout(self.embedding(tokens) + places.unsqueeze(-1) / TOKENS)
         query, key, value = self.mixing(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         mixed = paceline.attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         return self.head(x + self.dropout(mixed))

@@ -48,7 +48,6 @@ class Sequences:
         """
         self._part, self._documents, self._is_proven = part, documents, not is_whole
         self._last: tuple[tuple[int, ...], SequenceRank] | None = None  # rows without documents are cut alike
-        self._has_more = part.is_compiled  # perhaps places: cut with the tokens, or asked for in a graph
         self._num_compared = 0  # batches, with those of the other ranks
         self._is_inside = False  # whether the part in use is that of what the model is called with
 
@@ -75,8 +74,8 @@ class Sequences:
                 "  give targets (samples, tokens), or set parallel.context = 1"
             )
         self._compare(tensors)
-        self._has_more |= len(tensors) > 2
         part = self._begin(inputs[0], lengths)
+        part.is_placed |= len(tensors) > 2  # perhaps by what is cut with the tokens
 
         def own(tensor: Tensor) -> Tensor:
             found = part.cut(tensor) if tensor.ndim else tensor
@@ -124,7 +123,7 @@ class Sequences:
         is_first, self._is_proven = not self._is_proven, self._is_proven or part.is_asked
         if not self._is_proven:
             _refuse(self._part.comm.size, "its forward pass has called no attention of several ranks")
-        if is_first and not (part.is_placed or self._has_more):
+        if is_first and not part.is_placed:
             warnings.warn(
                 f"the model asked for no positions, where {self._part.comm.size} ranks share each sequence\n"
                 "  torch.arange counts a rank's tokens from 0, and their places are those in the whole row\n"

@@ -43,11 +43,11 @@ class SequenceRank:
         if comm.size != split.ranks:
             raise UsageError(f"{split} on a group of {comm.size} ranks: it is for {split.ranks}")
         share, piece = divmod(comm.rank, split.ulysses)
-        self.comm, self.split, self.is_compiled = comm, split, is_compiled
+        self.comm, self.split = comm, split
         self._ulysses = comm.split(range(share * split.ulysses, (share + 1) * split.ulysses))
         self._ring = comm.split(range(piece, comm.size, split.ulysses))
         self._rows: list[Rows] = []
-        self.is_asked = self.is_placed = False  # whether a model has called attention, and asked for positions
+        self.is_asked, self.is_placed = False, is_compiled  # whether a model called attention; may know positions
         # No compiler follows a conversation between ranks. Not bound: a copy has rows of its own.
         self._attend: Any = cast("Any", torch.compiler).disable(type(self)._ask) if is_compiled else type(self)._ask
 
