@@ -30,7 +30,7 @@ LINES = {
     "calibrate": 1_675,
     "chaos": 1_210,
     "checkpoint": 5_090,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_290,  # completion.py; checkpoint upcycle
+    "cli": 3_285,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
     "comm": 7_445,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_595,  # checkpoint.memory

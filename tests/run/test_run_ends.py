@@ -136,7 +136,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Notes the ranks that would be started."""
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "_run_host", lambda *told: found.append(told))
-    monkeypatch.setattr(module, "read_result", lambda *told: told)
+    monkeypatch.setattr(module.runs, "read_result", lambda *told: told)
     for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found
