@@ -55,7 +55,8 @@ def test_every_row_of_the_record_is_predicted(row: dict[str, Any]) -> None:
     found = expect_run(long_config(row["tokens"], "full", "model.compile=blocks", *asked), H200)
     assert found.step_s == pytest.approx(row["step_s"], rel=0.1)
     assert found.memory_bytes is not None
-    assert found.memory_bytes / GIB == pytest.approx(row["device_gib"], rel=0.04)
+    moments = 0.0 if row["steps"] > 1 else MOMENTS
+    assert found.memory_bytes / GIB == pytest.approx(row["device_gib"] + moments, rel=0.04)
 
 
 @pytest.mark.parametrize("row", LIMITS, ids=lambda row: row["case"])
@@ -66,11 +67,26 @@ def test_what_fits_into_a_gpu_is_known(row: dict[str, Any]) -> None:
     fits = MemoryVerdict(need=need, where="the GPU", has_bytes=has, free_bytes=has).kind != "too large"
     assert fits == row["ran"]
     if row["ran"]:
-        moments = 0.0 if row["steps"] > 1 else MOMENTS_3B
         found = expect_run(config, H200)
         assert found.memory_bytes is not None
-        assert found.memory_bytes / GIB == pytest.approx(row["peak_gib"] + moments, rel=0.03)
+        assert found.memory_bytes / GIB == pytest.approx(most_gib(row), rel=0.03)
         assert found.step_s == pytest.approx(row["step_s"], rel=0.1)
+
+
+def most_gib(row: dict[str, Any]) -> float:
+    """Returns the GiB at the worst moment of a second step, which has Adam's moments."""
+    moments = 0.0 if row["steps"] > 1 else MOMENTS_3B if "model.size=gpt-3b" in row["settings"] else MOMENTS
+    found: float = row["peak_gib"] + moments
+    return found
+
+
+@pytest.mark.exhaustive  # each takes seconds
+@pytest.mark.parametrize("row", [each for each in LIMITS if each["ran"]], ids=lambda row: row["case"])
+def test_a_dry_run_knows_the_memory_too(row: dict[str, Any]) -> None:
+    """Between tiles a compiled graph holds gradients that it has read already, and no dry run sees that: 9 % less."""
+    found = paceline.predict(long_config(row["tokens"], "none", *row["settings"]), "1x h200", ranks=1)
+    allocated = (found.total_memory - found.memory["framework"]) / GIB
+    assert allocated == pytest.approx(most_gib(row), rel=0.1 if "memory.mlp_tiles=auto" in row["settings"] else 0.01)
 
 
 @pytest.mark.exhaustive  # each takes seconds

@@ -142,9 +142,11 @@ def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     written = 2 * (products - width) + 4.5 * shape.heads * length + wide + normed + 2 * width + turned
     operations = length * (2 * matrices + 4 * length * queries + _OPERATIONS_PER_NUMBER * written)
     rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
-    # Gradients of the stream, of attention's output, query, key and value; flash attention adds up the query's in fp32.
-    added_up = 4 * queries if widths.device == "cuda" and widths.compute == 2 else 0
-    moving = width * widths.stream + (2 * queries + shape.kv_width) * widths.compute + added_up
+    # Gradients of the stream, of the next block's too, of attention's output, query, key and value. Kernels of 16 bits
+    # add up the query's in fp32, and make those of keys and values that heads share for each head.
+    moving = 2 * width * widths.stream + (2 * queries + shape.kv_width) * widths.compute
+    if widths.device == "cuda" and widths.compute == 2:
+        moving += 4 * queries + (2 * queries * widths.compute if shape.kv_heads < shape.heads else 0)
     return BlockFacts(
         parameters=matrices + 2 * width + normed_heads[shape.qk_norm],
         saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),

@@ -145,7 +145,7 @@ class _Recording:
         recorder.functions = MetaFunctions(
             recorder.attention,
             precision_named(layout.precision).autocast_dtype,
-            fuses_norms=is_device,
+            on_gpu=is_device,
             pools_in_bytes=is_device and layout.is_compiled,
         )
         comm = world.rank(rank, recorder)

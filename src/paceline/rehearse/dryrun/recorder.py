@@ -86,12 +86,12 @@ class MetaFunctions(TorchFunctionMode):
         seer: SeesAttention,
         autocast: torch.dtype | None = None,
         *,
-        fuses_norms: bool = False,
+        on_gpu: bool = False,
         pools_in_bytes: bool = False,
     ) -> None:
         super().__init__()
         self._seer, self._autocast, self._pools_in_bytes = seer, autocast, pools_in_bytes
-        self._fuses_norms = fuses_norms and hasattr(torch.ops.aten, "_fused_rms_norm")
+        self._on_gpu, self._fuses_norms = on_gpu, on_gpu and hasattr(torch.ops.aten, "_fused_rms_norm")
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def back_on(self) -> contextlib.AbstractContextManager[object]:
@@ -142,26 +142,42 @@ class MetaFunctions(TorchFunctionMode):
         if not query.is_meta or query.ndim < 3:
             return func(*args, **kwargs)
         inputs = (query, given["key"], given["value"])
-        return _MetaAttention.apply(*inputs, bool(given.get("is_causal", False)), self._seer)  # type: ignore[no-untyped-call]
+        is_causal = bool(given.get("is_causal", False))
+        return _MetaAttention.apply(*inputs, is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
 
 
 class _MetaAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, seer: SeesAttention
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool,
+        seer: SeesAttention,
+        on_gpu: bool,
     ) -> torch.Tensor:
         output: torch.Tensor = getattr(torch.ops.paceline, ATTENTION)(query, key, value, is_causal)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
-        ctx.is_causal, ctx.seer = is_causal, seer
+        ctx.is_causal, ctx.seer, ctx.on_gpu = is_causal, seer, on_gpu
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, _ = ctx.saved_tensors
         found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+        size = _workspace_bytes(query, key) if ctx.on_gpu and query.element_size() == 2 else 0
+        workspace = query.new_empty(size, dtype=torch.uint8)
         ctx.seer([query, key, value, output, gradient, *found], is_causal=ctx.is_causal, is_back=True)
-        return *found, None, None
+        del workspace
+        return *found, None, None, None
+
+
+def _workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """What backward in 16 bits works in: the query's gradient in fp32, and those of shared keys and values by head."""
+    heads, of_keys = query.shape[-3], key.shape[-3] if key.ndim > 3 else query.shape[-3]
+    return 4 * query.numel() + (2 * 2 * key.numel() * heads // of_keys if of_keys < heads else 0)
 
 
 class _MetaPool(torch.autograd.Function):
