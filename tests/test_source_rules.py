@@ -41,9 +41,9 @@ LINES = {
     "launch": 2_850,
     "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
     "plan": 1_610,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
+    "predict": 4_380,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
-    "rehearse": 2_990,  # one of many ranks on a real GPU
+    "rehearse": 3_010,  # one of many ranks on a real GPU
     "run": 8_145,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_660,  # what snapshots take
