@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.cli.train import show_result
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, ForeignAttentionError, Problem
-from paceline.models.attention import attention
+from paceline.models.attention import attention, positions
 from paceline.plan.plan import RunMachine
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import (
@@ -120,7 +120,8 @@ class Plain(nn.Module):
 
 class Ours(Plain):
     def forward(self, tokens: Tensor) -> Tensor:
-        query, key, value = self.mixing(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        places = positions(tokens.shape[1], tokens.device)[:, None] / 100
+        query, key, value = self.mixing(self.embedding(tokens) + places).unsqueeze(1).chunk(3, -1)
         return self.head(attention(query, key, value, is_causal=True).squeeze(1))
 
 
