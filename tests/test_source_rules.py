@@ -29,24 +29,24 @@ LINES = {
     "beside the rooms": 1_550,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_675,
     "chaos": 1_210,
-    "checkpoint": 5_090,  # memory.py: snapshots in the memory of hosts
-    "cli": 3_285,  # completion.py; checkpoint upcycle
+    "checkpoint": 5_045,  # memory.py: snapshots in the memory of hosts
+    "cli": 3_290,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
-    "comm": 7_445,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_415,  # kept.py: files that keepers of hosts serve; emulated links
     "config": 3_595,  # checkpoint.memory
     "data": 4_870,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 830,
-    "engines": 11_720,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_705,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_570,  # verdicts on experts
     "launch": 2_850,
-    "models": 3_830,  # attention over ranks and inside documents; experts, their balance, their adapters
-    "plan": 1_610,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_380,  # what snapshots cost; whole gradients; what is least certain
+    "models": 3_825,  # attention over ranks and inside documents; experts, their balance, their adapters
+    "plan": 1_605,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
+    "predict": 4_375,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
-    "rehearse": 3_010,  # one of many ranks on a real GPU
+    "rehearse": 3_005,  # one of many ranks on a real GPU
     "run": 8_145,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
-    "search": 2_660,  # what snapshots take
+    "search": 2_655,  # what snapshots take
     "train": 5_435,  # snapshots.py
     "verify": 1_125,
     "view": 1_965,  # texts, failures, tags and notes of a run; the table of all runs; the map of experts
@@ -54,7 +54,7 @@ LINES = {
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 3_790, "paceline_classic": 1_700, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 3_790, "paceline_classic": 1_800, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

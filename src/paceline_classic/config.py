@@ -17,7 +17,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import STRATEGY_NAMES, parallelize
-from paceline.engines.blocks import checkpoint_blocks, parts_by_size
+from paceline.engines.blocks import checkpoint_blocks
 from paceline.engines.engine import Engine
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS, Precision
@@ -222,3 +222,14 @@ def _checkpoint_parts(model: nn.Module, comm: Communicator) -> str:
             stacklevel=4,
         )
     return "none"
+
+
+def parts_by_size(model: nn.Module) -> list[nn.Module]:
+    """Returns the parts of a model without blocks that are worth a second run each: two or more, with layers."""
+    inside = model
+    while True:
+        parts = [each for each in inside.children() if any(True for _ in each.parameters())]
+        with_layers = [each for each in parts if len(list(each.children())) > 1]
+        if len(parts) != 1:
+            return with_layers if len(with_layers) > 1 else []
+        inside = parts[0]

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from paceline.checkpoint.find import Retention, find_checkpoint
 from paceline.checkpoint.optimizer import restore
 from paceline.checkpoint.read import open_checkpoint
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all, warn_of
+from paceline.checkpoint.writer import CheckpointWriter, raised_on_all, warn_of
 from paceline.clock import on_device
 from paceline.comm.base import clock_of
 from paceline.comm.objects import ask_first_rank, gather_objects, mean, reduce_number
@@ -58,6 +58,7 @@ from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.run_state import StepState
 from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
 from paceline.train.survive.recovery import Wording, explain_bad_steps, find_overflow
+from paceline_classic.best import copy_checkpoint
 from paceline_classic.config import DistributedConfig as DistributedConfig
 from paceline_classic.config import check_arguments, check_count, make_engine, refuse
 from paceline_classic.monitor import DistributedMonitor, StepMetrics, TimedCalls

@@ -16,9 +16,9 @@ from paceline.checkpoint.formats import piece_problems
 from paceline.checkpoint.manifest import Manifest, SavedFile, SavedPiece, SavedTensor, manifest_text
 from paceline.checkpoint.storage import LocalFiles
 from paceline.checkpoint.tensors import encode
-from paceline.checkpoint.writer import copy_checkpoint
 from paceline.errors import CheckpointError
 from paceline.shards import whole_region
+from paceline_classic.best import copy_checkpoint
 
 
 def manifest_of(**values: Any) -> Manifest:

@@ -8,8 +8,8 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.blocks import parts_by_size
 from paceline.models.gpt import GPT, gpt_config
+from paceline_classic.config import parts_by_size
 
 
 def part() -> nn.Sequential:

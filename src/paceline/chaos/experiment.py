@@ -225,7 +225,8 @@ def _start_launcher(
         words += ["--nnodes", f"1:{run.hosts}", "--node-ranks", str(run.ranks // run.hosts)]
         words += ["--rdzv", f"127.0.0.1:{run.meeting}"]
         named["PACELINE_HOST"] = f"host-{host}"
-    command, nothing = [sys.executable, "-m", "paceline", *words], subprocess.DEVNULL
+    command = [sys.executable, "-m", "paceline", *words]
+    nothing = subprocess.DEVNULL
     return subprocess.Popen(command, env=named, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
 
 

@@ -186,11 +186,10 @@ def find_best(run_folder: Path, depth: Depth = "full") -> Path:
         raise CheckpointError(f"{newest.parent} has no best checkpoint\n  evaluations on the way tell it\n  {fix}")
     path = newest.with_name(f"{_PREFIX}{best['step']:08d}")
     if storage_of(path).size(path / MANIFEST) is None:
-        raise CheckpointError(
-            f"the best checkpoint of {newest.parent}, of step {best['step']}, was not kept\n"
-            "  checkpoint.keep newest ones are, and checkpoint.keep_best of the best\n"
-            "  set checkpoint.keep_best = 1 for the next run; --resume auto takes the newest"
-        )
+        what = f"the best checkpoint of {newest.parent}, of step {best['step']}, was not kept"
+        rule = "checkpoint.keep newest ones are, and checkpoint.keep_best of the best"
+        fix = "set checkpoint.keep_best = 1 for the next run; --resume auto takes the newest"
+        raise CheckpointError(f"{what}\n  {rule}\n  {fix}")
     verify_checkpoint(path, depth)
     return path
 

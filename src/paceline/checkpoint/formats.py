@@ -145,10 +145,9 @@ def read_header(storage: FileStore, path: Path) -> Header:
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, EOFError) as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
-            "  use an older checkpoint; or check the path and --format, copy or download it again"
-        ) from error
+        what = f"{path} is not a safetensors file: {error}"
+        fix = "use an older checkpoint; or check the path and --format, copy or download it again"
+        raise CheckpointError(f"{what}\n  it begins with a header, and that with its size\n  {fix}") from error
 
 
 def _place(name: str, entry: Any, start: int, total: int) -> TensorPlace:

@@ -203,10 +203,9 @@ def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(host_bytes(flat)).decode("ascii") if flat.numel() else ""
         return {"tensor": text, "dtype": dtype_code(value.dtype), "shape": list(value.shape)}
-    raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which cannot be saved\n"
-        "  a checkpoint holds tensors, numbers, texts, lists, tuples and dicts\n  leave it out, or make it one of these"
-    )
+    what = f"{where} is of type {type(value).__name__}, which cannot be saved"
+    rule = "a checkpoint holds tensors, numbers, texts, lists, tuples and dicts"
+    raise CheckpointError(f"{what}\n  {rule}\n  leave it out, or make it one of these")
 
 
 def decode(value: Any) -> Any:

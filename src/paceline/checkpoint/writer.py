@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
-import shutil
 import threading
 import time
 import warnings
@@ -33,7 +31,7 @@ from paceline.checkpoint.find import Depth, Retention, apply_retention, clear_le
 from paceline.checkpoint.manifest import HasShards, State, likely_line
 from paceline.checkpoint.optimizer import held_by, restore
 from paceline.checkpoint.read import HUGGING_FACE, LORA, file_shards, open_checkpoint
-from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
+from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tools.pretrained import load_model
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
@@ -142,30 +140,6 @@ class CheckpointWriter:
         except OSError as error:
             raise CheckpointError(f"cannot clear what killed saves have left in {self.folder}: {error}") from error
         return secrets.token_hex(4)
-
-
-def copy_checkpoint(path: Path, name: str) -> Path:
-    """Copies a checkpoint to ``name`` beside it, which retention leaves alone; files are shared where they can be.
-
-    A kill leaves the older copy, between the two renames under the name ``.<name>.old``.
-    """
-    final, partial, files = path.parent / name, path.parent / f".{name}.new", LocalFiles()
-    try:
-        files.remove(partial)
-        shutil.copytree(path, partial, copy_function=_link)
-        put_in_place(files, partial, final)
-    except OSError as error:  # shutil.Error is one
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"cannot copy {path} to {final}: {error}\n  {path} itself is complete") from error
-    return final
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
-    return target
 
 
 class StagingBuffer:

@@ -131,8 +131,11 @@ def check_word(option: str, word: str, known: Sequence[str]) -> None:
 
 
 _KINDS: dict[object, type] = {"bool": bool, "int": int, "float": float}  # any other is written as in a config
-_SPELLED = {"context_ranks": ("--context",), "accumulate": ("--accumulate", "--microbatches")}
-_SPELLED["checkpoint_activations"] = ("--checkpoint-policy",)
+_SPELLED = {
+    "context_ranks": ("--context",),
+    "accumulate": ("--accumulate", "--microbatches"),
+    "checkpoint_activations": ("--checkpoint-policy",),
+}
 
 
 def with_layout_options(without: Collection[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

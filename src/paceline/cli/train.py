@@ -270,7 +270,8 @@ def chaos(
     def say(text: str) -> None:
         echo(f"chaos: {text}", err=True)
 
-    loaded, known = load_config_with_sources(config, changes), os.environ
+    loaded = load_config_with_sources(config, changes)
+    known = os.environ
     run = prepare_run(loaded, config, changes, kinds=kinds, ranks=CPU_RANKS, environment=known, say=say, hosts=hosts)
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0

@@ -152,10 +152,9 @@ class Communicator:
 
 def _checked(call: Call) -> Call:
     if call.tensor.layout is not torch.strided:
-        raise UsageError(
-            f"{call.kind} of a tensor with layout {call.tensor.layout}\n"
-            "  ranks exchange dense tensors\n  call to_dense() first, or exchange its indices and values"
-        )
+        what = f"{call.kind} of a tensor with layout {call.tensor.layout}"
+        rule = "ranks exchange dense tensors"
+        raise UsageError(f"{what}\n  {rule}\n  call to_dense() first, or exchange its indices and values")
     if call.op not in OPS:
         raise UsageError(f"{call.kind} with op {call.op!r}: the ops are {', '.join(OPS)}")
     return call
@@ -192,9 +191,8 @@ def _rows(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
 def check_split(ranks: Sequence[int], rank: int, size: int) -> None:
     """Raises UsageError unless ``ranks`` are distinct ranks of a group of ``size``, with ``rank`` among them."""
     if rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < size for r in ranks):
-        raise UsageError(
-            f"split({list(ranks)}) on rank {rank} of {size}: give distinct ranks of this group, this one among them"
-        )
+        what = f"split({list(ranks)}) on rank {rank} of {size}: give distinct ranks of this group, this one among them"
+        raise UsageError(what)
 
 
 def control_device(comm: Communicator) -> torch.device:
@@ -299,10 +297,8 @@ class WrappedCommunicator(Communicator):
 def check_reduction(kind: str, dtype: torch.dtype, op: ReduceOp) -> None:
     """Raises UsageError for a mean of whole numbers and for the smallest or largest of complex ones."""
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(
-            f"{kind}: avg of {dtype}: a mean of whole numbers is not one\n"
-            "  take 'sum' in place of 'avg', or convert to floats first"
-        )
+        what = f"{kind}: avg of {dtype}: a mean of whole numbers is not one"
+        raise UsageError(f"{what}\n  take 'sum' in place of 'avg', or convert to floats first")
     if op in ("min", "max") and dtype.is_complex:
         raise UsageError(f"{kind}: {op} of {dtype}: complex numbers have no order")
 

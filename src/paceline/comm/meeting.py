@@ -30,10 +30,9 @@ class Meeting:
     def __init__(self, timeout_s: float) -> None:
         missing = [name for name in _ENVIRONMENT if name not in os.environ]
         if missing:
-            raise CommunicationError(
-                f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
-                f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
-            )
+            what = f"the launcher's environment is incomplete: {', '.join(missing)} not set"
+            rule = f"ranks find one another through {', '.join(_ENVIRONMENT)}"
+            raise CommunicationError(f"{what}\n  {rule}\n  start with paceline train or torchrun")
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._store: Any = None
 

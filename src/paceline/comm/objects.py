@@ -66,10 +66,9 @@ class _Writer:
         for base in _PLAIN:
             if isinstance(value, base):
                 return self.write(base(value))  # as its plain kind
-        raise UsageError(
-            f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks\n"
-            "  plain data can: numbers, texts, containers, tensors, arrays, paths, dataclasses, named tuples, enums"
-        )
+        what = f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks"
+        rule = "plain data can: numbers, texts, containers, tensors, arrays, paths, dataclasses, named tuples, enums"
+        raise UsageError(f"{what}\n  {rule}")
 
     def all(self, values: Any) -> list[Any]:
         return [self.write(each) for each in values]
@@ -315,18 +314,15 @@ def mean(total: float | torch.Tensor, count: float | torch.Tensor, comm: Communi
     """
     values = [torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count)]
     if any(value.numel() != 1 for value in values):
-        raise UsageError(
-            f"a mean of tensors of the shapes {list(values[0].shape)} and {list(values[1].shape)}\n"
-            "  a total and a count are one number each\n  sum over the samples first: total=losses.sum()"
-        )
+        what = f"a mean of tensors of the shapes {list(values[0].shape)} and {list(values[1].shape)}"
+        rule = "a total and a count are one number each"
+        raise UsageError(f"{what}\n  {rule}\n  sum over the samples first: total=losses.sum()")
     sums = torch.stack([value.reshape(()).to(control_device(comm)) for value in values])
     comm.all_reduce(sums).wait()
     added, samples = sums.tolist()
     if samples == 0 or math.isnan(samples):
-        raise UsageError(
-            f"a mean over {samples:g} samples of {comm.size} ranks\n  it needs at least one\n"
-            "  check that the loader has batches, and that count is added up"
-        )
+        fix = "check that the loader has batches, and that count is added up"
+        raise UsageError(f"a mean over {samples:g} samples of {comm.size} ranks\n  it needs at least one\n  {fix}")
     return float(added / samples)
 
 
@@ -342,10 +338,9 @@ def gather(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
     told = gather_objects(comm, (list(rows.shape), str(rows.dtype)))
     if any(shape[1:] != told[0][0][1:] or dtype != told[0][1] for shape, dtype in told):
         shapes = ", ".join(f"{shape} of {dtype}" for shape, dtype in told[:4])
-        raise UsageError(
-            f"gather() of tensors of the shapes {shapes}\n  ranks may differ in the number of rows alone\n"
-            "  give what one process would join along the first dim"
-        )
+        what = f"gather() of tensors of the shapes {shapes}"
+        rule = "ranks may differ in the number of rows alone"
+        raise UsageError(f"{what}\n  {rule}\n  give what one process would join along the first dim")
     counts = [shape[0] for shape, _ in told]
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows

@@ -192,9 +192,8 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
     """Returns a torch process group, or all ranks, as a communicator. Raises UsageError outside it, or for no group."""
     if is_outside(group):
-        raise UsageError(
-            "this rank is not a member of the group\n  only members call a collective\n  leave it out here"
-        )
+        what = "this rank is not a member of the group"
+        raise UsageError(f"{what}\n  only members call a collective\n  leave it out here")
     if group is None:
         if not dist.is_initialized():
             return connect(device=device)
@@ -225,10 +224,9 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if where.type == "cuda":
         if where.index is not None and where.index >= torch.cuda.device_count():
-            raise CommunicationError(
-                f"local rank {where.index} has no GPU: this machine has {torch.cuda.device_count()}\n"
-                "  every rank of a node needs a GPU of its own\n  start fewer ranks, or ask for device='cpu'"
-            )
+            what = f"local rank {where.index} has no GPU: this machine has {torch.cuda.device_count()}"
+            rule = "every rank of a node needs a GPU of its own"
+            raise CommunicationError(f"{what}\n  {rule}\n  start fewer ranks, or ask for device='cpu'")
         torch.cuda.set_device(where)
     if backend == "shared_memory" and where.type != "cpu":
         raise CommunicationError(f"backend 'shared_memory' joins ranks on CPUs, not on {where}\n  use 'auto' or 'nccl'")

@@ -206,7 +206,8 @@ def check_shared_sequences(config: Config) -> Iterator[Problem]:
         yield Problem(what=what, rule="ulysses gives every rank whole heads, as many to each", fix=fix)
     kinds = settings.get("layer_types")
     slides = settings.get("use_sliding_window", not isinstance(kinds, list) or "sliding_attention" in kinds)
-    window, tokens = settings.get("sliding_window") if slides else None, sections.known_shape(config.data).context
+    window = settings.get("sliding_window") if slides else None
+    tokens = sections.known_shape(config.data).context
     if isinstance(window, int) and tokens and window < tokens:
         rule = "ranks that share each sequence compute the attention of every token to all before it"
         fix = f"set data.context = {window}, or parallel.context = 1"

@@ -261,7 +261,8 @@ def _labelled_texts(
 
     train = open_texts(rows)
     plain = train if config.eval_path is None else open_texts(open_rows(config, config.eval_path))
-    classes, known = len(names) if names else config.classes, config.vocab_size or tokenizer.vocab_size
+    classes = len(names) if names else config.classes
+    known = config.vocab_size or tokenizer.vocab_size
     shape = DataShape(kind="classes", classes=classes, class_names=names, vocab_size=known, context=length)
     shape = replace(shape, pad_token=pad_token(tokenizer))
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)

@@ -97,17 +97,6 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> list[nn.Modul
     return chosen
 
 
-def parts_by_size(model: nn.Module) -> list[nn.Module]:
-    """Returns the parts of a model without blocks that are worth a second run each: two or more, with layers."""
-    inside = model
-    while True:
-        parts = [each for each in inside.children() if any(True for _ in each.parameters())]
-        with_layers = [each for each in parts if len(list(each.children())) > 1]
-        if len(parts) != 1:
-            return with_layers if len(with_layers) > 1 else []
-        inside = parts[0]
-
-
 class Replay:
     """One call of a checkpointed block: what its layers do in the first run, and must not do again in the second.
 

@@ -82,7 +82,8 @@ def machines(job: LaunchJob) -> TargetMachines:
         silent.append(f"the hosts have GPUs, which stay idle: --gpus-per-node {idle} uses them")
     gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
     least, memory = min(gpus, default=None), min(float(each["memory_bytes"]) for each in answers)
-    port, where = int(answers[0]["port"]), "the smallest host"
+    port = int(answers[0]["port"])
+    where = "the smallest host"
     notes = (f"the hosts meet at {address}:{port}", *silent)
     return TargetMachines(where=where, device_bytes=least, host_bytes=memory, port=port, notes=notes)
 

@@ -62,10 +62,9 @@ def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress
             cause: BaseException = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError | OSError):
                 raise cause from error
-            raise CheckpointError(
-                f"torch's distributed checkpoint cannot be written: {str(cause).splitlines()[0]}\n"
-                "  torch could not write all of a file\n  look whether its disk has room, or name another place"
-            ) from error
+            what = f"torch's distributed checkpoint cannot be written: {str(cause).splitlines()[0]}"
+            fix = "look whether its disk has room, or name another place"
+            raise CheckpointError(f"{what}\n  torch could not write all of a file\n  {fix}") from error
 
 
 def read_distributed(path: Path) -> dict[Any, Any]:

@@ -74,10 +74,9 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
         raise CheckpointError(f"{path} is a {there}\n  --format {kind} reads a {wanted}\n  leave --format out")
     if kind != "safetensors" and not allows_pickle:
         what = "torch's distributed checkpoint" if kind == "dcp" else "a torch file"
-        raise CheckpointError(
-            f"{path} is {what}, a pickle: it was not opened\n  a pickle can hold code; safetensors cannot\n"
-            "  add --allow-pickle if you trust who wrote it (values alone are read), or convert it to safetensors"
-        )
+        text = f"{path} is {what}, a pickle: it was not opened"
+        fix = "add --allow-pickle if you trust who wrote it (values alone are read), or convert it to safetensors"
+        raise CheckpointError(f"{text}\n  a pickle can hold code; safetensors cannot\n  {fix}")
     if kind == "dcp":
         from paceline.checkpoint.tools.distributed import read_distributed
 
@@ -116,10 +115,8 @@ def _check_folder(path: Path) -> None:
         return
     is_ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
     fix = "it is a checkpoint already: start from it with --resume" if is_ours else "name such a folder, or a file"
-    raise CheckpointError(
-        f"{path} is no folder with weights\n  torch's distributed checkpoints have {_DISTRIBUTED}, folders of "
-        f"Hugging Face {_SAFETENSORS} or {_INDEX}\n  {fix}"
-    )
+    rule = f"torch's distributed checkpoints have {_DISTRIBUTED}, folders of Hugging Face {_SAFETENSORS} or {_INDEX}"
+    raise CheckpointError(f"{path} is no folder with weights\n  {rule}\n  {fix}")
 
 
 def save_incoming(
@@ -187,9 +184,8 @@ def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
         files = [file_inside(path, name) for name in sorted(names, key=str)]
     except ValueError as error:
         rule = f"{index.name} names files of its own folder"
-        raise CheckpointError(
-            f"{path} is refused: {error}\n  {rule}\n  copy it again, from somebody you trust"
-        ) from error
+        what = f"{path} is refused: {error}"
+        raise CheckpointError(f"{what}\n  {rule}\n  copy it again, from somebody you trust") from error
     if lacking := [file for file in files if not file.exists()]:
         raise CheckpointError(f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy all again")
     return files, found
@@ -222,26 +218,22 @@ def _reason(path: Path, error: Exception) -> str:
 
 def _open_torch(path: Path) -> Incoming:
     if _head(path)[8:] == b"{":  # torch.load would go by the name, and read it as what it is
-        raise CheckpointError(
-            f"{path} is a safetensors file\n  --format torch reads what torch.save wrote\n  leave --format out"
-        )
+        what = f"{path} is a safetensors file"
+        raise CheckpointError(f"{what}\n  --format torch reads what torch.save wrote\n  leave --format out")
     try:
         with open_regular(path) as file:
             by_name = path.suffix != ".safetensors"
             content = torch.load(path if by_name else file, map_location="cpu", weights_only=True, mmap=by_name)
     except (OSError, RuntimeError, EOFError, UnpicklingError, MemoryError, *MALFORMED) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a torch file: {_reason(path, error)}\n"
-            "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
-        ) from error
+        what = f"{path} cannot be read as a torch file: {_reason(path, error)}"
+        rule = "tensors and plain values are read, never code"
+        raise CheckpointError(f"{what}\n  {rule}\n  save it with torch.save(model.state_dict(), path)") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}\n  {_STATE_DICT}")
     found = _split_content({str(name): value for name, value in content.items()})
     if found.num_bytes > _MOST_COPIES * path.stat().st_size:
-        raise CheckpointError(
-            f"{path} has tensors of {found.num_bytes:,} bytes in a file of {path.stat().st_size:,}\n"
-            "  some show the same bytes again and again\n  save them with .clone()"
-        )
+        what = f"{path} has tensors of {found.num_bytes:,} bytes in a file of {path.stat().st_size:,}"
+        raise CheckpointError(f"{what}\n  some show the same bytes again and again\n  save them with .clone()")
     return found
 
 

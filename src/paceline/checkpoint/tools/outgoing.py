@@ -50,10 +50,9 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.is_hugging_face and (self.format != "safetensors" or self.with_optimizer):
-            raise UsageError(
-                "--hf is for --format safetensors, without --optimizer\n"
-                "  Hugging Face's layout has the weights and a config.json\n  leave one of them out"
-            )
+            what = "--hf is for --format safetensors, without --optimizer"
+            rule = "Hugging Face's layout has the weights and a config.json"
+            raise UsageError(f"{what}\n  {rule}\n  leave one of them out")
         if self.is_peft and (self.is_hugging_face or self.with_optimizer):
             rule = "a folder of PEFT has the adapters alone"
             raise UsageError(f"--format peft with --hf or --optimizer\n  {rule}\n  leave one of them out")

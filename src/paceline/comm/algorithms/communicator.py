@@ -83,10 +83,9 @@ class AlgorithmCommunicator(WrappedCommunicator):
         is_whole = in_flight is None  # and no subgroup: there, hosts may be gone
         if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
             known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
-            raise UsageError(
-                f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
-                "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
-            )
+            what = f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them"
+            fix = "give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
+            raise UsageError(f"{what}\n  {fix}")
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology

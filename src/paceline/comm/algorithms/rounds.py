@@ -54,10 +54,8 @@ def from_names(names: Sequence[object]) -> Topology:
 def state_topology(num_ranks: int, node_ranks: int) -> Topology:
     """Returns the topology of equal hosts, one after another; raises UsageError unless the ranks fill whole ones."""
     if node_ranks < 1 or num_ranks % node_ranks:
-        raise UsageError(
-            f"{num_ranks} ranks on hosts of {node_ranks}: every host runs as many ranks\n"
-            "  give a number of ranks per host that divides the ranks, or leave it out and let the hosts be found"
-        )
+        fix = "give a number of ranks per host that divides the ranks, or leave it out and let the hosts be found"
+        raise UsageError(f"{num_ranks} ranks on hosts of {node_ranks}: every host runs as many ranks\n  {fix}")
     return from_names([rank // node_ranks for rank in range(num_ranks)])
 
 

@@ -130,10 +130,9 @@ class Compressor:
                 continue
             piece = self._piece(name, whole)
             if piece.shape != (whole,):
-                raise CheckpointError(
-                    f"the residual of {name} has {whole} elements, the tensor {piece.shape[0]}\n"
-                    "  the residuals of compression belong to one model\n  resume with the config of the run"
-                )
+                what = f"the residual of {name} has {whole} elements, the tensor {piece.shape[0]}"
+                rule = "the residuals of compression belong to one model"
+                raise CheckpointError(f"{what}\n  {rule}\n  resume with the config of the run")
             rows = [replicas.rank] if num_rows == replicas.size else range(num_rows)
             begins = [row * whole + piece.begin for row in rows]
             regions = [Region(shape=(num_rows, whole), begin=begin, end=begin + piece.size) for begin in begins]

@@ -341,10 +341,8 @@ class Policy:
 
     def __init__(self, settings: Compression) -> None:
         if settings.policy not in _EXCHANGES:
-            raise UsageError(
-                f"compression policy = {settings.policy!r} is unknown\n"
-                f"  it is one of {', '.join(POLICIES)}\n  take one of these"
-            )
+            what = f"compression policy = {settings.policy!r} is unknown"
+            raise UsageError(f"{what}\n  it is one of {', '.join(POLICIES)}\n  take one of these")
         self.exchange = _EXCHANGES[settings.policy]
         self.num_rounds = 2 if settings.policy in ("threshold", "int8", "powersgd") else 1
         self._smallest_rank = settings.factor_rank if settings.policy == "powersgd" else 0

@@ -161,11 +161,9 @@ class WireLink:
             self._socket.close()
             if not isinstance(error, TimeoutError):
                 raise
-            raise SilentServerError(
-                f"who listens at {self._address} sent nothing within {timeout_s:g} s: it is no launcher of this job\n"
-                "  a launcher greets every connection at once\n"
-                "  another program has this port: end it, or meet at another port"
-            ) from error
+            what = f"who listens at {self._address} sent nothing within {timeout_s:g} s: it is no launcher of this job"
+            fix = "another program has this port: end it, or meet at another port"
+            raise SilentServerError(f"{what}\n  a launcher greets every connection at once\n  {fix}") from error
         self._is_proven = False
 
     def ask(self, operation: str, *details: Any, timeout_s: float) -> Any:
@@ -259,10 +257,8 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         raise CommunicationError(f"the job's secret cannot be read: {path}: {error.strerror or error}") from error
     if stat.S_IMODE(mode) & 0o077:
-        raise CommunicationError(
-            f"the job's secret {path} has mode {stat.S_IMODE(mode):04o}: others can read it\n"
-            f"  chmod 600 {path}, and make a new one if it was there for long"
-        )
+        what = f"the job's secret {path} has mode {stat.S_IMODE(mode):04o}: others can read it"
+        raise CommunicationError(f"{what}\n  chmod 600 {path}, and make a new one if it was there for long")
     return check_secret(content, str(path))
 
 
@@ -277,8 +273,7 @@ def secret_of(environment: Mapping[str, str]) -> bytes:
 def check_secret(secret: bytes, source: str) -> bytes:
     """Returns a secret that is long enough. Raises CommunicationError for one that is not."""
     if len(secret) < FEWEST_SECRET_BYTES:
-        raise CommunicationError(
-            f"the job's secret in {source} has {len(secret)} characters\n"
-            f"  it takes {FEWEST_SECRET_BYTES} at least, which nobody can guess\n  make one with: openssl rand -hex 32"
-        )
+        what = f"the job's secret in {source} has {len(secret)} characters"
+        rule = f"it takes {FEWEST_SECRET_BYTES} at least, which nobody can guess"
+        raise CommunicationError(f"{what}\n  {rule}\n  make one with: openssl rand -hex 32")
     return secret

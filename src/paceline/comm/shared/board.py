@@ -87,10 +87,9 @@ class Board:
 
     def mismatch(self, stamp: int, rank: int, ticket: int) -> CollectiveMismatchError:
         theirs = self.words[rank * WORDS + _STAMPS + ticket % SLOTS]
-        return CollectiveMismatchError(
-            f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}\n"
-            "  every rank of a group issues the same operations in the same order, with the same shapes"
-        )
+        what = f"this rank called {describe(stamp)}, rank {rank} of the group {describe(theirs)}"
+        rule = "every rank of a group issues the same operations in the same order, with the same shapes"
+        return CollectiveMismatchError(f"{what}\n  {rule}")
 
     def slot(self, rank: int, ticket: int, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._areas:

@@ -280,11 +280,9 @@ def _establish(
     everyone: list[RankLocation] = exchange(RankLocation.here())
     for other, place in zip(ranks, everyone, strict=True):
         if place.host != everyone[0].host:
-            raise CommunicationError(
-                f"ranks {ranks[0]} and {other} do not share a host: {everyone[0]} and {place}\n"
-                "  shared memory joins processes of one machine that can see one another\n"
-                "  use plain Gloo for these ranks, or split by host first"
-            )
+            what = f"ranks {ranks[0]} and {other} do not share a host: {everyone[0]} and {place}"
+            rule = "shared memory joins processes of one machine that can see one another"
+            raise CommunicationError(f"{what}\n  {rule}\n  use plain Gloo for these ranks, or split by host first")
     segment = _common_segment(exchange, rank, ranks, num_bytes)
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 

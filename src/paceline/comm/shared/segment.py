@@ -134,10 +134,9 @@ class SharedSegment:
         try:
             descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise CommunicationError(
-                f"cannot open {FOLDER / name}: {error.strerror}\n"
-                "  ranks that share memory see the same files there, as the same user\n  use plain Gloo for these ranks"
-            ) from error
+            what = f"cannot open {FOLDER / name}: {error.strerror}"
+            rule = "ranks that share memory see the same files there, as the same user"
+            raise CommunicationError(f"{what}\n  {rule}\n  use plain Gloo for these ranks") from error
         try:
             return SharedSegment(mmap.mmap(descriptor, num_bytes), name)
         except (OSError, ValueError) as error:  # a ValueError where the file is shorter

@@ -153,10 +153,9 @@ class VirtualTime:
         for name, factors in (("slow", self.slow), ("slow_links", self.slow_links)):
             for rank, factor in factors.items():
                 if not 0 <= rank < ranks or not 0 < factor < float("inf"):
-                    raise UsageError(
-                        f"{name} = {{{rank}: {factor:g}}}\n  the ranks are 0 to {ranks - 1}, and a factor is above 0\n"
-                        "  give a rank of this run, and 2 for one that takes twice as long"
-                    )
+                    what = f"{name} = {{{rank}: {factor:g}}}"
+                    fix = "give a rank of this run, and 2 for one that takes twice as long"
+                    raise UsageError(f"{what}\n  the ranks are 0 to {ranks - 1}, and a factor is above 0\n  {fix}")
         self.clocks = [
             VirtualClock(rank, device, measures=self.measures, factor=self.slow.get(rank, 1.0), keep=self.keep)
             for rank in range(ranks)
