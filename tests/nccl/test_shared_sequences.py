@@ -8,7 +8,7 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from nccl_cases import GLOO_TOO, NCCL
-from shared_attention import AttentionCase, attend_alone, attend_together, largest_error
+from shared_attention import AttentionCase, attend_alone, attend_together, largest_error, what_is_sent
 from torch import Tensor
 
 from paceline.comm.base import Communicator
@@ -38,6 +38,21 @@ def test_methods(pool: GlooPool, ranks: int, method: SequenceMethod, dtype: torc
     expected = attend_alone(case)
     for found in pool.run(attend_here, case, method, ranks=ranks):
         assert largest_error(found, expected) < TOLERANCES[dtype]
+
+
+def sends_here(comm: Communicator, case: AttentionCase) -> list[list[tuple[str, int]]]:
+    return list(what_is_sent(comm, replace(case, device=comm.device.type), "ring"))
+
+
+@pytest.mark.parametrize("pool", [GLOO_TOO, NCCL], indirect=True)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_and_bytes_are_those_of_the_formula(pool: GlooPool, ranks: int) -> None:
+    """Of two rows: keys and values to each other rank, once more in backward, and their gradients home, in fp32."""
+    case = AttentionCase(length=48, heads=8, kv_heads=4, width=64, dtype=torch.bfloat16)
+    pair = 2 * 2 * case.kv_heads * case.length // ranks * case.width * 2
+    for forward, backward in pool.run(sends_here, case, ranks=ranks):
+        assert forward == [("send", pair)] * (ranks - 1)
+        assert sorted(backward) == sorted([("send", pair), ("send", 2 * pair)] * (ranks - 1))
 
 
 @pytest.mark.parametrize("pool", [NCCL], indirect=True)

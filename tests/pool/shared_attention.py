@@ -9,7 +9,7 @@ import torch
 from documents_alone import starts_of
 from torch import Tensor
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.engines.sequence.part import SequenceRank
 from paceline.models.attention import attention, use_part
 from paceline.schedule.ring import Order, SequenceMethod, split_sequence
@@ -79,3 +79,39 @@ def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Returns by how much any number is off, as a share of the largest one of its tensor."""
     pairs = zip(found, expected, strict=True)
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
+
+class Noting(WrappedCommunicator):
+    """Notes what is sent, of a group and of those split from it."""
+
+    def __init__(self, inner: Communicator, sent: list[tuple[str, int]] | None = None) -> None:
+        super().__init__(inner)
+        self.sent = [] if sent is None else sent
+
+    def issue(self, call: Call) -> Work:
+        if call.kind == "all_to_all":
+            assert call.splits is not None
+            here = call.splits[1][self.rank] * call.tensor[:1].nbytes
+            self.sent.append((call.kind, call.tensor.nbytes - here))
+        elif call.kind != "recv":
+            self.sent.append((call.kind, call.tensor.nbytes))
+        return super().issue(call)
+
+    def split(self, ranks: Any) -> Communicator:
+        return Noting(self.inner.split(ranks), self.sent)
+
+
+def what_is_sent(
+    comm: Communicator, case: AttentionCase, method: SequenceMethod, documents: Tensor | None = None
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Returns what this rank sends in forward, and in backward: kind and bytes of each message to others."""
+    noting = Noting(comm)
+    rank = SequenceRank(noting, split_sequence(method, comm.size, case.heads))
+    rank.begin(case.length, documents)
+    leaves = [rank.cut(each, 2).to(case.device, case.dtype).requires_grad_() for each in case.draw()[:3]]
+    with use_part(rank):
+        out = attention(*leaves, is_causal=True, documents=rank.documents())
+    forward = noting.sent[:]
+    noting.sent.clear()
+    out.sum().backward()
+    return forward, noting.sent

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from paceline.cluster.devices import Cluster
 from paceline.config import Config
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s
@@ -15,22 +13,13 @@ from paceline.units import format_bytes, format_percent, format_seconds
 _KEPT_BYTES_PER_S = 1e9  # that one thread hashes and writes into memory, beside the steps
 
 
-def snapshot_cost(
-    config: Config,
-    *,
-    ranks: int,
-    node_ranks: int,
-    device: str,
-    bytes_per_s: float = math.inf,
-    beside_bytes: float = 0.0,
-) -> SnapshotCost | None:
-    """Prices a snapshot; None where only the model's own code knows what there is to copy."""
+def snapshot_cost(config: Config, *, ranks: int, node_ranks: int, device: str, **rates: float) -> SnapshotCost | None:
+    """Prices a snapshot by the ``rates`` of ``SnapshotCost.of``; None where only the model's own code knows its size."""
     model = describe_model(config, device)
     if model is None:
         return None
     states, copies = StateFacts.of(config, device), config.checkpoint.memory.copies
     whole = model.parameters * states.itemsize * (1 + states.optimizer_slots) + model.buffer_bytes
-    rates = {"bytes_per_s": bytes_per_s, "beside_bytes": beside_bytes}
     return SnapshotCost.of(whole, ranks=ranks, node_ranks=node_ranks, copies=copies, **rates)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_attention import AttentionCase
+from shared_attention import AttentionCase, what_is_sent
 
 from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -17,45 +17,12 @@ from paceline.schedule.ring import SequenceMethod, cut_parts, deal_documents, me
 LENGTH, HEADS, KV_HEADS, WIDTH = 48, 8, 4, 8
 
 
-class Noting(WrappedCommunicator):
-    """Notes what is sent, of a group and of those split from it."""
-
-    def __init__(self, inner: Communicator, sent: list[tuple[str, int]] | None = None) -> None:
-        super().__init__(inner)
-        self.sent = [] if sent is None else sent
-
-    def issue(self, call: Call) -> Work:
-        if call.kind == "all_to_all":
-            assert call.splits is not None
-            here = call.splits[1][self.rank] * call.tensor[:1].nbytes
-            self.sent.append((call.kind, call.tensor.nbytes - here))
-        elif call.kind != "recv":
-            self.sent.append((call.kind, call.tensor.nbytes))
-        return super().issue(call)
-
-    def split(self, ranks: Any) -> Communicator:
-        return Noting(self.inner.split(ranks), self.sent)
-
-
 def sent(
     ranks: int, method: SequenceMethod, dtype: torch.dtype, documents: torch.Tensor | None = None, who: int = -1
 ) -> tuple[list[Any], list[Any]]:
     """Returns what a rank sends in forward, and in backward; by default the last."""
-    case = AttentionCase(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH)
-
-    def share(comm: Communicator) -> tuple[list[Any], list[Any]]:
-        noting = Noting(comm)
-        rank = SequenceRank(noting, split_sequence(method, ranks, HEADS))
-        rank.begin(LENGTH, documents)
-        leaves = [rank.cut(each, 2).to(dtype).requires_grad_() for each in case.draw()[:3]]
-        with use_part(rank):
-            out = attention(*leaves, is_causal=True, documents=rank.documents())
-        forward = noting.sent[:]
-        noting.sent.clear()
-        out.sum().backward()
-        return forward, noting.sent
-
-    return run_virtual(share, ranks)[who]
+    case = AttentionCase(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH, dtype=dtype)
+    return run_virtual(lambda comm: what_is_sent(comm, case, method, documents), ranks)[who]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -60,18 +60,16 @@ class SequenceRank:
         ranks, found = self.comm.size, list[Rows]()
         for each in dict.fromkeys((length, *beside)):
             if each < ranks:
-                raise UsageError(
-                    f"a sequence of {each} tokens on {ranks} ranks\n  each rank holds one token or more of it\n"
-                    "  take fewer ranks for a sequence, or longer ones"
-                )
+                what = f"a sequence of {each} tokens on {ranks} ranks"
+                rule = "each rank holds one token or more of it"
+                raise UsageError(f"{what}\n  {rule}\n  take fewer ranks for a sequence, or longer ones")
             own = documents if each == length else None
             found.append(cut_rows(each, self.split, self.comm.rank, self.comm.device, own))
             if any(set(found[-1].counts) & set(other.counts) for other in found[:-1]):
-                raise UsageError(
-                    f"sequences of {length} and {each} tokens beside one another, on {ranks} ranks\n"
-                    "  ranks tell sequences apart by how many tokens of each they have\n"
-                    f"  pad both to one length, or one of them by {2 * ranks} tokens"
-                )
+                what = f"sequences of {length} and {each} tokens beside one another, on {ranks} ranks"
+                rule = "ranks tell sequences apart by how many tokens of each they have"
+                fix = f"pad both to one length, or one of them by {2 * ranks} tokens"
+                raise UsageError(f"{what}\n  {rule}\n  {fix}")
         self._rows = found
 
     def length(self, tokens: int) -> int:
