@@ -14,7 +14,7 @@ _KEPT_BYTES_PER_S = 1e9  # that one thread hashes and writes into memory, beside
 
 
 def snapshot_cost(config: Config, *, ranks: int, node_ranks: int, device: str, **rates: float) -> SnapshotCost | None:
-    """Prices a snapshot by the ``rates`` of ``SnapshotCost.of``; None where only the model's own code knows its size."""
+    """Prices a snapshot by the rates of ``SnapshotCost.of``; None where only the model's code knows its size."""
     model = describe_model(config, device)
     if model is None:
         return None
