@@ -44,7 +44,7 @@ LINES = {
     "predict": 4_375,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
     "rehearse": 3_005,  # one of many ranks on a real GPU
-    "run": 8_145,  # keeper.py: a host's snapshots
+    "run": 8_180,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_655,  # what snapshots take
     "train": 5_435,  # snapshots.py

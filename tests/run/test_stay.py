@@ -81,6 +81,16 @@ def plant(trainer):
     Path(ROOT, "planted").touch()
     time.sleep(600)  # until the other rank's death ends this attempt: with all this, the next step would fail by itself
 
+def handle_slowly(trainer):
+    """Has what is done when a step fails take its time, as on a busy machine."""
+    meter = trainer.parts.meter
+    drain = type(meter).drain
+    def slowly(self, **how):
+        if sys.exc_info()[0] is not None:
+            time.sleep(1.0)
+        return drain(self, **how)
+    type(meter).drain = slowly
+
 def thread(trainer):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
@@ -160,6 +170,13 @@ def test_a_death_during_a_save_in_the_background_leaves_no_thread_that_waits(tra
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "kept", "kept"]
     assert train("none", []).code == DONE
     assert losses(tmp_path / "faults") == losses(tmp_path / "none")
+
+
+def test_what_an_error_clears_is_not_interrupted(train: Call, tmp_path: Path) -> None:
+    """Rank 0 notices the death by itself, and is told so while it ends the thread that saves."""
+    arguments = ["checkpoint.asynchronous=true"]
+    assert train("faults", ["0 4 handle_slowly", "1 4 kill"], *arguments).code == DONE
+    assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "kept"]
 
 
 def test_a_process_whose_threads_go_on_does_not_stay(

@@ -47,6 +47,8 @@ def run_forked(forked: Forked, server: int) -> NoReturn:
             sys.exit(0)
         except AttemptOverError as over:
             code = over.code
+            if staying is not None:
+                staying.end_interrupts()
         if staying is None:
             sys.exit(code)
         staying.clear(code)

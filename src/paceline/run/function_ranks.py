@@ -255,6 +255,8 @@ def _rank_main(
             code = 0
         except AttemptOverError as over:
             code = over.code
+            if staying is not None:
+                staying.end_interrupts()
         if staying is None:
             return
         staying.clear(code)

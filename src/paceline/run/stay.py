@@ -49,9 +49,10 @@ STAYS: Final = "PACELINE_STAYS"  # in the environment of a process that may stay
 SPARES: Final = "PACELINE_SPARES"  # beside it: how many spare processes a host has, and seconds until they are made
 CODE: Final = struct.Struct("!i")
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 5
-_HEARD_S, _AGAIN_S = 0.05, 1.0
+_TRIES_S = 0.05  # from one try to interrupt the main thread to the next, and for it to hear
 _THREADS_S = 1.0  # for the threads of an attempt to end with it, where nobody says how long the attempt may take to end
-_CLEARS_SHARE = 0.6  # of the seconds to end an attempt, for its threads: after all of them the process is killed
+# Of the seconds to end an attempt: handlers of errors may finish, then its threads; after all of them it is killed.
+_HANDLERS_SHARE, _CLEARS_SHARE = 0.3, 0.6
 _STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
 _TOLD = threading.Event()
 _HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
@@ -80,6 +81,7 @@ class StayingProcess:
         self._modules, self._path, self._cores = set(sys.modules), list(sys.path), os.sched_getaffinity(0)
         self._requests: SimpleQueue[tuple[dict[str, Any], list[int]] | None] = SimpleQueue()
         self._is_heard, self._is_over, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._insists = False  # interrupts handlers of errors too
         self._ender: threading.Thread | None = None  # while somebody has this attempt end
         self._exits: list[partial[Any]] = []  # what code of the attempt wants done at the end of the process
         self._at_exit = atexit.register, atexit.unregister
@@ -87,10 +89,13 @@ class StayingProcess:
         signal.signal(_SIGNAL, self._interrupt)
         threading.Thread(target=self._listen, name="stay", daemon=True).start()
 
-    def clear(self, code: int) -> None:
-        """Clears what the attempt has left. Where that cannot be, the process says why and ends with that code."""
+    def end_interrupts(self) -> None:
+        """The attempt is over: from here on nothing interrupts the main thread."""
         with self._ending:
             self._is_over.set()
+
+    def clear(self, code: int) -> None:
+        """Clears what the attempt has left. Where that cannot be, the process says why and ends with that code."""
         try:
             self._clear()
         except BaseException as error:  # whatever it is: a process that cannot be cleared does not stay
@@ -143,7 +148,7 @@ class StayingProcess:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
         os.sched_setaffinity(0, self._cores)
-        deadline = time.monotonic() + _CLEARS_SHARE * float(os.environ.get(STAYS, _THREADS_S))
+        deadline = time.monotonic() + _CLEARS_SHARE * _patience_s()
         if self._ender is not None:
             self._ender.join(deadline - time.monotonic())  # it must not interrupt the next attempt
             if self._ender.is_alive():
@@ -195,22 +200,33 @@ class StayingProcess:
                         self._ender.start()
 
     def _end(self) -> None:
-        """Interrupts the main thread until its attempt is over: what is raised inside of a destructor is lost."""
+        """Interrupts the main thread until its attempt is over: what is raised inside of a destructor is lost.
+
+        A thread that handles an error is on its way out: what it clears then is cleared, unless that takes too long.
+        """
         from paceline.comm.meeting import abort
 
         _TOLD.set()
-        main = threading.main_thread().ident
+        main, insists_at = threading.main_thread().ident, time.monotonic() + _HANDLERS_SHARE * _patience_s()
         assert main is not None
         while not self._is_over.is_set():
+            if time.monotonic() >= insists_at:
+                self._insists, insists_at = True, insists_at + _HANDLERS_SHARE * _patience_s()
             signal.pthread_kill(main, _SIGNAL)
-            self._is_heard.wait(_HEARD_S)
+            self._is_heard.wait(_TRIES_S)
             abort(only="nccl")
-            self._is_over.wait(_AGAIN_S)
+            self._is_over.wait(_TRIES_S)
 
     def _interrupt(self, *_: object) -> None:
-        if not self._is_over.is_set():
-            self._is_heard.set()
-            raise AttemptOverError
+        if self._is_over.is_set() or (sys.exc_info()[0] is not None and not self._insists):
+            return
+        self._insists = False  # once, then it may handle this
+        self._is_heard.set()
+        raise AttemptOverError
+
+
+def _patience_s() -> float:
+    return float(os.environ.get(STAYS, _THREADS_S))
 
 
 def _is_own(file: str) -> bool:

@@ -49,7 +49,7 @@ from paceline.run.logs import say
 from paceline.run.processes import allocator_variables
 from paceline.run.signals import PREEMPTING, scratch_folder
 from paceline.run.stay import CODE, SPARES, STAYS
-from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
+from paceline.run.warm_client import FORKED, LENGTH, OVER, STATUS, receive
 from paceline.untrusted import parse_json_object
 
 CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every machine has two cores
@@ -180,6 +180,7 @@ class WarmServer:
         self._clients: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # by their clients
         self._ranks: dict[int, StayingRank] = {}
+        self._late: dict[str, float] = {}  # ranks that did not end their attempt in so many seconds, by number
         self._requests: dict[str, dict[str, Any]] = {}  # the last one of each number, if spares are wanted
         self._num_spares, self._spares_at_s = 0, math.inf
         self._wakeup, self._wakeup_sender = socket.socketpair()
@@ -220,7 +221,7 @@ class WarmServer:
             for pid, rank in self._ranks.items():
                 if rank.until_s <= time.monotonic():
                     rank.until_s = math.inf
-                    say(f"the process of local rank {rank.number} did not end its attempt in {rank.patience_s:g} s")
+                    self._late[rank.number] = rank.patience_s
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
 
@@ -301,6 +302,8 @@ class WarmServer:
         -1: there is none.
         """
         number = environment.get("LOCAL_RANK", "")
+        if (late_s := self._late.pop(number, None)) is not None:
+            say(f"the process of local rank {number} did not end its attempt in {late_s:g} s: another takes its place")
         for pid, rank in sorted(self._ranks.items(), key=lambda each: (each[1].is_spare, each[1].number != number)):
             if rank.waits and (rank.is_spare or rank.number == number):
                 rank.patience_s = float(environment[STAYS])
@@ -347,7 +350,7 @@ class WarmServer:
             os.close(descriptor)
 
     def _obey(self, pid: int) -> None:
-        """Hands on a signal that a client sends; its end ends the rank, or the attempt of one that may stay."""
+        """Hands on a signal that a client sends. Its end ends the attempt, and the rank if that may not stay."""
         client = self._clients.get(pid)
         if client is None:
             return
@@ -358,13 +361,14 @@ class WarmServer:
         if not numbers:
             self._selector.unregister(client)
             self._clients.pop(pid).close()
-        if not numbers or signal.SIGKILL in numbers:
+        numbers = numbers or bytes([OVER])
+        if OVER in numbers or signal.SIGKILL in numbers:
             self._reap()
             if (pid in self._clients or pid in self._ranks) and not _is_ending(pid):
                 self._ended.add(pid)  # whoever is dead by now was not ended by this
-                if self._tell_over(pid):
+                if signal.SIGKILL not in numbers and self._tell_over(pid):
                     return
-        for number in numbers or bytes([signal.SIGKILL]):
+        for number in numbers.replace(bytes([OVER]), bytes([signal.SIGKILL])):
             with contextlib.suppress(OSError):  # it is gone, or that is no signal
                 (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
@@ -394,7 +398,7 @@ class WarmServer:
                 rank.link.close()
             with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
                 asked = b"" if client is None else client.recv(64, socket.MSG_DONTWAIT)
-                if (client is not None or rank is not None) and (not asked or signal.SIGKILL in asked):
+                if (client is not None or rank is not None) and (not asked or OVER in asked or signal.SIGKILL in asked):
                     os.killpg(pid, signal.SIGKILL)  # what the rank had started
             self._answer(pid, os.waitstatus_to_exitcode(status))
 

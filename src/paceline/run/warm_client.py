@@ -4,6 +4,7 @@
 
 Only the standard library, and little of it: this process is there in 20 ms. Signals that end it end the rank at once,
 together with what the rank started; the others are handed on, and so is a SIGTERM that does not come from the agent.
+By its SIGTERM the agent ends the attempt: a rank that may stay is told so, and only the attempt ends.
 Without a server it becomes the rank itself.
 """
 
@@ -21,6 +22,7 @@ import sys
 
 LENGTH = struct.Struct("!I")
 FORKED = b"f"  # there is a rank; what follows, when it has ended, is its status
+OVER = 0  # in the place of a signal's number: the attempt is over
 STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
 _ANSWER = len(FORKED) + STATUS.size
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -80,7 +82,7 @@ def _wait(link: socket.socket, waited_for: set[signal.Signals], agent: int) -> t
         # The agent ends ranks by SIGTERM. From others it asks for room: schedulers signal all processes of a job.
         if number in _ENDING and (number != signal.SIGTERM or heard.si_pid == agent):
             ended_by = number
-            _tell(link, signal.SIGKILL)
+            _tell(link, OVER if number == signal.SIGTERM else signal.SIGKILL)
         elif number != signal.SIGIO:
             _tell(link, number)
     return ended_by, answer
