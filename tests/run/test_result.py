@@ -15,6 +15,6 @@ def test_a_run_that_is_ended_in_a_save_leaves_nothing_of_it(tmp_path: Path) -> N
     folder = tmp_path / "checkpoints"
     for name in (".step-00000003.old", ".step-00000004.1a2b3c4d", ".other"):
         (folder / name).mkdir(parents=True)
-    with pytest.raises(RunStoppedError), clearing_saves(tmp_path):
+    with pytest.raises(RunStoppedError), clearing_saves(folder):
         raise RunStoppedError(signal.SIGINT)
     assert [path.name for path in folder.iterdir()] == [".other"]

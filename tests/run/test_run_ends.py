@@ -113,12 +113,12 @@ def test_what_is_left_of_a_save_goes_where_a_run_fails(tmp_path: Path) -> None:
     partial = tmp_path / "checkpoints" / ".step-00000003.1a2b3c4d"
 
     partial.mkdir(parents=True)
-    with clearing_saves(tmp_path):
+    with clearing_saves(partial.parent):
         pass
-    with pytest.raises(KeyError), clearing_saves(tmp_path):
+    with pytest.raises(KeyError), clearing_saves(partial.parent):
         raise KeyError
     assert partial.exists()
-    with pytest.raises(LaunchError, match="rank 1 failed"), clearing_saves(tmp_path):
+    with pytest.raises(LaunchError, match="rank 1 failed"), clearing_saves(partial.parent):
         raise LaunchError("rank 1 failed")
     assert not partial.exists()
 

@@ -127,6 +127,8 @@ def test_a_rank_that_dies_before_it_starts_is_named_with_what_it_said(
 
 
 Start = Callable[..., "subprocess.Popen[str]"]
+# On a busy machine too, Ctrl-C unwinds it: it does not leave at once after a while.
+PATIENT = "import paceline.cli.main as m\nm._PATIENCE_S = 60.0\nm.main()"
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def start(project: Path) -> Iterator[Start]:
     def run(ranks: int) -> subprocess.Popen[str]:
         changes = ["train.steps=1000000", "data.workers=1", f"parallel.ranks={ranks}"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "train", "tiny.yaml", *changes],
+            [sys.executable, "-c", PATIENT, "train", "tiny.yaml", *changes],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
+from paceline.config import Config
 from paceline.errors import RunFolderError
 from paceline.plan.plan import Plan
 from paceline.untrusted import parse_json_object, read_regular
@@ -132,6 +133,11 @@ def is_in_use(path: Path) -> bool:
     with contextlib.suppress(OSError), (path / ".lock").open("r+b") as lock:
         return not _try_lock(lock.fileno())
     return False
+
+
+def checkpoint_folder(config: Config, folder: Path) -> Path:
+    """Returns where a run in ``folder`` keeps its checkpoints."""
+    return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
 
 
 def config_of(path: Path, name: str = _CONFIG) -> Path:

@@ -22,7 +22,7 @@ from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config, load_config_with_sources
 from paceline.errors import LaunchError, PacelineError, RunFolderError, UsageError
 from paceline.run import location as runs
-from paceline.run.folder import RunFolder, is_in_use
+from paceline.run.folder import RunFolder, checkpoint_folder, is_in_use
 from paceline.run.location import RunLocation, RunOptions, RunResult
 from paceline.run.logs import run_log, say
 from paceline.run.notes import RunStoppedError, noted_processes
@@ -114,7 +114,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
             explain_end(claimed),
             observing(folder, config, is_quiet=options.is_quiet, is_verbose=options.is_verbose),
             BackgroundPrediction(config, folder, expected, warm),
-            clearing_saves(folder),
+            clearing_saves(checkpoint_folder(config, folder)),
             launching(folder, asked) as launcher,
         ):
             supervise(launcher, config, location)
@@ -206,18 +206,17 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def clearing_saves(folder: Path) -> Iterator[None]:
+def clearing_saves(checkpoints: Path) -> Iterator[None]:
     """Removes what ranks have left of a save where a run fails or is ended; they are ranks of this host alone."""
     try:
         yield
     except LaunchError:
-        from paceline.checkpoint.find import clear_leftovers, places_of
+        from paceline.checkpoint.find import clear_leftovers
         from paceline.checkpoint.storage import is_remote
 
-        for place in places_of(folder):
-            if not is_remote(place):
-                with contextlib.suppress(OSError):  # the next start removes it
-                    clear_leftovers(place)
+        if not is_remote(checkpoints):
+            with contextlib.suppress(OSError):  # the next start removes it
+                clear_leftovers(checkpoints)
         raise
 
 

@@ -47,7 +47,7 @@ from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
 from paceline.records.thin import lines_kept
 from paceline.run import processes, records
 from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
-from paceline.run.folder import RunFolder, adopt_config, config_of, read_plan
+from paceline.run.folder import RunFolder, adopt_config, checkpoint_folder, config_of, read_plan
 from paceline.run.forked import PARENT
 from paceline.run.keeper import MEMORY
 from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, find_start, locate_run, read_result
@@ -206,7 +206,7 @@ class RankRunner:
         started = time.monotonic()
         try:
             where = os.environ.get(VARIABLE)  # of the faults that ``paceline chaos`` has for this rank
-            checkpoints = _checkpoint_folder(config, self.folder)
+            checkpoints = checkpoint_folder(config, self.folder)
             faults = None
             if where is not None:
                 find_ranks = partial(noted_processes, self.folder)
@@ -316,7 +316,7 @@ def make_hooks(config: Config, folder: Path, request: StopRequest, storage: File
     mesh = {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor")}
     about: dict[str, Any] = {"name": config.name, "strategy": strategy, "mesh": mesh}  # a checkpoint tells of its run
     about["config"] = config.model_dump(mode="json")
-    where, on_full = _checkpoint_folder(config, folder), config.recovery.on_full_disk
+    where, on_full = checkpoint_folder(config, folder), config.recovery.on_full_disk
     saver = Saver(where, config.checkpoint, about, storage, on_full, ask_every=config.monitor.log_every)
     memory, settings = memory_folder(), config.checkpoint.memory
     every = None if memory is None else settings.every_steps
@@ -341,10 +341,6 @@ def load_start(trainer: Trainer, checkpoint: Path) -> None:
 def memory_folder() -> Path | None:
     """Returns the folder that this host's launcher has made for snapshots, if it keeps any."""
     return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
-
-
-def _checkpoint_folder(config: Config, folder: Path) -> Path:
-    return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
 
 
 def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
