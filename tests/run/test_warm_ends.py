@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from paceline.run import warm_client
-from paceline.run.warm import WarmServer
-from paceline.run.warm_client import FORKED, LENGTH, STATUS
+from paceline.run.warm import StayingRank, WarmServer
+from paceline.run.warm_client import FORKED, LENGTH, OVER, STATUS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
@@ -115,7 +115,7 @@ def test_a_client_that_is_ended_has_the_rank_killed_first(client: Callable[[], C
     made.say(FORKED)
     time.sleep(0.05)
     made.signal(number)
-    assert made.heard() == bytes([signal.SIGKILL])
+    assert made.heard() == bytes([OVER if number == signal.SIGTERM else signal.SIGKILL])
     made.say(STATUS.pack(-signal.SIGKILL, True))
     assert made.end() == -number
 
@@ -125,7 +125,7 @@ def test_a_rank_that_was_dead_by_then_counts(client: Callable[[], Client]) -> No
     made.say(FORKED)
     time.sleep(0.05)
     made.signal(signal.SIGTERM)
-    assert made.heard() == bytes([signal.SIGKILL])
+    assert made.heard() == bytes([OVER])
     made.say(STATUS.pack(-signal.SIGBUS, False))
     assert made.end() == -signal.SIGBUS
 
@@ -134,7 +134,7 @@ def test_a_client_does_not_wait_for_a_server_that_loads_its_modules(client: Call
     made = client()
     time.sleep(0.05)
     made.signal(signal.SIGTERM)
-    assert made.heard() == bytes([signal.SIGKILL])
+    assert made.heard() == bytes([OVER])
     assert made.end() == -signal.SIGTERM  # without a word of the server
 
 
@@ -201,7 +201,8 @@ print(child, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "goes"), [(b"", True), (bytes([signal.SIGKILL]), True), (bytes([signal.SIGUSR1]), False)]
+    ("asked", "goes"),
+    [(b"", True), (bytes([OVER]), True), (bytes([signal.SIGKILL]), True), (bytes([signal.SIGUSR1]), False)],
 )
 def test_what_a_rank_had_started_goes_only_where_its_end_was_asked_for(asked: bytes, goes: bool) -> None:
     ours, theirs = socket.socketpair()
@@ -252,6 +253,31 @@ def test_a_client_that_asks_for_the_end_gets_it_and_is_told_so() -> None:
     assert made._ended == set()
     process.returncode = -signal.SIGKILL  # it was waited for
     theirs.close()
+
+
+@pytest.mark.parametrize(("asked", "stays"), [(OVER, True), (signal.SIGKILL, False)])
+def test_a_rank_that_may_stay_outlives_its_attempt_alone(asked: int, stays: bool) -> None:
+    """Ctrl-C ends it at once: there is no next attempt."""
+    (ours, theirs), (link, ranks) = socket.socketpair(), socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        made = server({process.pid: ours})
+        made._ranks[process.pid] = StayingRank(link, "0", 60.0)
+        theirs.sendall(bytes([asked]))
+        made._obey(process.pid)
+        ranks.settimeout(60.0 if stays else 0.0)
+        if stays:
+            assert ranks.recv(LENGTH.size) == LENGTH.pack(0)
+            assert process.poll() is None
+        else:
+            assert process.wait(60) == -signal.SIGKILL
+            with pytest.raises(BlockingIOError):
+                ranks.recv(LENGTH.size)
+    finally:
+        process.kill()
+        process.wait()
+        for each in (ours, theirs, link, ranks):
+            each.close()
 
 
 def test_a_client_that_goes_takes_its_rank_along() -> None:

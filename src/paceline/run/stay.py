@@ -96,6 +96,7 @@ class StayingProcess:
 
     def clear(self, code: int) -> None:
         """Clears what the attempt has left. Where that cannot be, the process says why and ends with that code."""
+        self.end_interrupts()
         try:
             self._clear()
         except BaseException as error:  # whatever it is: a process that cannot be cleared does not stay
@@ -107,9 +108,7 @@ class StayingProcess:
     def wait_for_next(self, code: int | None) -> tuple[dict[str, Any], list[int]]:
         """Tells that the attempt is over, with that code, and returns the next one's request and output.
 
-        None: there was no attempt yet.
-
-        Where there is no other one, because whoever has started this process is gone, the process ends.
+        None: there was no attempt yet. Where there is no next one, because whoever has started this is gone, it ends.
         """
         if code is not None:
             self._link.sendall(CODE.pack(code))
