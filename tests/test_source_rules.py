@@ -29,11 +29,11 @@ LINES = {
     "beside the rooms": 1_550,  # charts.py came from other rooms; classic.py names what moved out
     "calibrate": 1_675,
     "chaos": 1_210,
-    "checkpoint": 5_045,  # memory.py: snapshots in the memory of hosts
+    "checkpoint": 5_050,  # memory.py: snapshots in the memory of hosts
     "cli": 3_290,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
-    "comm": 7_415,  # kept.py: files that keepers of hosts serve; emulated links
-    "config": 3_595,  # checkpoint.memory
+    "comm": 7_430,  # kept.py: files that keepers of hosts serve; emulated links
+    "config": 3_600,  # checkpoint.memory
     "data": 4_870,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 830,
     "engines": 11_705,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
@@ -44,7 +44,7 @@ LINES = {
     "predict": 4_375,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
     "rehearse": 3_005,  # one of many ranks on a real GPU
-    "run": 8_180,  # keeper.py: a host's snapshots
+    "run": 8_210,  # keeper.py: a host's snapshots
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_655,  # what snapshots take
     "train": 5_435,  # snapshots.py

@@ -206,7 +206,7 @@ def test_what_is_older_goes_when_the_next_is_taken(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     "name", ["rank-00003.f32.safetensors", "rank-00003.json", "rank-00003.json.sha256", "head.json"]
 )
-@pytest.mark.parametrize("damage", ["a byte", "the end"])
+@pytest.mark.parametrize("damage", ["a byte", "the end", "all bytes"])
 def test_damage_is_seen_on_every_host(hosts: Hosts, name: str, damage: str) -> None:
     keep_all(hosts, 10, copies=0)
     keep_all(hosts, 20, copies=0, stay=frozenset({".step-00000010.a"}))
@@ -214,9 +214,31 @@ def test_damage_is_seen_on_every_host(hosts: Hosts, name: str, damage: str) -> N
     file = hosts[place].kept.root / ".step-00000020.a" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content if damage == "a byte" else content[: len(content) // 2])
+    damaged = {"a byte": content, "the end": content[: len(content) // 2], "all bytes": b"\xff" * len(content)}
+    file.write_bytes(damaged[damage])
     for host in hosts:
         assert found_from(host) == "step-00000010"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("head.json", "what is in it is of step 10"),
+        ("rank-00003.*", "rank-00003.json is of step 10, and not of step 20"),
+    ],
+)
+def test_what_is_of_another_step_is_passed_over(hosts: Hosts, names: str, told: str) -> None:
+    keep_all(hosts, 10, copies=0)
+    keep_all(hosts, 20, copies=0, stay=frozenset({".step-00000010.a"}))
+    for host in hosts:
+        for file in (host.kept.root / ".step-00000010.a").glob(names):
+            shutil.copy(file, host.kept.root / ".step-00000020.a")
+    for host in hosts:
+        said: list[str] = []
+        root = snapshots_in(host.kept.root)
+        assert find_checkpoint("auto", root, tell=lambda passed: said.append(str(passed))).name == "step-00000010"  # noqa: B023
+        assert len(said) == 1
+        assert told in said[0]
 
 
 def test_a_host_without_room_tells_so(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

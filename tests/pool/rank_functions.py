@@ -14,7 +14,9 @@ import torch
 
 import paceline
 from paceline.comm.base import Communicator
+from paceline.comm.meeting import join_store
 from paceline.comm.objects import gather_objects
+from paceline.comm.torch_dist import connect
 
 
 class UnpicklableError(Exception):
@@ -116,6 +118,20 @@ def die_after_others_return(comm: Communicator, folder: Path) -> int:
     if comm.rank == 1 and not calls:
         os.kill(os.getpid(), signal.SIGKILL)
     return calls
+
+
+def die_while_others_join() -> Communicator:
+    """Connects; in the first attempt rank 1 dies instead, when rank 0 waits for it."""
+    if (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", "0"):
+        join_store(60.0).wait(["default_pg/paceline arrived 0"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return connect("gloo", device="cpu")
+
+
+def sum_of_ranks(comm: Communicator) -> float:
+    total = torch.ones(1)
+    comm.all_reduce(total).wait()
+    return total.item()
 
 
 def always_die(comm: Communicator) -> None:

@@ -11,6 +11,7 @@ import rank_functions
 
 import paceline
 from paceline.errors import LaunchError, RankFailedError, UsageError
+from paceline.run.function_ranks import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,6 +55,11 @@ def test_a_rank_that_had_returned_is_called_again(tmp_path: Path) -> None:
     assert paceline.run_ranks(
         rank_functions.die_after_others_return, 2, args=(tmp_path,), device="cpu", restarts=1
     ) == [1, 1]
+
+
+def test_a_rank_that_was_interrupted_while_it_joined_joins_the_next_attempt() -> None:
+    join = rank_functions.die_while_others_join
+    assert run_processes(rank_functions.sum_of_ranks, 2, join=join, restarts=1, timeout_s=60.0) == [2.0, 2.0]
 
 
 def test_the_last_death_is_raised() -> None:

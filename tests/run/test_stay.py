@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from command_runs import Called
 
 from paceline.health.exit_codes import DONE
 from paceline.records.records import EventRecord, RunRecord, StepRecord, read_records
+from paceline.run.stay import CODE
+from paceline.run.warm_client import LENGTH
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # of torch's redirected output
@@ -177,6 +182,36 @@ def test_what_an_error_clears_is_not_interrupted(train: Call, tmp_path: Path) ->
     arguments = ["checkpoint.asynchronous=true"]
     assert train("faults", ["0 4 handle_slowly", "1 4 kill"], *arguments).code == DONE
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "kept"]
+
+
+ATTEMPTS = """
+import socket, sys, time
+from paceline.run.stay import StayingProcess, is_told_over
+
+staying, code = StayingProcess(socket.socket(fileno=int(sys.argv[1]))), None
+for attempt, seconds in enumerate((600.0, 0.3, 600.0), start=1):
+    staying.wait_for_next(code)
+    while attempt == 1 and not is_told_over():
+        time.sleep(0.001)  # the word comes before the attempt has begun
+    code = staying.run(lambda: time.sleep(seconds))
+staying.wait_for_next(code)
+"""
+
+
+def test_a_word_that_an_attempt_is_over_counts_for_that_attempt_whenever_it_comes() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = subprocess.Popen([sys.executable, "-c", ATTEMPTS, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.settimeout(60.0)
+        over, begin = LENGTH.pack(0), LENGTH.pack(2) + b"{}"
+        ours.sendall(begin + over)
+        assert ours.recv(CODE.size) == CODE.pack(1)
+        ours.sendall(over + begin)  # late: of the attempt before
+        assert ours.recv(CODE.size) == CODE.pack(0)
+        ours.sendall(begin + over)
+        assert ours.recv(CODE.size) == CODE.pack(1)
+    assert child.wait(60) == 1  # with its parent's end of the link
 
 
 def test_a_process_whose_threads_go_on_does_not_stay(

@@ -420,6 +420,8 @@ def merge_parts(parts: Mapping[str, bytes], plain: State | Manifest) -> Manifest
     found: dict[str, Any] = {}
     for name, text in parts.items():
         part = parse_json_object(text)
+        if part.get("step", plain.step) != plain.step:  # old ones do not say
+            raise CheckpointError(f"{name} is of step {part['step']}, and not of step {plain.step}")
         files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
         files |= parse_files(part["files"])
         for each, entry in part["tensors"].items():

@@ -340,13 +340,15 @@ class SnapshotFiles(LocalFiles):
         where, files = snapshots_in(self._kept.root), self._held.get(folder, {})
         if HEAD not in files:
             return b""
-        head = parse_manifest(self.read(where / folder / HEAD).decode(), where / folder / HEAD)
-        if not {name + SEAL for name in head.files} <= files.keys():
-            return b""
         try:
+            head = parse_manifest(self.read(where / folder / HEAD).decode(), where / folder / HEAD)
+            if _step_of(folder) != f"step-{head.step:08d}":
+                raise damaged(f"{where / folder} is damaged: what is in it is of step {head.step}")
+            if not {name + SEAL for name in head.files} <= files.keys():
+                return b""
             found = merge_parts({name: self.read(where / folder / name) for name in head.files}, head)
         except MALFORMED as error:
-            raise damaged(f"{where / folder} is damaged: {error}") from error
+            raise damaged(f"{where / folder} is damaged: {type(error).__name__}: {error}") from error
         for name in head.files:
             if self.read(where / folder / (name + SEAL)) != found.files[name].sha256.encode():
                 raise damaged(f"{where / folder / name} is damaged: its hash is not its own")

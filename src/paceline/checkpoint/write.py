@@ -132,7 +132,7 @@ def write_rank(
                 manifest.SavedTensor(shape=each.region.shape, dtype=dtype_code(each.dtype), pieces=saved)
             )
     told = {"rank": target.rank, "values": plain.own, "found": plain.found, "files": manifest.files_entry(files)}
-    told["tensors"] = tensors
+    told |= {"tensors": tensors, "step": plain.step}
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(told, allow_nan=False).encode()])
     storage.rename(target.partial / f".{stem}.json", target.partial / f"{stem}.json")
     return sum(file.num_bytes for file in files.values()) + written.num_bytes

@@ -111,7 +111,6 @@ def ceiling(device: Device, dtype: str) -> float:
 
 _BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1.5, "fp4": 1.25}
 
-
 # By what was measured.
 
 MemoryFamily: TypeAlias = Literal[

@@ -149,6 +149,11 @@ def abort(only: str = "") -> None:
 
     ``only``: where that is the backend. Safe to call twice.
     """
+    if not (dist.is_initialized() or only):
+        world = _C10D.distributed_c10d._world
+        if world.pg_names:
+            raise CommunicationError("torch has left half a process group")
+        world.group_count = 0  # torch has counted a group that was interrupted: the next one would have another name
     if not dist.is_initialized() or dist.get_backend() != (only or dist.get_backend()):
         return
     if dist.get_backend() == "nccl":

@@ -227,7 +227,6 @@ _KINDS: dict[str, _Kind] = {
     "model": (lambda value: _is_model(type(value)), _Writer.model, _Reader.model),
 }
 
-
 T = TypeVar("T")
 
 

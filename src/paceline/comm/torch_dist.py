@@ -126,7 +126,6 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _SMALL_BYTES = 4096  # up to here two messages, one each way, cost less than a ring's four
 
-
 Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
 Group: TypeAlias = Communicator | dist.ProcessGroup
 

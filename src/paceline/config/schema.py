@@ -28,7 +28,6 @@ NcclSubsystem: TypeAlias = Literal[
     "CALL", "PROXY", "NVLS", "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
 ]  # fmt: skip
 
-
 # What a layout says where nothing else does: the defaults stand there alone.
 _LAYOUT, _COMPRESSION = layout.Layout(), layout.Compression()
 

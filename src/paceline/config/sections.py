@@ -250,7 +250,7 @@ class RecoveryConfig(Section):
     max_stalled_restarts: NotNegativeCount = 1
     warm: bool = True
     keep_processes: bool = True
-    spares: NotNegativeCount = 0
+    spares: Annotated[int, Field(ge=0, le=64)] = 0
     on_nan: Literal["skip", "roll_back", "lower_rate", "stop"] = "skip"
     on_spike: Literal["ignore", "note", "roll_back", "lower_rate", "stop"] = "ignore"
     spike_by: Literal["factor", "deviations"] = "factor"

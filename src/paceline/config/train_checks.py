@@ -109,9 +109,11 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
     }
     again = (given.max_restarts > 0, "it belongs to runs that are started again", "recovery.max_restarts = 3")
     readers["max_stalled_restarts"] = readers["restart_window"] = again
-    stays = given.max_restarts > 0 and given.warm and given.keep_processes and config.monitor.hang_s is not None
+    wanted = {"recovery.warm = true": given.warm, "recovery.keep_processes = true": given.keep_processes}
+    wanted |= {"recovery.max_restarts = 3": given.max_restarts > 0}
+    wanted["monitor.hang_s = 60"] = config.monitor.hang_s is not None
     rule = "spares wait as processes do that stay for another attempt: with recovery.warm and monitor.hang_s"
-    readers["spares"] = (stays, rule, "recovery.keep_processes = true")
+    readers["spares"] = (all(wanted.values()), rule, ", ".join(fix for fix, is_so in wanted.items() if not is_so))
     for name, (is_read, rule, fix) in readers.items():
         if given.is_changed(name) and not is_read:
             yield no_effect(f"recovery.{name}", getattr(given, name), "here", rule, f"set {fix}")

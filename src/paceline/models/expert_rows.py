@@ -20,7 +20,6 @@ from torch import Tensor
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-
 Pair = tuple[Tensor, Tensor]
 
 

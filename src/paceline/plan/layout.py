@@ -419,7 +419,6 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 Ranks = tuple[int, ...]
 
-
 GroupT = TypeVar("GroupT")
 
 

@@ -3,7 +3,7 @@
     fill("{bytes:B} saved in {seconds:S}[, {steps:n step} later]", {"bytes": 3 * 2**20, "seconds": 0.25})
 
 An event that has a sentence or a note of its own says that. One whose detail has other values than expected is told by
-its fields, as is one that only its writer knows. Templates have the format specifications of f-strings, and these:
+its fields, as is one that only its writer knows. Templates (``words.json``) have the formats of f-strings, and these:
 
     B    a number of bytes           S    seconds, in a fitting unit       n WORD   a count: 1 step, 2 steps
     N    a large number              U    seconds, in microseconds         Y        yes or no
@@ -15,8 +15,10 @@ there; where there is none, the part is left out.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -26,6 +28,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 _UNITS: dict[str, Callable[[Any], str]] = {"B": format_bytes, "N": format_count, "S": format_seconds}
 _UNITS |= {"U": lambda seconds: f"{1e6 * seconds:,.2f} us", "Y": lambda value: "yes" if value else "no"}
 MOST_CHARACTERS = 400
+WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 Detail = Mapping[str, Any]
 _NAMES = {"roll_back": "roll-back", "attempt": "new attempt", "skipped": "skipped update", "spike": "loss spike"}
 
@@ -100,30 +103,12 @@ def _first_step(detail: Detail) -> str:
 
 ELSEWHERE = "another rank could not keep its part"  # of a snapshot: that rank's own event has the reason
 _WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates, or functions
-    "checkpoint": "{bytes:B} saved to {folder} in {seconds:S}, "
-    "[{background:?}in the background; training waited {stall_seconds:S}|while training waited]",
-    "not_saved": "{reason}",
-    "snapshot": "{bytes:B} kept in memory in {seconds:S}; training waited {stall_seconds:S}[; {without_copy}]",
-    "no_snapshots": "none from here on, on {ranks:n rank}: {reason}",
+    **WORDS["events"],
     "roll_back": _roll_back,
     "skipped": _skipped,
-    "spike": "loss {loss:.4g} after a median of {median:.4g}",
-    "preempted": "stopped by {signal}, on {ranks_asked:n rank}; the state is saved",
-    "attempt": "attempt {number:d} of this run",
-    "restart": "restart {number:d} of {of:d}[, in a {process} process]: {reason}",
-    "resume": "from {checkpoint}[; {random}]",
-    "microbatch": "{reason}: {microbatch:d} samples at a time from here on",
     "fallback": lambda detail: fill(
         "{backend} in place of {before}: {reason}", {**detail, "before": str(detail["instead_of"]).replace("_", " ")}
     ),
-    "buckets": "{buckets:n bucket} of up to {bucket_mb:g} MiB"
-    "[: {lost_ms:g} ms of a step expected to be lost, {default_lost_ms:g} ms with the default buckets]",
-    "loader": "{workers:n worker} of a rank: {reason}",
-    "compiling": "{what}",
-    "compiled": "{what}, in {seconds:S}",
-    "not_compiled": "{what}: {why}",
-    "cuda_graphs": "[{used:?}in use|not used]: {why}",
-    "precision": "{layers}",
     "first_step": _first_step,
     "settings": lambda detail: ", ".join(f"{name}={value}" for name, value in detail.items()),
 }

@@ -35,6 +35,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, load_config
 from paceline.config.load import dotted_values, leaf_values, read_values
 from paceline.errors import PacelineError
+from paceline.records.event_words import WORDS
 from paceline.records.facts import RunFacts
 from paceline.records.records import RunRecord, strict_json
 from paceline.records.summary import StepTable, add_up, middle
@@ -43,13 +44,7 @@ from paceline.units import format_bytes, format_flops, format_seconds
 _FEWEST = 1.005  # a speed-up below is none
 _LONGEST = 50.0  # a bound beyond says nothing
 _COMPILE = "compile the model (model.compile = auto)"
-_OWN_WORDS = {  # of a change, for a loop of one's own, which has no config
-    re.compile(r"raise train\.accumulate .*"): "update after twice as many batches (engine.accumulate)",
-    re.compile(r"raise data\.workers.*"): "raise the loader's num_workers",
-    re.compile(r"raise train\.microbatch.*"): "raise the loader's batch_size",
-    re.compile(r"checkpoint\.every_steps"): "run.save",
-    re.compile(r"\((?:\w+\.)+?(\w+)(?:\.policy)? = (\w+)\)"): r'(\1="\2" of parallelize)',
-}
+_OWN_WORDS = {re.compile(pattern): words for pattern, words in WORDS["of a loop of one's own"].items()}
 # Returns how many times as fast a run would be with these overrides of its config; None where that is not known.
 Predict = Callable[[Sequence[str]], float | None]
 Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
@@ -57,13 +52,6 @@ FEWEST_STEPS = 5  # after the warm-up: a run is judged by so many at least
 _DATA, _COMMUNICATION, _HOST, _RESTARTS = 0.05, 0.15, 0.5, 0.1
 _NEARLY_FULL = 0.92  # of a device's memory: the allocator needs the rest
 _SLOW_LINK = 4.0  # times what the traffic should take
-_WAITS = {
-    "data": "of the step waits for the next batch",
-    "communication": "of the step waits for other ranks",
-    "link": "of the step waits for a slow link",
-    "host": "of the step waits for the host to launch kernels",
-    "restarts": "of the time went to restarts: steps made again, and waiting for ranks to start",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,4 +371,4 @@ def _compute(facts: RunFacts, steps: StepTable, total: float) -> Limit:
 
 
 def _limit(what: Cause, share: float, evidence: Sequence[str]) -> Limit:
-    return Limit(what=what, share=share, words=_WAITS[what], evidence=tuple(evidence))
+    return Limit(what=what, share=share, words=WORDS["waits"][what], evidence=tuple(evidence))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
 from paceline.errors import UsageError
+from paceline.imports import IMPORT_PATH
+from paceline.run.stay import is_own
 from paceline.run.whereami import host_name
 from paceline.untrusted import parse_json_object, read_regular
 
@@ -35,6 +40,7 @@ class HostFacts:
     config: dict[str, Any]
     folders: tuple[str, ...]
     mark: str = ""
+    code: dict[str, str] = field(default_factory=dict)  # a hash of each package or file of Python that ranks will run
 
     @classmethod
     def here(cls, config: Config, folder: Path, ranks: int) -> HostFacts:
@@ -47,7 +53,25 @@ class HostFacts:
         where = tuple(str(each.absolute()) for each in folders)
         asked = config.model_dump(mode="json", exclude={"name", "monitor"})
         host, versions, mark = host_name(), {"paceline": __version__, "torch": version("torch")}, secrets.token_hex(16)
-        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, **versions)
+        code = {path.name: _hash(path) for path in [Path(__file__).parents[1], *_own_code(json.dumps(asked))]}
+        return cls(host=host, ranks=ranks, config=asked, folders=where, mark=mark, code=code, **versions)
+
+
+def _own_code(config: str) -> Iterator[Path]:
+    """Yields the files and packages of the user's that a config in JSON names, by ``package.module:name``."""
+    for spec in filter(IMPORT_PATH.fullmatch, re.findall(r'"([^"]+)"', config)):
+        module = spec.partition(":")[0]
+        name, inner = module.partition(".")[0], f"{module.replace('.', '/')}.py"
+        found = (Path(folder, each).absolute() for folder in ("", *sys.path) for each in (name, f"{name}.py", inner))
+        path = next((each for each in found if each.is_file() or (each / "__init__.py").is_file()), None)
+        if path is not None and is_own(str(path)):
+            yield path
+
+
+def _hash(path: Path) -> str:
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    told = [f"{file.relative_to(path)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
@@ -89,6 +113,10 @@ def differences(first: Mapping[str, Any], own: HostFacts) -> Iterator[str]:
             what = f"host {own.host} has {said} {getattr(own, name)}, and host {other} has {first.get(name)}"
             fix = f"install {said} {first.get(name)} on {own.host}"
             yield f"{what}\n  all hosts of a run have the same versions\n  {fix}"
+    codes = first.get("code") or {}
+    if others := sorted(name for name, found in own.code.items() if codes.get(name, found) != found):
+        what = f"host {own.host} has another {', '.join(others)} than host {other}"
+        yield f"{what}\n  all hosts of a run have the same code\n  give {own.host} the same files"
     if first.get("ranks") != own.ranks:
         what = f"host {own.host} has {own.ranks} ranks, and host {other} has {first.get('ranks')}"
         rule = "every host has as many ranks as the others: one per GPU, unless it is said"

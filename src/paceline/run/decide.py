@@ -118,6 +118,8 @@ def decide_run(
     took = None if method == asked.parallel.context_method else f"parallel.context_method = auto takes {method}"
     need = _snapshots(config, here or ranks) if config.checkpoint.memory.every_steps else None
     told = None if need is None else f"checkpoint.memory takes {format_bytes(need.host_bytes)} of each host's memory"
+    if told is not None and hosts is None and asked.checkpoint.memory.is_changed("copies"):
+        told += f"; this run has one, so checkpoint.memory.copies = {asked.checkpoint.memory.copies} has no effect"
     notes = filter(None, [*precision_notes(asked, config), *reasons, took, told])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.run.signals import PREEMPTING
-from paceline.run.stay import STAYS, AttemptOverError, StayingProcess
+from paceline.run.stay import STAYS, StayingProcess
 
 PARENT = "PACELINE_PARENT"
 
@@ -42,16 +42,9 @@ def run_forked(forked: Forked, server: int) -> NoReturn:
         _set_up(request["environment"], request["folder"], server)
         name, *arguments = request["command"]
         sys.argv = [name, *arguments, *since]
-        try:
-            importlib.import_module(name).main()
-            sys.exit(0)
-        except AttemptOverError as over:
-            code = over.code
-            if staying is not None:
-                staying.end_interrupts()
         if staying is None:
-            sys.exit(code)
-        staying.clear(code)
+            sys.exit(importlib.import_module(name).main())
+        code = staying.run(lambda: sys.exit(importlib.import_module(name).main()))  # noqa: B023
         sys.stdout.flush()
         nothing = os.open(os.devnull, os.O_WRONLY)  # who reads the output of the attempt waits for its end
         for place in (1, 2):

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,16 +251,9 @@ def _rank_main(
         import torch
 
         torch.set_num_threads(threads)
-        try:
-            _attempt(task, rank, sender, stays=staying is not None)
-            code = 0
-        except AttemptOverError as over:
-            code = over.code
-            if staying is not None:
-                staying.end_interrupts()
         if staying is None:
-            return
-        staying.clear(code)
+            return _attempt(task, rank, sender, stays=False)
+        code = staying.run(partial(_attempt, task, rank, sender, stays=True))
         request, _ = staying.wait_for_next(code)
         os.environ.clear()
         os.environ.update(environment, MASTER_PORT=str(request["attempt"]))

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 from paceline.comm.control.kept import FOLDER, ROOT, Kept
 from paceline.comm.control.server import ControlServer
 from paceline.comm.control.wire import Address, listen, secret_of
+from paceline.errors import UsageError
+from paceline.run.processes import end_helper
 from paceline.run.signals import ENDING, PREEMPTING, polling, scratch_folder
 
 if TYPE_CHECKING:
@@ -66,13 +68,7 @@ class Keeper:
         return False
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # which it takes for the launcher's end
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        end_helper(self._process, _PATIENCE_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         number = self._listener.fileno()
@@ -91,9 +87,15 @@ def keeping(nodes: Surroundings | None, *, is_wanted: bool = True) -> Iterator[K
     if not is_wanted:
         yield None
         return
-    with scratch_folder(FOLDER) as folder:
-        root = folder / ROOT
-        Kept(root).make(secret_of(os.environ))
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(FOLDER))
+            root = folder / ROOT
+            Kept(root).make(secret_of(os.environ))
+        except OSError as error:
+            what = f"checkpoint.memory: nothing can be kept in {FOLDER}: {error.strerror or error}"
+            fix = f"give {FOLDER} more room (docker run --shm-size), or leave checkpoint.memory out"
+            raise UsageError(f"{what}\n  snapshots lie there, in memory\n  {fix}") from error
         address = Address(str(folder / "keeper") if nodes is None else nodes.own_address())
         with listen(address) as listener:
             if nodes is not None:

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -189,6 +190,17 @@ def end_with_parent(parent: int, *, every_s: float = 0.5) -> None:
 def end_children() -> None:
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def end_helper(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Ends a process that takes the end of its input for that of its launcher."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
 
 
 def end_groups(leaders: Iterable[int], *, patience_s: float = 2.0) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _RUN = b'{"type":"run"'
 
-
 Mark: TypeAlias = tuple[int, int]  # of a file, before an attempt: which one it is, and its size; no clock is asked
 
 

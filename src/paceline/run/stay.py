@@ -81,6 +81,7 @@ class StayingProcess:
         self._modules, self._path, self._cores = set(sys.modules), list(sys.path), os.sched_getaffinity(0)
         self._requests: SimpleQueue[tuple[dict[str, Any], list[int]] | None] = SimpleQueue()
         self._is_heard, self._is_over, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._is_over.set()  # until the first attempt begins
         self._insists = False  # interrupts handlers of errors too
         self._ender: threading.Thread | None = None  # while somebody has this attempt end
         self._exits: list[partial[Any]] = []  # what code of the attempt wants done at the end of the process
@@ -89,14 +90,23 @@ class StayingProcess:
         signal.signal(_SIGNAL, self._interrupt)
         threading.Thread(target=self._listen, name="stay", daemon=True).start()
 
-    def end_interrupts(self) -> None:
-        """The attempt is over: from here on nothing interrupts the main thread."""
-        with self._ending:
+    def run(self, attempt: Callable[[], object]) -> int:
+        """Runs an attempt, clears what it left, and returns its code. A process that cannot be cleared ends itself."""
+        try:
+            try:
+                with self._ending:
+                    self._ender = None
+                    self._is_heard.clear()
+                    self._is_over.clear()
+                    self._end_if_told()
+                attempt()
+                code = 0
+            finally:
+                with self._ending:
+                    self._is_over.set()
+        except AttemptOverError as over:  # also where it comes between two lines of what is above
+            code = over.code
             self._is_over.set()
-
-    def clear(self, code: int) -> None:
-        """Clears what the attempt has left. Where that cannot be, the process says why and ends with that code."""
-        self.end_interrupts()
         try:
             self._clear()
         except BaseException as error:  # whatever it is: a process that cannot be cleared does not stay
@@ -104,6 +114,7 @@ class StayingProcess:
                 rank, why = os.environ.get("RANK", "?"), f"{type(error).__name__}: {error}"
                 say(f"the process of rank {rank} cannot stay for another attempt, so a new one takes its place: {why}")
             leave_process(code)
+        return code
 
     def wait_for_next(self, code: int | None) -> tuple[dict[str, Any], list[int]]:
         """Tells that the attempt is over, with that code, and returns the next one's request and output.
@@ -115,9 +126,6 @@ class StayingProcess:
         request = self._requests.get()
         if request is None:
             leave_process(code or 0)
-        self._ender = None
-        for each in (self._is_heard, self._is_over, _TOLD):
-            each.clear()
         return request
 
     def _clear(self) -> None:
@@ -140,7 +148,7 @@ class StayingProcess:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         for name, module in list(sys.modules.items()):
-            if name not in self._modules and _is_own(getattr(module, "__file__", None) or "<frozen "):
+            if name not in self._modules and is_own(getattr(module, "__file__", None) or "<frozen "):
                 del sys.modules[name]
         sys.path[:] = self._path
         if torch is not None:
@@ -161,7 +169,7 @@ class StayingProcess:
         """Takes the place of ``atexit.register``: what libraries register is left to the end of the process."""
         module = sys.modules.get(getattr(function, "__module__", ""))
         file = getattr(module, "__file__", None) or "<frozen "
-        if file.startswith(_PACKAGE) or _is_own(file):
+        if file.startswith(_PACKAGE) or is_own(file):
             self._exits.append(partial(function, *args, **kwargs))
             return function
         self._at_exit[0](function, *args, **kwargs)
@@ -179,24 +187,29 @@ class StayingProcess:
             current: FrameType | None = frame
             while current is not None and ident not in staying:
                 file = current.f_code.co_filename
-                if file.startswith(_PACKAGE) or _is_own(file):
+                if file.startswith(_PACKAGE) or is_own(file):
                     yield f"{file}:{current.f_lineno} {current.f_code.co_name}"
                     break
                 current = current.f_back
 
     def _listen(self) -> None:
-        while True:
-            head, output, _, _ = socket.recv_fds(self._link, LENGTH.size, 2)
-            if len(head) < LENGTH.size:
-                self._requests.put(None)
-                return
-            if length := LENGTH.unpack(head)[0]:
-                self._requests.put((parse_json_object(receive(self._link, length), length), output))
-            else:
-                with self._ending:
-                    if self._ender is None and not self._is_over.is_set():
-                        self._ender = threading.Thread(target=self._end, name="stay", daemon=True)
-                        self._ender.start()
+        with contextlib.suppress(OSError, EOFError, struct.error):  # whoever has started this process is gone
+            while True:
+                head, output, _, _ = socket.recv_fds(self._link, LENGTH.size, 2)
+                if length := LENGTH.unpack(head)[0]:
+                    request = parse_json_object(receive(self._link, length), length)
+                    _TOLD.clear()  # what is told from here on is of that attempt, also before it has begun
+                    self._requests.put((request, output))
+                else:
+                    with self._ending:
+                        _TOLD.set()
+                        self._end_if_told()
+        self._requests.put(None)
+
+    def _end_if_told(self) -> None:
+        if _TOLD.is_set() and self._ender is None and not self._is_over.is_set():
+            self._ender = threading.Thread(target=self._end, name="stay", daemon=True)
+            self._ender.start()
 
     def _end(self) -> None:
         """Interrupts the main thread until its attempt is over: what is raised inside of a destructor is lost.
@@ -205,7 +218,6 @@ class StayingProcess:
         """
         from paceline.comm.meeting import abort
 
-        _TOLD.set()
         main, insists_at = threading.main_thread().ident, time.monotonic() + _HANDLERS_SHARE * _patience_s()
         assert main is not None
         while not self._is_over.is_set():
@@ -228,6 +240,6 @@ def _patience_s() -> float:
     return float(os.environ.get(STAYS, _THREADS_S))
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
     """Whether a file is the user's own: of no library."""
     return not file.startswith((_PACKAGE, *_LIBRARIES))

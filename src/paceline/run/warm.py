@@ -46,7 +46,7 @@ from paceline.comm.control.wire import Address, listen
 from paceline.config import Config
 from paceline.run.forked import Forked, run_forked
 from paceline.run.logs import say
-from paceline.run.processes import allocator_variables
+from paceline.run.processes import allocator_variables, end_helper
 from paceline.run.signals import PREEMPTING, scratch_folder
 from paceline.run.stay import CODE, SPARES, STAYS
 from paceline.run.warm_client import FORKED, LENGTH, OVER, STATUS, receive
@@ -78,14 +78,14 @@ class WarmRanks:
     def arguments(self, command: Sequence[str]) -> list[str]:
         """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
         if self._is_gone("another one is started"):
-            self._end()
+            end_helper(self._server, _PATIENCE_S)
             self._server = self._start()
         client = Path(__file__).with_name("warm_client.py")
         return ["-I", "-S", str(client), str(self.address), *command]
 
     def close(self) -> None:
         self._is_gone("its ranks went with it")
-        self._end()
+        end_helper(self._server, _PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.address.unlink(missing_ok=True)
@@ -109,15 +109,6 @@ class WarmRanks:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
             say(f"the process that ranks are forked from {how}: {consequence}")
         return code is not None
-
-    def _end(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()  # which it takes for the launcher's end
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(_PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
-        if self._server.poll() is None:
-            self._server.kill()
-            self._server.wait()
 
 
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:

@@ -51,17 +51,22 @@ class Kept:
     def make(self, secret: bytes) -> None:
         self.root.mkdir(mode=0o700)
         self.write_secret(secret)
+        self.write_keepers(0, [])
 
     def write_secret(self, secret: bytes) -> None:
-        wire.write_secret(self.root / _SECRET, secret)
+        if not (self.root / _SECRET).exists() or self.secret() != secret:
+            wire.write_secret(self.root / _SECRET, secret)
 
     def secret(self) -> bytes:
         return wire.read_secret(self.root / _SECRET)
 
     def write_keepers(self, place: int, addresses: Iterable[wire.Address]) -> None:
+        """Writes over what is there, which takes no room: ranks that read it are started later."""
         text = json.dumps([place, *([each.host, each.port] for each in addresses)])
-        (self.root / f".{_KEEPERS}").write_text(text, encoding="ascii")
-        (self.root / f".{_KEEPERS}").replace(self.root / _KEEPERS)
+        path = self.root / _KEEPERS
+        with path.open("r+" if path.exists() else "w", encoding="ascii") as file:
+            file.write(text)
+            file.truncate()
 
     def keepers(self) -> tuple[int, list[wire.Address]]:
         """Returns which of the hosts this one is, and where the keepers of all of them answer."""

@@ -19,9 +19,11 @@ is known and one without are the same, byte by byte.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,23 +37,7 @@ Sizes = tuple[int, int, int]
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _NO_WORK = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "_unsafe_view", "detach")
 _ONLY_WRITTEN = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_")
-_FAMILIES: tuple[tuple[Family, tuple[str, ...]], ...] = (
-    ("optimizer", ("_fused_",)),
-    ("random", ("bernoulli", "uniform", "normal", "rand", "native_dropout", "multinomial", "exponential")),
-    ("embedding_backward", ("embedding_dense_backward", "index_put", "scatter", "index_add")),
-    ("embedding", ("embedding", "index", "gather")),
-    ("norm_backward", ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")),
-    ("norm_backward", ("_fused_rms_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")),
-    ("norm", ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm", "_fused_rms_norm")),
-    ("norm", ("batch_norm", "cudnn_batch_norm")),
-    ("softmax", ("_softmax", "_log_softmax", "logsumexp", "nll_loss")),
-    ("curve_backward", ("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "elu_backward")),
-    ("curve", ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "pow", "rsqrt", "sqrt", "elu")),
-    ("reduction", ("sum", "mean", "amax", "max", "min", "var", "norm", "linalg_vector_norm", "_foreach_norm")),
-    ("reduction", ("argmax", "any", "all", "cumsum")),
-    ("convert", ("_to_copy",)),
-    ("strided", ("clone", "cat", "stack", "copy_", "_foreach_copy_", "contiguous", "pad", "constant_pad", "flip")),
-)
+_FAMILIES: list[tuple[Family, list[str]]] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

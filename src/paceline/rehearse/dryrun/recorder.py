@@ -62,7 +62,6 @@ _IN_FULL = (
     | _named(torch.Tensor, "softmax log_softmax exp log pow rsqrt cumsum norm")
 )
 
-
 _POOLS = {F.max_pool2d, torch.max_pool2d}
 
 

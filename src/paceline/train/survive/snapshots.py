@@ -56,7 +56,6 @@ Fetch: TypeAlias = Callable[[], tuple[list[Shard], State]]  # waits for copies, 
 _ATTEMPTS, _PAUSE_S = 5, 0.5  # to have a copy made, while a keeper that was killed is started again
 _SPARE_BYTES = 2**30  # of a device: where less would be left, no copy is made on it
 
-
 _GOOD = (0.5, 0.8)  # of a step: direct copies that take less could be more, and others may not end before the update
 
 
