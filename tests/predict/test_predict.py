@@ -254,16 +254,71 @@ def test_an_interleaved_pipeline_hides_reductions_behind_the_chunks_of_its_other
     assert interleaved.exposed + interleaved.hidden == pytest.approx(plain.exposed + plain.hidden)
 
 
-def test_a_row_goes_once_to_each_rank_that_holds_its_experts() -> None:
-    def wait(active: int, *, is_ours: bool) -> float:
-        model = replace(SHAPE, mlp="swiglu", experts=64, active=active)
-        one = replace(workload(data=8, sharding="zero1"), model=model)
-        one = replace(one, layout=replace(one.layout, expert=8), run=replace(one.run, framework="megatron"))
-        return predict(one, cluster(8), SETS, is_ours=is_ours).step.tensor_wait
+def _of_experts(
+    devices: int = 8, *, active: int = 8, expert: int = 8, width: int = 8192, is_ours: bool = False, **run: object
+) -> StepParts:
+    """A step of Megatron, or of the engines here, with 64 experts in each layer."""
+    model = replace(SHAPE, mlp="swiglu", mlp_width=width, experts=64, active=active)
+    one = replace(workload(data=devices, sharding="zero1"), model=model)
+    changes: dict[str, Any] = {"framework": "megatron", "global_batch": 8 * devices, **run}
+    one = replace(one, layout=replace(one.layout, expert=expert), run=replace(one.run, **changes))
+    return predict(one, cluster(devices), SETS, is_ours=is_ours).step
 
-    few, many = (wait(active, is_ours=False) for active in (1, 8))
+
+def test_a_row_goes_once_to_each_rank_that_holds_its_experts() -> None:
+    few, many = (_of_experts(active=active).tensor_wait for active in (1, 8))
     assert many < 6 * few  # of 8 ranks, 5.3 have one of 8 experts that are chosen evenly
-    assert wait(8, is_ours=True) > wait(8, is_ours=False)
+    assert _of_experts(is_ours=True).tensor_wait > many
+    assert _of_experts(sends_copies=True).tensor_wait == pytest.approx(many * 8 / 5.25, rel=0.05)
+
+
+def test_a_row_goes_over_the_network_once_to_each_node() -> None:
+    once, copies = (_of_experts(16, expert=16, sends_copies=each).tensor_wait for each in (False, True))
+    # Of two nodes both have some of 8 experts, but for one time in 128: half of two rows leaves, and half of eight.
+    assert 3.5 < copies / once < 4.1
+
+
+def test_rows_of_experts_are_hidden_behind_another_microbatch_as_far_as_it_computes() -> None:
+    near, hidden = (_of_experts(hides_dispatch=each).tensor_wait for each in (False, True))
+    assert hidden == pytest.approx(Constants().contention * near, rel=1e-6)
+    across, shown = (
+        _of_experts(64, expert=64, width=256, sends_copies=True, hides_dispatch=each).tensor_wait
+        for each in (False, True)
+    )
+    assert 1.5 * Constants().contention * across < shown < across
+
+
+def test_what_is_recorded_as_a_graph_is_not_launched() -> None:
+    none, layers, step = (_of_experts(micro_batch=1, graphs=each).launch_wait for each in ("none", "layers", "step"))
+    assert none > 1.3 * layers
+    assert layers > 100 * step
+
+
+def test_gradients_of_experts_have_the_cards_of_the_ranks_that_hold_them() -> None:
+    """Of 16 ranks on two nodes, two hold the same experts, one on each node: they share one card, not eight."""
+    alone, shared = (_of_experts(16, expert=each) for each in (16, 8))
+    sent, here = (each.exposed + each.hidden for each in (shared, alone))
+    model = replace(SHAPE, mlp="swiglu", experts=64, active=8)
+    experts = SHAPE.layers * model.routed_params / 8
+    network = cluster(16).between
+    assert network is not None
+    # Half of the gradients (4 bytes) leaves a rank, and half of the parameters (2) comes back.
+    over_one_card = experts * (4 + 2) / 2 / (network.reached / 8)
+    assert sent - here == pytest.approx(1.15 * over_one_card, rel=0.1)
+
+
+def test_an_interleaved_pipeline_hides_gathers_behind_the_chunks_of_its_other_ranks() -> None:
+    one = workload(data=32, pipeline=4, sharding="zero1")
+    sets = {("ampere", "megatron"): Constants(launch_us=1.0)}
+
+    def exposed(seq_len: int, chunks: int) -> float:
+        run = replace(one.run, framework="megatron", compute="fp16", global_batch=2048, micro_batch=1, seq_len=seq_len)
+        found = predict(replace(one, run=run, layout=replace(one.layout, chunks=chunks)), cluster(128), sets)
+        return found.step.exposed
+
+    ends = exposed(2048, 1)  # a block's forward is long enough, and so is a backward of half the tokens
+    assert exposed(1024, 1) > 1.05 * ends
+    assert exposed(1024, 2) == pytest.approx(ends)
 
 
 def test_autocast_computes_the_softmax_of_scores_in_four_bytes() -> None:

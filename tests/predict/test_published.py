@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-from paceline_bench.scored.measured_table import RowError, read_table
-from paceline_bench.scored.published import read_case
+from paceline_bench.scored.measured_table import INPUTS, RowError, read_table
+from paceline_bench.scored.published import PublishedRun, read_case
 
 MakeTable = Callable[..., Path]
 
@@ -155,6 +155,43 @@ def test_models_without_printed_sizes_are_known_by_name(make_table: MakeTable) -
 def test_an_odd_cell_is_named_by_its_column(make_table: MakeTable, cells: dict[str, str], told: str) -> None:
     with pytest.raises(RowError) as caught:
         read_case(read_table(make_table(cells)).rows[0])
+    assert told in str(caught.value)
+
+
+MIXED = (*INPUTS, "value", "ep", "dispatcher", "graphs")  # columns of a table of runs with experts
+
+
+def _of_experts(make_table: MakeTable, **cells: str) -> PublishedRun:
+    model = dict.fromkeys(("params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
+    model |= {"model_family": "Qwen3_30B_a3B", "zero_stage_or_fsdp": "distributed optimizer"}
+    return read_case(read_table(make_table(model | cells, header=list(MIXED))).rows[0])
+
+
+def test_a_table_may_state_how_experts_are_shared_and_run(make_table: MakeTable) -> None:
+    plain = _of_experts(make_table)
+    assert (plain.workload.layout.expert, plain.workload.run.graphs) == (8, "none")
+    assert not plain.workload.run.sends_copies
+    assert not plain.workload.run.hides_dispatch
+    stated = _of_experts(make_table, ep="4", dispatcher="alltoall overlapped", graphs="layers")
+    assert (stated.expert_ranks, stated.workload.layout.expert, stated.workload.run.graphs) == ((4,), 4, "layers")
+    assert stated.workload.run.sends_copies
+    assert stated.workload.run.hides_dispatch
+    # Two tensor-parallel ranks hold different experts.
+    assert _of_experts(make_table, ep="8", tp="2", dp="4").workload.layout.expert == 4
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ({"ep": "3"}, "column ep: 3 ranks do not share 128 experts evenly, or not all 8"),
+        ({"ep": "16"}, "column ep: 16 ranks do not share 128 experts evenly, or not all 8"),
+        ({"dispatcher": "pigeon"}, "column dispatcher: 'pigeon' is none of flex, flex overlapped, alltoall, "),
+        ({"graphs": "all"}, "column graphs: 'all' is none of none, layers, step"),
+    ],
+)
+def test_an_odd_cell_of_experts_is_named_by_its_column(make_table: MakeTable, cells: dict[str, str], told: str) -> None:
+    with pytest.raises(RowError) as caught:
+        _of_experts(make_table, **cells)
     assert told in str(caught.value)
 
 

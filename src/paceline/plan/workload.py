@@ -14,6 +14,7 @@ Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
 Compute: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 Scaling: TypeAlias = Literal["", "row", "block"]
 Shown: TypeAlias = Literal["all", "activations", "states"]
+Graphs: TypeAlias = Literal["none", "layers", "step"]
 Value: TypeAlias = int | float | str | bool | list[str]  # of a config's key
 
 # What each ``checkpoint_activations`` of a layout computes again, in the blocks that it is for.
@@ -38,6 +39,8 @@ class Running:
     ``is_flat``: parameters are sharded as flat buffers, beside copies in their own shapes. ``keeps_gradients``: sharded
     ones are whole, in fp32, until the last microbatch. ``overlaps_tensor``: half of what tensor-parallel ranks send is
     hidden. ``names_precision``: the precision was searched for. ``attends_as_today``: by cuDNN's kernels of 2025.
+    ``sends_copies``: a row goes to each of its experts, not once to each place that has some. ``hides_dispatch``:
+    behind another microbatch. ``graphs``: what the host launches as CUDA graphs; experts, if ``layers``, one by one.
     """
 
     seq_len: int
@@ -58,6 +61,9 @@ class Running:
     overlaps_tensor: bool = False
     names_precision: bool = False
     attends_as_today: bool = False
+    sends_copies: bool = False
+    hides_dispatch: bool = False
+    graphs: Graphs = "none"
     shown: Shown = "all"
 
     @property

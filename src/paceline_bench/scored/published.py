@@ -6,9 +6,11 @@ Texts are read by these rules, the same for every table: a framework is *compile
 functions alone are scripted), *eager* under DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under
 megatron and for Volta, whose code is older; Megatron's loss is fused with eight-bit layers and on Blackwell; a
 recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of chunks
-that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this knows
-is refused; of a sentence, what is known in it counts. Models that tables name without printing their sizes have their
-shapes in known_models.yaml.
+that is not stated and the ranks that share a layer's experts are chosen by prediction. Tables may have three columns
+more, of runs with experts: ``ep``, the ranks that hold different experts of a layer; ``dispatcher``, ``flex`` where a
+row goes to each place once, ``alltoall`` where it goes to each expert, ``overlapped`` where another microbatch computes
+meanwhile; ``graphs``, what the host launches as CUDA graphs. A word that none of this knows is refused; of a sentence,
+what is known in it counts. Models that tables name without printing their sizes have their shapes in known_models.yaml.
 
 Predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed forward where
 everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model FLOPs; both count
@@ -19,17 +21,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import Compute, Framework, Running, Workload
+from paceline.plan.workload import Compute, Framework, Graphs, Running, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import Prediction, model_flops, predict
 from paceline.predict.memory.memory import footprint
@@ -44,6 +47,8 @@ _DOCUMENT_TOKENS = 400
 # From which year on containers of Megatron have cuDNN 9.5 and later, whose attention on Hopper is that of today.
 _CUDNN_YEAR = 2025
 
+_DISPATCHERS = ("flex", "flex overlapped", "alltoall", "alltoall overlapped")
+WordT = TypeVar("WordT", bound=str)
 _COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
 _NO_RECOMPUTE = re.compile(r"(none|no|any|n/a|not stated)\b")
 _NOT_COMPILED = re.compile(r"(no|none|false|n/a|not stated|eager)\b")
@@ -94,6 +99,7 @@ def read_case(row: Row) -> PublishedRun:
         length = round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
     sharing, precision = row.text["zero_stage_or_fsdp"].lower(), row.text["precision"].lower()
     is_plain = layout.strategy == "ddp" and layout.overlap
+    dispatcher, graphs = _word(row, "dispatcher", _DISPATCHERS), _word(row, "graphs", get_args(Graphs))
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
         micro_batch=micro_batch or 1,
@@ -111,6 +117,9 @@ def read_case(row: Row) -> PublishedRun:
         keeps_gradients="fsdp2" in sharing,
         overlaps_tensor=framework == "megatron" and layout.overlap,
         attends_as_today=framework == "megatron" and row.whole("year", 0) >= _CUDNN_YEAR,
+        sends_copies=dispatcher.startswith("alltoall"),
+        hides_dispatch="overlapped" in dispatcher,
+        graphs=graphs,
     )
     return PublishedRun(
         workload=Workload(model=model, layout=layout, run=run),
@@ -119,7 +128,7 @@ def read_case(row: Row) -> PublishedRun:
         chooses_micro_batch=micro_batch is None,
         chooses_chunks=layout.pipeline > 1 and _chunks(row) is None,
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
-        expert_ranks=_expert_degrees(model, layout.data * layout.context_ranks, layout.expert),
+        expert_ranks=_expert_degrees(row, model, cluster, layout.data * layout.context_ranks, layout.tensor),
     )
 
 
@@ -207,7 +216,7 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
         context_ranks=context,
-        expert=_expert_degrees(model, data * context, min(data * context, max(1, cluster.node.devices // tensor)))[0],
+        expert=_expert_degrees(row, model, cluster, data * context, tensor)[0],
         shard_ranks=min(group, data * context) if group else data * context,
         overlap=overlap,
         sequence_parallel=tensor > 1 and (is_cut or (framework == "megatron" and overlap)),
@@ -215,10 +224,19 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
     )
 
 
-def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]:
-    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many."""
+def _expert_degrees(row: Row, model: ModelShape, cluster: Cluster, ranks: int, tensor: int) -> tuple[int, ...]:
+    """What the row states; else as many ranks as can share a layer's experts on a node, and twice, four times ...
+
+    Of tensor-parallel ranks that hold different experts, each of these counts for one.
+    """
     if not model.experts:
         return (1,)
+    if stated := row.whole("ep", 0):
+        own = max(1, stated // tensor)
+        if ranks % own or model.experts % own:
+            raise RowError(f"column ep: {stated} ranks do not share {model.experts} experts evenly, or not all {ranks}")
+        return (own,)
+    near = min(ranks, max(1, cluster.node.devices // tensor))
     found = [max(size for size in range(1, min(near, 64) + 1) if near % size == 0 and model.experts % size == 0)]
     while 2 * found[-1] <= min(ranks, 64) and ranks % (2 * found[-1]) == 0 and model.experts % (2 * found[-1]) == 0:
         found.append(2 * found[-1])
@@ -280,6 +298,14 @@ def _checkpoint(row: Row) -> str:
     return "none"
 
 
+def _word(row: Row, column: str, known: Sequence[WordT]) -> WordT:
+    """Returns the word of a column that tables may lack; the first of those that are known where it is empty."""
+    text = row.text.get(column, "").lower()
+    if text and text not in known:
+        raise RowError(f"column {column}: {text!r} is none of {', '.join(known)}")
+    return next((word for word in known if word == text), known[0])
+
+
 def _is_word(text: str) -> bool:
     """Whether a text is one word, of which all must be known; more of them are somebody's remark."""
     return bool(text) and " " not in text
@@ -330,13 +356,17 @@ def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Predic
     chosen = min(found, key=lambda each: (not each.fits, each.seconds / each.workload.global_batch))
     if chosen.fits:
         return chosen
-    # What it holds if it does without what the row leaves open, where that fits.
-    workload = replace(chosen.workload, run=replace(chosen.workload.run, split_loss=True))
-    if case.chooses_recompute:
-        workload = replace(workload, layout=replace(workload.layout, checkpoint_activations="full"))
-    memory = footprint(workload)
+    memory = footprint(_saving(case, chosen.workload))
     fits = memory.device_bytes <= case.cluster.device.memory_bytes
     return replace(chosen, memory=memory, fits=True) if fits else chosen
+
+
+def _saving(case: PublishedRun, workload: Workload) -> Workload:
+    """Returns it without what the row leaves open: it may recompute, and split the loss."""
+    workload = replace(workload, run=replace(workload.run, split_loss=True))
+    if case.chooses_recompute:
+        workload = replace(workload, layout=replace(workload.layout, checkpoint_activations="full"))
+    return workload
 
 
 def _choices(case: PublishedRun) -> list[Workload]:
@@ -357,7 +387,7 @@ def _choices(case: PublishedRun) -> list[Workload]:
         """Returns it with as many expert-parallel ranks as it takes to fit; the least number where none does."""
         spread = [replace(workload, layout=replace(workload.layout, expert=ranks)) for ranks in case.expert_ranks]
         memory = case.cluster.device.memory_bytes
-        return next((each for each in spread if footprint(each).device_bytes <= memory), workload)
+        return next((each for each in spread if footprint(_saving(case, each)).device_bytes <= memory), workload)
 
     return [holding_experts(each) for each in found]
 

@@ -39,7 +39,7 @@ from paceline.cluster.kernels import (
     todays_attention_seconds,
 )
 from paceline.cluster.sequence_costs import AttentionWork, sequence_split, sequence_waits, share_of_pairs
-from paceline.cluster.wires import collective_seconds, group_of, wire_cost
+from paceline.cluster.wires import Collective, Group, collective_seconds, group_of, wire_cost
 from paceline.plan.layout import groups_of
 from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants, Factors, shape_of
@@ -74,7 +74,7 @@ FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 _ATTENTION = ("attention", "attention_backward")
 _MERGED = 10  # bytes: a number in bf16, and a sum in fp32 that is read and written
-EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products
+EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products; graphs of layers lack them
 # Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
 # nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
 CALL_S = 28e-6
@@ -126,9 +126,11 @@ class BlockModel:
     def costs(self) -> BlockCosts:
         (matmul_f, matmul_b, (up, down)), (attention_f, attention_b) = self._matmuls(), self._attention()
         memory_f = self._memory()
-        wait, back_wait = self._waits(attention_f)
-        kernels = self.passes.kernels + 2 * (self.layout.tensor > 1) + EXPERT_KERNELS * self.model.sparse_share
-        launch = self.constants.launch_us * 1e-6
+        sent = self._sent(matmul_f + matmul_b + attention_f + attention_b + (1 + BACKWARD_PASSES) * memory_f)
+        wait, back_wait = (each + sent for each in self._waits(attention_f))
+        kernels = EXPERT_KERNELS * self.model.sparse_share
+        kernels += 0 if self.run.graphs == "layers" else self.passes.kernels + 2 * (self.layout.tensor > 1)
+        launch = 0.0 if self.run.graphs == "step" else self.constants.launch_us * 1e-6
         forward = BlockCost(device=matmul_f + attention_f + memory_f, host=kernels * launch, wait=wait)
         backward = BlockCost(
             device=matmul_b + attention_b + BACKWARD_PASSES * memory_f, host=2 * kernels * launch, wait=back_wait
@@ -151,11 +153,9 @@ class BlockModel:
 
     def _recomputed(self, forward: BlockCost, matmul: float, attention: float, memory: float, down: float) -> BlockCost:
         match self.workload.recompute:
-            case "full" if self.run.framework != "megatron":
-                # torch stops when all that backward needs is there: the last product's result is not.
-                return BlockCost(device=forward.device - down, host=forward.host, wait=forward.wait)
             case "full":
-                return forward
+                # torch stops when all that backward needs is there: the last product's result is not.
+                return forward if self.run.framework == "megatron" else forward + BlockCost(device=-down, host=0.0)
             case "attention":
                 return BlockCost(device=attention, host=forward.host / 5)
             case "selective" if self.is_ours:  # which keep what all products and attention make
@@ -223,6 +223,30 @@ class BlockModel:
         rows = self.tokens * expert * model.active / model.experts * self._busiest()
         return rows + (0 if self.device.is_cpu else TILE / 2), max(1.0, model.experts / expert)
 
+    def _sent(self, computing: float) -> float:
+        """Returns how long a block waits, in each direction, for rows on their way to experts and back."""
+        layout, model = self.layout, self.model
+        if layout.expert == 1:
+            return 0.0
+        # Experts of published runs are whole: tensor-parallel ranks hold different ones.
+        ranks, stride = (layout.expert, layout.tensor) if self.is_ours else (layout.expert * layout.tensor, 1)
+        group = group_of(self.cluster, ranks, stride)
+        row = self.tokens / layout.tensor * model.width * self.width * self._busiest()
+        sent = [(group, row * model.active)]
+        if not (self.is_ours or self.run.sends_copies):
+            # Once to each node, and there once to each rank, that has some of its experts, which are chosen evenly.
+            near, far = (row * places * (1 - (1 - 1 / places) ** model.active) for places in (ranks, group.nodes))
+            sent = [(Group(round(group.node_ranks)), near), (group, far)]
+        moved = max(collective_seconds("all_to_all", num_bytes, over, self.cluster) for over, num_bytes in sent)
+        each = (moved + CALL_S) * self.constants.slowdown
+        if self.run.hides_dispatch:  # behind the blocks of another microbatch, which goes the other way
+            both = 2 * each * model.sparse_share
+            return both - (1 - self.constants.contention) * min(both, computing / 2)
+        # Tokens pass the shared experts while their rows are on the way there.
+        inner = model.matrices * model.shared_experts * model.inner_width / layout.tensor
+        shared = self._product(self.tokens, inner, model.width, self.linear)[0]
+        return (max(0.0, each - shared) + each) * model.sparse_share
+
     def _busiest(self) -> float:
         """Returns the rows of the busiest expert rank over the mean. Published runs are timed with even routing."""
         return busiest_share(self.model, self.layout.expert) if self.is_ours else 1.0
@@ -238,16 +262,12 @@ class BlockModel:
             ahead, back = (attention_rate(self.device, sizes, kind, self.other) for kind in _ATTENTION)
             if self.as_measured and ahead and back:
                 return flops / ahead, ATTENTION_BACKWARD * flops / back
-            if self.is_ours:
-                known = (self.device, self.constants, flops, self.run.seq_len, self.other)
-                ahead, back = (long_attention_seconds(*known, is_back=each) for each in (False, True))
-                return ahead, ATTENTION_BACKWARD * back
+            is_new = self.run.attends_as_today and self.device.generation == "hopper"
             own = (self.device, self.constants, flops, self.run.seq_len, self.other)
-            if self.run.attends_as_today and self.device.generation == "hopper":
-                ahead, back = (todays_attention_seconds(*own, is_back=each) for each in (False, True))
-                return ahead, ATTENTION_BACKWARD * back
-            forward = attention_seconds(*own)
-            return forward, ATTENTION_BACKWARD * forward
+            if not (self.is_ours or is_new):
+                return attention_seconds(*own), ATTENTION_BACKWARD * attention_seconds(*own)
+            timed = long_attention_seconds if self.is_ours else todays_attention_seconds
+            return timed(*own, is_back=False), ATTENTION_BACKWARD * timed(*own, is_back=True)
         head = model.query_width // model.heads
         batch = max(1, round(self.workload.micro_batch * model.heads / self.layout.tensor))
         length = self.run.seq_len
@@ -289,29 +309,16 @@ class BlockModel:
             return 0.0
         group = group_of(self.cluster, tensor)
         num_bytes = self.tokens * self.model.width * self.width
-        if self.layout.sequence_parallel:
-            each = collective_seconds("all_gather", num_bytes, group, self.cluster)
-            each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
-        else:
-            each = collective_seconds("all_reduce", num_bytes, group, self.cluster)
+        halves: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+        kinds = halves if self.layout.sequence_parallel else ("all_reduce",)
         # Ranks wait for each, so that no computation is in its way.
-        return 2 * (each + CALL_S) * (0.5 if self.run.overlaps_tensor else 1.0)
+        each = sum(collective_seconds(kind, num_bytes, group, self.cluster) + CALL_S for kind in kinds)
+        return 2 * each * (0.5 if self.run.overlaps_tensor else 1.0)
 
     def _waits(self, attention: float) -> tuple[float, float]:
         """In forward and in backward: for tensor-parallel ranks; for tokens on their way to experts; for the keys and
         values of ranks that share each sequence."""
         layout, model, waits = self.layout, self.model, self._tensor_wait()
-        if layout.expert > 1:
-            group = group_of(self.cluster, layout.expert, layout.tensor)
-            # Megatron's dispatchers send a row once to each of the ranks that hold its experts.
-            copies = model.active if self.is_ours else layout.expert * (1 - (1 - 1 / layout.expert) ** model.active)
-            num_bytes = self.tokens / layout.tensor * copies * model.width * self.width * self._busiest()
-            moved = collective_seconds("all_to_all", num_bytes, group, self.cluster)
-            each = (moved + CALL_S) * self.constants.slowdown
-            # Tokens pass the shared experts while their rows are on the way there.
-            inner = model.matrices * model.shared_experts * model.inner_width / layout.tensor
-            shared = self._product(self.tokens, inner, model.width, self.linear)[0]
-            waits += (max(0.0, each - shared) + each) * model.sparse_share
         if layout.context_ranks == 1:
             return waits, waits
         if not self.is_ours:  # a gather of all keys and values behind attention on those that are there

@@ -109,18 +109,15 @@ def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[
         mean_of(near, DEVICE_FIELDS, weights=[math.sqrt(each.rows) for each in near]), blocks={}, domain={}
     )
     if near == [each for key, each in sets.items() if key[1] == "eager" and each in near]:
-        device = replace(device, matmul=min(_MOST_MATMUL, device.matmul * _over_eager(sets, framework)))
+        # As much faster as they are than those of eager code on the newest generation that has both.
+        both = [each for each in GENERATIONS if {(each, framework), (each, "eager")} <= sets.keys()]
+        over = sets[both[-1], framework].matmul / sets[both[-1], "eager"].matmul if both else 1.0
+        device = replace(device, matmul=min(_MOST_MATMUL, device.matmul * over))
     same = [sets[each, framework] for each in GENERATIONS if (each, framework) in sets]
     composed = replace(device, **{name: getattr(same[-1], name) for name in FRAMEWORK_FIELDS} if same else {})
     if framework == "megatron" and generation in ("hopper", "blackwell"):
         composed = replace(composed, attention=CUDNN_ATTENTION)
     return composed, False
-
-
-def _over_eager(sets: ConstantSets, framework: str) -> float:
-    """Returns what products of a framework reach over those of eager code, on the newest generation that has both."""
-    both = [each for each in GENERATIONS if {(each, framework), (each, "eager")} <= sets.keys()]
-    return sets[both[-1], framework].matmul / sets[both[-1], "eager"].matmul if both else 1.0
 
 
 def between(sets: ConstantSets, generation: str, first: str, second: str) -> Constants:

@@ -380,7 +380,3 @@ def choose_bounds(
     for begins in reversed(cuts):
         bounds.append(begins[bounds[-1]])
     return tuple(reversed(bounds))
-
-
-def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[float, ...]:
-    return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))

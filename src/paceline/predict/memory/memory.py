@@ -175,10 +175,6 @@ class _Estimate:
     def _is_alone(self) -> bool:
         return self.layout.strategy == "ddp" and self.layout.data * self.layout.context_ranks == 1
 
-    def _stay_narrow(self) -> bool:
-        """Whether gradients stay in the dtype of the module's parameters: they are added to none, of none."""
-        return self.states.fuses_cast and self._is_alone and self.layout.accumulate == 1
-
     def total(self) -> MemoryEstimate:
         layout, model, offload = self.layout, self.model, self.offload
         blocks = [_kept(each, n, layout, offloads=offload.activations) for n, each in enumerate(model.blocks)]
@@ -203,7 +199,9 @@ class _Estimate:
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
         masters = self.slice if is_cut else self.full if self.computed_apart else 0
         host = round(self.part.in_flight * sum(each.host for each in blocks))
-        gradients = self.slice if layout.sharing.gradients else self.computed if self._stay_narrow() else self.full
+        # In the dtype of the module's parameters they are added to none, of none.
+        stay_narrow = self.states.fuses_cast and self._is_alone and layout.accumulate == 1
+        gradients = self.slice if layout.sharing.gradients else self.computed if stay_narrow else self.full
         # Of the optimizer's state, norms and biases of Muon's blocks count as matrices.
         spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in model.blocks)
         optimizer = self.states.optimizer_slots * (self.slice if layout.sharing.optimizer else self.full)
