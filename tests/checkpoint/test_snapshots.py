@@ -282,6 +282,20 @@ def test_a_keeper_gives_files_of_snapshots_alone(hosts: Hosts, request_: tuple[o
         ask(*request_)
 
 
+def test_hosts_that_meet_again_need_no_room(tmp_path: Path) -> None:
+    kept, secret = Kept(tmp_path / ROOT), secrets.token_hex(32).encode()
+    kept.make(secret)
+    files = [kept.root / "secret", kept.root / "keepers.json"]
+    before = [file.stat().st_ino for file in files]
+    for count in (1, 3, 2):
+        addresses = [Address("127.0.0.1", 10**number) for number in range(count)]
+        kept.write_secret(secret)
+        kept.write_keepers(count - 1, addresses)
+        assert kept.keepers() == (count - 1, addresses)
+    assert [file.stat().st_ino for file in files] == before
+    assert sorted(each.name for each in kept.root.iterdir()) == ["keepers.json", "secret"]
+
+
 def test_nothing_is_made_in_the_place_of_a_folder_that_is_gone(hosts: Hosts) -> None:
     root = hosts[0].kept.root
     shutil.rmtree(root)

@@ -73,6 +73,12 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (GPT, ["model={kind: gpt, size: gpt-nano}", "data.context=65"], "model.context = 64 is smaller than"),
     (GPT, ["model.context=null"], "neither model.context nor data.context is given"),
     (GPT, ["model.context=null", "data.context=8"], None),
+    # spares
+    (MLP, ["recovery.spares=64"], None),
+    (MLP, ["recovery.spares=1", "recovery.warm=false"], "recovery.spares = 1 has no effect here"),
+    (MLP, ["recovery.spares=1", "recovery.keep_processes=false"], "recovery.spares = 1 has no effect here"),
+    (MLP, ["recovery.spares=1", "monitor.hang_s=null"], "recovery.spares = 1 has no effect here"),
+    (MLP, ["recovery.spares=1", "recovery.max_restarts=0"], "recovery.spares = 1 has no effect here"),
     # experts
     (GPT, ["model.experts=8"], None),
     (GPT, ["model.experts=1"], None),

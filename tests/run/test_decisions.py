@@ -192,6 +192,14 @@ def test_memory_is_checked_for_runs_of_this_host(
     assert (decided.choice, decided.config.parallel.ranks) == (None, 1)
 
 
+@pytest.mark.parametrize(("hosts", "told"), [(None, "checkpoint.memory.copies = 2 has no effect"), (range(2, 3), "")])
+def test_copies_of_snapshots_are_for_several_hosts(hosts: range | None, told: str) -> None:
+    asked = config("parallel={device: cpu, ranks: 1}", "checkpoint.memory={every_steps: 5, copies: 2}")
+    (note,) = [each for each in decide_run(asked, hosts=hosts, host_ranks=1).notes if "checkpoint.memory" in each]
+    assert ("copies" in note) is bool(told)
+    assert told in note
+
+
 def test_hosts_have_memory_of_their_own_and_as_many_ranks_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "check_memory", lambda *_, **__: pytest.fail("of another host nobody knows"))
     asked = config("parallel.device=cpu", "train.global_batch=24")

@@ -16,8 +16,10 @@ import pytest
 from command_runs import LiveRun
 from gone_processes import wait_until_gone
 
+from paceline.errors import UsageError
 from paceline.health.exit_codes import DONE
 from paceline.records.records import EventRecord, read_records
+from paceline.run.keeper import keeping
 from paceline.run.notes import noted_processes
 
 pytestmark = [
@@ -64,6 +66,14 @@ def keeper_of(launcher: psutil.Process) -> psutil.Process:
             found += [each] if "paceline.run.keeper" in each.cmdline() else []
     assert len(found) == 1
     return found[0]
+
+
+def test_a_host_whose_memory_takes_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.run.keeper.FOLDER", tmp_path / "not there")
+    monkeypatch.setenv("PACELINE_SECRET", "x" * 64)
+    told = "nothing can be kept in .*: No such file or directory\n.*\n  give .* more room"
+    with pytest.raises(UsageError, match=told), keeping(None):
+        pass
 
 
 KILLED = (

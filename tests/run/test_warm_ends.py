@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from paceline.run import warm_client
+from paceline.run.stay import SPARES, STAYS
 from paceline.run.warm import StayingRank, WarmServer
 from paceline.run.warm_client import FORKED, LENGTH, OVER, STATUS
 
@@ -253,6 +255,24 @@ def test_a_client_that_asks_for_the_end_gets_it_and_is_told_so() -> None:
     assert made._ended == set()
     process.returncode = -signal.SIGKILL  # it was waited for
     theirs.close()
+
+
+def test_a_spare_that_ends_before_it_was_needed_is_told_and_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    link, other = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"])
+    with link, other:
+        made = server({})
+        made._ranks[process.pid] = StayingRank(link, "1", 60.0, waits=True, is_spare=True)
+        made._requests = {"1": {"environment": {STAYS: "60.0", SPARES: "1,10.0", "LOCAL_RANK": "1"}}}
+        made._spares_at_s = math.inf
+        process.kill()
+        while made._ranks:
+            made._reap()
+            time.sleep(0.001)
+        process.returncode = -signal.SIGKILL  # it was waited for
+    assert made._num_spares == 1
+    assert made._spares_at_s <= time.monotonic() + 10.0
+    assert "a spare process has ended before it was needed: another one is made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("asked", "stays"), [(OVER, True), (signal.SIGKILL, False)])

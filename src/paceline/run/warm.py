@@ -387,6 +387,9 @@ class WarmServer:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(rank.link)
                 rank.link.close()
+                if rank.is_spare:
+                    say("a spare process has ended before it was needed: another one is made")
+                    self._plan_spares(self._requests[rank.number])
             with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
                 asked = b"" if client is None else client.recv(64, socket.MSG_DONTWAIT)
                 if (client is not None or rank is not None) and (not asked or OVER in asked or signal.SIGKILL in asked):

@@ -32,7 +32,7 @@ FOLDER = Path("/dev/shm")  # nosec B108  # what lies there is in memory; folders
 ROOT = "snapshots"
 PIECE_BYTES = 2**21  # of a file, in one message
 _SECRET, _KEEPERS = "secret", "keepers.json"
-_REPLY_S, _WORK_S = 10.0, 600.0
+_REPLY_S, _WORK_S, _SLOW = 10.0, 600.0, ("digest", "copy")  # these may take as long as work does
 _AGAIN_S, _PAUSE_S = 3.0, 0.2
 _gone: set[wire.Address] = set()  # keepers for which this process has waited in vain
 
@@ -61,10 +61,9 @@ class Kept:
         return wire.read_secret(self.root / _SECRET)
 
     def write_keepers(self, place: int, addresses: Iterable[wire.Address]) -> None:
-        """Writes over what is there, which takes no room: ranks that read it are started later."""
         text = json.dumps([place, *([each.host, each.port] for each in addresses)])
         path = self.root / _KEEPERS
-        with path.open("r+" if path.exists() else "w", encoding="ascii") as file:
+        with path.open("r+" if path.exists() else "w", encoding="ascii") as file:  # what is there has its room
             file.write(text)
             file.truncate()
 
@@ -151,6 +150,3 @@ class Kept:
                     partial.replace(path)
 
         await asyncio.to_thread(copy)
-
-
-_SLOW = ("digest", "copy")
