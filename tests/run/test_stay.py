@@ -105,6 +105,9 @@ def run_on(trainer):
             time.sleep(0.01)
     threading.Thread(target=loop, daemon=True).start()
 
+def enter(trainer):
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+
 def check(trainer):
     found = ["left" in globals(), "LEFT" in os.environ, "/nowhere" in sys.path, os.getcwd() != ROOT]
     found += [torch.get_num_threads() != 1, len(threading.enumerate()) > 6]
@@ -214,15 +217,16 @@ def test_a_word_that_an_attempt_is_over_counts_for_that_attempt_whenever_it_come
     assert child.wait(60) == 1  # with its parent's end of the link
 
 
-def test_a_process_whose_threads_go_on_does_not_stay(
-    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("deed", "told"), [("run_on", "deeds.py:"), ("enter", "it left a context of torch")])
+def test_a_process_that_cannot_be_cleared_does_not_stay(
+    train: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str, told: str
 ) -> None:
     monkeypatch.setattr("paceline.run.supervise._STAYS_S", 1.5)
-    assert train("faults", ["0 2 run_on", "1 2 kill"]).code == DONE
+    assert train("faults", [f"0 2 {deed}", "1 2 kill"]).code == DONE
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]
     log = tmp_path / "faults" / "runs" / "tiny" / "logs" / "rank-0.log"
     assert "the process of rank 0 cannot stay for another attempt, so a new one takes its place" in log.read_text()
-    assert "deeds.py:" in log.read_text()
+    assert told in log.read_text()
 
 
 def test_a_spare_takes_the_place_of_a_rank_that_died(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.run.signals import PREEMPTING
-from paceline.run.stay import STAYS, StayingProcess
+from paceline.run.stay import StayingProcess
 
 PARENT = "PACELINE_PARENT"
 
@@ -77,8 +77,6 @@ def _next(staying: StayingProcess, code: int | None) -> tuple[dict[str, Any], li
 def _set_up(environment: dict[str, str], folder: str, server: int) -> None:
     os.environ.clear()
     os.environ.update(environment, **{PARENT: str(server)})
-    if STAYS in environment:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process when another one is gone
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in PREEMPTING:

@@ -243,8 +243,6 @@ def _rank_main(
         **allocator_variables(),
     )
     staying = None if link is None else StayingProcess(link)
-    if staying is not None:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process when another one is gone
     environment, folder = dict(os.environ), Path.cwd()
     while True:
         keep_to_own_cores(rank, ranks, threads)

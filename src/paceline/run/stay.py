@@ -53,7 +53,6 @@ _TRIES_S = 0.05  # from one try to interrupt the main thread to the next, and fo
 _THREADS_S = 1.0  # for the threads of an attempt to end with it, where nobody says how long the attempt may take to end
 # Of the seconds to end an attempt: handlers of errors may finish, then its threads; after all of them it is killed.
 _HANDLERS_SHARE, _CLEARS_SHARE = 0.3, 0.6
-_STAYING = ("stay", "parent")  # threads: those of this file, and the one that looks for the parent
 _TOLD = threading.Event()
 _HELPERS = ("torch._inductor", "torch/_inductor", "resource_tracker")  # processes that libraries start once
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -94,6 +93,7 @@ class StayingProcess:
         """Runs an attempt, clears what it left, and returns its code. A process that cannot be cleared ends itself."""
         try:
             try:
+                os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process when another one is gone
                 with self._ending:
                     self._ender = None
                     self._is_heard.clear()
@@ -154,6 +154,10 @@ class StayingProcess:
         if torch is not None:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
+            modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+            modes += sum(map(torch.is_autocast_enabled, ("cpu", "cuda"))) + torch.is_inference_mode_enabled()
+            if modes or torch._C._autograd._top_saved_tensors_default_hooks(False):
+                raise RuntimeError("the attempt was interrupted where it left a context of torch")
         os.sched_setaffinity(0, self._cores)
         deadline = time.monotonic() + _CLEARS_SHARE * _patience_s()
         if self._ender is not None:
@@ -182,7 +186,8 @@ class StayingProcess:
     def _threads(self) -> Iterator[str]:
         """Yields where threads are that run code of the attempt: of the user's own, or of ours."""
         staying: set[int | None] = {threading.get_ident()}
-        staying |= {thread.ident for thread in threading.enumerate() if thread.name in _STAYING}
+        # Those of this file, and the one that looks for the parent.
+        staying |= {thread.ident for thread in threading.enumerate() if thread.name in ("stay", "parent")}
         for ident, frame in sys._current_frames().items():
             current: FrameType | None = frame
             while current is not None and ident not in staying:
