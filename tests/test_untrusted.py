@@ -172,6 +172,8 @@ OWN_READERS = {
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
     "plan/rule_case.py": "a table of the package",
+    "records/event_words.py": "a table of the package",
+    "rehearse/dryrun/operators.py": "a table of the package",
 }
 
 

@@ -355,5 +355,5 @@ def test_a_step_is_evaluated_saved_and_agreed_on_in_this_order(run: Path, config
     asked = config.with_values("train", eval_every=7).with_values("parallel", ranks=4, strategy="zero1")
     every, saver, consensus = make_hooks(asked, run, StopRequest())
     assert [type(each).__name__ for each in (every, saver, consensus)] == ["Every", "Saver", "ConsensusHook"]
-    assert worker._checkpoint_folder(asked, run) == run / "checkpoints"
-    assert worker._checkpoint_folder(asked.with_values("checkpoint", folder="ck"), run) == Path("ck")
+    assert folders.checkpoint_folder(asked, run) == run / "checkpoints"
+    assert folders.checkpoint_folder(asked.with_values("checkpoint", folder="ck"), run) == Path("ck")
