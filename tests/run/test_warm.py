@@ -291,7 +291,7 @@ def test_a_rank_that_waits_and_is_killed_is_replaced(
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == -signal.SIGTERM
     os.kill(first, signal.SIGKILL)
-    wait_until_gone([first])  # else the next request may be handed to it still, and ends with it
+    wait_until_gone([first])  # its first thread: others may still hold its end of the link
     process = client("stay")
     assert attempts_in(tmp_path, 2)[1] != first
     process.kill()  # a client that is gone ends the attempt too

@@ -187,7 +187,7 @@ class Selector:
 def server(clients: dict[int, socket.socket]) -> WarmServer:
     """A server that has forked ranks before: its constructor would take this process's input and signals."""
     made = WarmServer.__new__(WarmServer)
-    made._clients, made._ended, made._ranks = clients, set(), {}
+    made._clients, made._ended, made._ranks, made._late = clients, set(), {}, {}
     made._selector = Selector()  # type: ignore[assignment]
     return made
 
@@ -273,6 +273,29 @@ def test_a_spare_that_ends_before_it_was_needed_is_told_and_replaced(capsys: pyt
     assert made._num_spares == 1
     assert made._spares_at_s <= time.monotonic() + 10.0
     assert "a spare process has ended before it was needed: another one is made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_stopped_or_dead_takes_no_request(number: signal.Signals) -> None:
+    """Though its end of the link is open: that of a process whose first thread has ended is, until its last one has."""
+    link, ranks = socket.socketpair()
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    made = server({})
+    made._ranks[process.pid] = StayingRank(link, "0", 60.0, waits=True, is_spare=True)
+    environment, output = {"PACELINE_STAYS": "60", "LOCAL_RANK": "0"}, [0, 1]
+    try:
+        process.send_signal(number)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert made._hand_over(environment, b"{}", output) == -1
+        if number == signal.SIGSTOP:
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+            assert made._hand_over(environment, b"{}", output) == process.pid
+    finally:
+        process.kill()
+        process.wait()
+        for each in (link, ranks):
+            each.close()
 
 
 @pytest.mark.parametrize(("asked", "stays"), [(OVER, True), (signal.SIGKILL, False)])

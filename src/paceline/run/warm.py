@@ -296,7 +296,7 @@ class WarmServer:
         if (late_s := self._late.pop(number, None)) is not None:
             say(f"the process of local rank {number} did not end its attempt in {late_s:g} s: another takes its place")
         for pid, rank in sorted(self._ranks.items(), key=lambda each: (each[1].is_spare, each[1].number != number)):
-            if rank.waits and (rank.is_spare or rank.number == number):
+            if rank.waits and (rank.is_spare or rank.number == number) and not _is_ending(pid, or_stopped=True):
                 rank.patience_s = float(environment[STAYS])
                 with contextlib.suppress(OSError):  # it has ended
                     socket.send_fds(rank.link, [LENGTH.pack(len(content))], output)
@@ -397,8 +397,8 @@ class WarmServer:
             self._answer(pid, os.waitstatus_to_exitcode(status))
 
 
-def _is_ending(pid: int) -> bool:
-    """Whether a process is about to end by itself, or was killed.
+def _is_ending(pid: int, *, or_stopped: bool = False) -> bool:
+    """Whether a process is about to end by itself, or was killed, or waits for SIGCONT.
 
     It can be waited for only when its last thread has ended. Others see it gone before: its files are closed, or its
     first thread has ended, and on a busy machine they may fail of that and be gone sooner than it.
@@ -407,7 +407,7 @@ def _is_ending(pid: int) -> bool:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return True
-    return bool(int(fields[6]) & _EXITING)
+    return bool(int(fields[6]) & _EXITING) or (or_stopped and fields[0] == "T")
 
 
 def main() -> None:
