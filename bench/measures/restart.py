@@ -35,6 +35,7 @@ from paceline.errors import LaunchError
 from paceline.health.diagnosis import TrainedSteps
 from paceline.records.records import EventRecord, RunRecord, read_records
 from paceline.run.notes import noted_processes, read_progress
+from paceline.run.processes import loopback_interface
 
 _KILL_AFTER = 35
 _EVERY = 10  # steps between checkpoints
@@ -302,7 +303,9 @@ def _start_ours(
 def _start_bare(scratch: Path, ranks: int, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
     (scratch / "run" / "logs").mkdir(parents=True)
     (scratch / "bare.py").write_text(_SCRIPT, encoding="utf-8")
-    return [_start([*_TORCHRUN, str(ranks), "bare.py", str(scratch / "run")], scratch, environment)]
+    # Else its new ranks may not reach one another at first, and restarts are used up.
+    variables = {"GLOO_SOCKET_IFNAME": loopback_interface(), **environment}
+    return [_start([*_TORCHRUN, str(ranks), "bare.py", str(scratch / "run")], scratch, variables)]
 
 
 def _start_hosts(
