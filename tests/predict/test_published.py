@@ -195,6 +195,11 @@ def test_an_odd_cell_of_experts_is_named_by_its_column(make_table: MakeTable, ce
     assert told in str(caught.value)
 
 
+def test_expert_ranks_are_read_also_of_a_model_without_experts(make_table: MakeTable) -> None:
+    with pytest.raises(RowError, match="column ep: "):
+        read_case(read_table(make_table({"ep": "many"}, header=list(MIXED))).rows[0])
+
+
 def test_of_a_remark_counts_what_is_known_in_it(make_table: MakeTable) -> None:
     remarks = {"compile": "per block, with graphs", "activation_recompute": "every second layer", "vpp": "interleaved"}
     case = read_case(read_table(make_table(remarks)).rows[0])

@@ -77,7 +77,7 @@ def read_case(row: Row) -> PublishedRun:
         raise RowError(f"column metric_name: {row.metric!r} is none of {', '.join(METRICS)}")
     for column in ("params_b", "global_batch"):  # also where this row's model does not need it
         row.number(column)
-    for column in _COUNTS:
+    for column in (*_COUNTS, "ep"):
         row.whole(column, 0)
     model, cluster = _model(row), _cluster(row)
     layout, framework = _layout(row, cluster, model), _framework(row)
