@@ -18,7 +18,8 @@ and two copies of every part. All meet at the first one. Of each 40 kills, in an
     1   meeting launcher   that of the first host: all end by themselves, and are started again, from the disk
 
 A kill counts as recovered when ranks have trained past the step at which it came, and none of those before what they
-went on from is trained again. They go on from memory, but for the last kind. Hosts come back after their loss. In the
+went on from is trained again: after ``seconds``, and after ``back_s`` it has trained its first step again, whichever that
+is. They go on from memory, but for the last kind. Hosts come back after their loss. In the
 end the run is interrupted; no process, no folder in memory or of scratch files, and no port may be left of it.
 """
 
@@ -93,6 +94,7 @@ class Kills:
         self._path, self._offset = folder / "runs" / "kills" / "records" / "rank-0.jsonl", 0
         self.world, self.attempts, self.step, self.snapshots = 0, 0, 0, 0
         self.resumed: dict[str, Any] = {}
+        self.is_back = False  # the newest attempt has trained a step
         self._deck: list[str] = []
 
     def draw(self) -> str:
@@ -143,9 +145,9 @@ class Kills:
                     continue
                 if record["type"] == "run":
                     self.world, self.attempts, self.snapshots = record["world_size"], self.attempts + 1, 0
-                    self.resumed = {}
+                    self.resumed, self.is_back = {}, False
                 elif record["type"] == "step":
-                    self.step = record["step"]
+                    self.step, self.is_back = record["step"], True
                 elif record["type"] == "event" and record["name"] in ("resume", "snapshot", "no_snapshots"):
                     self.snapshots += record["name"] == "snapshot"
                     if record["name"] == "resume":
@@ -308,9 +310,11 @@ def one_kill(run: Kills, number: int) -> dict[str, Any]:
         if kind == "meeting launcher":
             run.start_all()
         more = 2 if kind == "during a recovery" else 1
-        run.wait(lambda: run.attempts >= attempts + more and run.step > step and bool(run.resumed))
+        run.wait(lambda: run.attempts >= attempts + more and run.is_back and bool(run.resumed))
+        back_s = time.monotonic() - began
+        run.wait(lambda: run.step > step)
         seconds = time.monotonic() - began
-    row = {"number": number, "kind": kind, "seconds": round(seconds, 2), "world": run.world}
+    row = {"number": number, "kind": kind, "seconds": round(seconds, 2), "back_s": round(back_s, 2), "world": run.world}
     row |= {"steps_lost": max(0, step - int(run.resumed["step"])), "is_from_memory": is_snapshot(run.resumed["from"])}
     for host in gone:
         if host not in run.launchers:
@@ -352,6 +356,7 @@ def summarize(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "recovered": sum(map(is_recovered, own)),
             "most_steps_lost": max(each["steps_lost"] for each in own),
             "median_s": round(median(seconds), 2),
+            "median_back_s": round(median(each["back_s"] for each in own), 2),
             "slowest_s": max(seconds),
         }
 

@@ -8,8 +8,8 @@ cache of the compiler, which the first arm fills.
 
 A rank is killed once it is past a step between two saves; the time runs until a restarted rank has trained its first
 step (on a GPU has issued its third, which waits for the first). The arms take turns, so that the ratio stands when the
-machine is noisy. A round counts as failed where the run does not come back: a rank under torchrun may find the address
-that a dead one left in the store, and use up all restarts that way.
+machine is noisy. A round counts as failed where the run does not come back: a rank of the bare script may find the
+address that a dead one left in torchrun's store, and use up all restarts that way.
 """
 
 from __future__ import annotations
@@ -218,6 +218,8 @@ def _measure(arm: RestartArm, ranks: int, environment: Mapping[str, str]) -> Res
             if arm.spare_s is not None:
                 _wait(processes, folder, lambda _: _has_spare(folder))
                 time.sleep(arm.spare_s)
+            if arm.steps_behind:  # on a GPU a save may take longer than the steps until the first kill
+                _wait(processes, folder, lambda _: any((folder / "checkpoints").glob("step-*")))
             # As far behind a save as the first that it may be.
             before = _wait(processes, folder, lambda found: found.last_step % _EVERY == arm.kill_after % _EVERY)
             used = _used_gib() if arm.steps_behind else None

@@ -18,7 +18,7 @@ from gloo_pool import GlooPool
 from rank_functions import groups_in_any_order
 
 from paceline.comm.base import Communicator
-from paceline.comm.meeting import _own_store
+from paceline.comm.meeting import _own_store, join_store
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Backend, TorchCommunicator, connect, disconnect
@@ -255,6 +255,20 @@ def join_and_leave_many_times(comm: Communicator) -> list[int]:
     return sizes
 
 
+def come_while_only_the_earlier_attempt_is_there(comm: Communicator) -> float:
+    """Ranks meet again at an agent, whose store knows where they were; rank 0 comes when the other one waits for it."""
+    store = join_store(60.0)
+    arrived = f"{store.get('paceline attempt').decode()}/default_pg/paceline arrived 1"
+    before = store.get(arrived)
+    comm.barrier()
+    disconnect()
+    while comm.rank == 0 and store.get(arrived) == before:
+        time.sleep(0.001)
+    again = connect("gloo", device="cpu", timeout_s=60)
+    again.all_reduce(total := torch.ones(1)).wait()
+    return total.item()
+
+
 def stay_away(comm: Communicator) -> None:
     """Rank 1 does not join before rank 0 has given up."""
     store = meet_again(comm)
@@ -440,6 +454,10 @@ def test_no_rank_goes_on_before_all_have_joined_a_subgroup(gloo_pool: GlooPool, 
 
 def test_the_rank_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(join_and_leave_many_times, ranks=3) == [[3] * 4] * 3
+
+
+def test_ranks_that_an_agent_has_restarted_do_not_look_for_those_before_them(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(come_while_only_the_earlier_attempt_is_there, ranks=2) == [2.0, 2.0]
 
 
 def test_a_rank_that_never_joins_is_named(gloo_pool: GlooPool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -185,8 +184,8 @@ def test_two_copies_outlive_two_hosts(hosts: Callable[[str], HostsRun]) -> None:
     check_samples(found, resumed(found)[0])
 
 
-def test_a_stopped_keeper_costs_copies_and_no_step(hosts: Callable[[str], HostsRun]) -> None:
-    """Training goes on while a keeper does not answer, and snapshots are on their own hosts alone."""
+def test_a_stopped_keeper_is_replaced_and_costs_no_step(hosts: Callable[[str], HostsRun]) -> None:
+    """Other hosts wait for it in vain until its launcher sees that it is stopped; then copies are made again."""
     run = hosts("2:2")
     for host in "ab":
         run.start(host)
@@ -194,12 +193,13 @@ def test_a_stopped_keeper_costs_copies_and_no_step(hosts: Callable[[str], HostsR
     run.wait_for_world(2)
     children = processes_of(run.launchers["b"].pid)
     keeper = next(each for each in children if "paceline.run.keeper" in each.cmdline())
-    keeper.send_signal(signal.SIGSTOP)
-    try:
-        run.wait_until(lambda: any("without_copy" in each.detail for each in named(run.attempt(), "snapshot")))
-    finally:
-        keeper.send_signal(signal.SIGCONT)
+    keeper.suspend()
+    run.wait_until(lambda: "the keeper of this host's snapshots was stopped" in run.said("b"))
     number = len(named(run.attempt(), "snapshot"))
-    run.wait_until(lambda: "without_copy" not in named(run.attempt(), "snapshot")[-1].detail)
-    assert len(named(run.attempt(), "snapshot")) > number
+    run.wait_until(lambda: len(named(run.attempt(), "snapshot")) > number + 2)
+    assert "without_copy" not in named(run.attempt(), "snapshot")[-1].detail
+    run.lose("b")  # the copies on the other host
+    run.start("b")
+    run.wait_until(lambda: bool(named(run.attempt(), "resume")))
+    assert resumed(run.attempt())[1].startswith("snapshot:/dev/shm/")
     assert named(run.attempt(), "no_snapshots") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -16,11 +17,14 @@ import pytest
 from command_runs import LiveRun
 from gone_processes import wait_until_gone
 
+from paceline.comm.control.kept import Kept
+from paceline.comm.control.wire import SECRET
 from paceline.errors import UsageError
 from paceline.health.exit_codes import DONE
 from paceline.records.records import EventRecord, read_records
 from paceline.run.keeper import keeping
 from paceline.run.notes import noted_processes
+from paceline.run.rendezvous import rendezvous
 
 pytestmark = [
     # torch leaves the files of redirected output to the garbage collector.
@@ -137,6 +141,43 @@ def test_a_keeper_that_is_killed_is_started_again_and_holds_what_was_kept(
     assert events(folder, "no_snapshots") == []
     run.process.send_signal(signal.SIGINT)
     run.wait()
+
+
+def test_a_keeper_that_is_stopped_is_replaced_and_snapshots_go_on(project: Path, live: Callable[..., LiveRun]) -> None:
+    run = live("checkpoint.memory.every_steps=5", "checkpoint.every_steps=100000")
+    folder = project / "runs" / "tiny"
+    run.wait_until(lambda: len(events(folder, "snapshot")) >= 2)
+    keeper = keeper_of(psutil.Process(run.process.pid))
+    keeper.suspend()
+    wait_until_gone([keeper.pid])
+    known = len(events(folder, "snapshot"))
+    run.wait_until(lambda: len(events(folder, "snapshot")) > known + 1)
+    assert keeper_of(psutil.Process(run.process.pid)).pid != keeper.pid
+    run.process.send_signal(signal.SIGINT)
+    run.wait()
+
+
+def test_the_keeper_of_another_run_with_the_same_secret_is_told_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a host is lost, and its port goes to a run of the same user."""
+    monkeypatch.setenv(SECRET, secrets.token_hex(32))
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in ("own", "other"):
+            (tmp_path / name).mkdir()
+            met = stack.enter_context(rendezvous(tmp_path / name, name, None))
+            keeper = stack.enter_context(keeping(None))
+            assert keeper is not None
+            found.append((Kept(keeper.root), keeper, met))
+        for _, keeper, met in found:
+            keeper.meet(0, 1, met)
+        (own, keeper, met), (_, other, _) = found
+        keeper.meet(0, 1, met)  # as in its next attempt
+        with own.asking(keeper.address) as ask:
+            assert ask("held") == {}
+        with pytest.raises(OSError, match="the secrets differ"), own.asking(other.address) as ask:
+            ask("held")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -243,6 +243,14 @@ def test_a_spare_takes_the_place_of_a_rank_that_died(
     assert not any(psutil.pid_exists(pid) for pid, _ in first + second)
 
 
+def test_a_spare_has_compiled_before_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("gpt,", "gpt, compile: true,"))
+    code = "import sys, torch._dynamo.utils as known; from paceline.run.worker import prepare; prepare(sys.argv[1:])\n"
+    code += "print(known.counters['stats']['unique_graphs'], known.counters['aot_autograd']['ok'])"
+    found = subprocess.run([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True, check=True)
+    assert found.stdout.split() == ["1", "1"]
+
+
 def test_nothing_stays_where_that_is_not_wanted(train: Call, tmp_path: Path) -> None:
     assert train("faults", ["1 2 kill"], "recovery.keep_processes=false").code == DONE
     assert [how for _, how in processes(tmp_path / "faults", 0)] == ["new", "new"]

@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import datetime
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from paceline.errors import CommunicationError
 
 _C10D: Any = dist  # its stores are not annotated
 _WORLD = "default_pg"  # before all keys of the ranks, as torch names it
+_ANSWER = datetime.timedelta(seconds=0.2)  # until a rank looks again which part of a store rank 0 is in
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _kept: list[ControlStore] = []  # of this process's groups, which hold no reference to them
 
@@ -41,6 +44,8 @@ class Meeting:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = _own_store(world, self._timeout) if rank == 0 else None
             store = store or join_store(self._timeout.total_seconds())
+            is_agents = not (isinstance(store, ControlStore) or does_first_rank_hold_store())
+            store = self._part_of(store, rank, world) if is_agents else store
             self._store = _C10D.PrefixStore(_WORLD, store)
             self._store.set(f"paceline arrived {rank}", "")
             # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
@@ -51,6 +56,28 @@ class Meeting:
             _kept.append(store)
         atexit.unregister(disconnect)  # of an earlier meeting
         atexit.register(disconnect)
+
+    def _part_of(self, store: Any, rank: int, world: int) -> Any:
+        """Agrees on a part of the store of torchrun's agent: it has what ranks left there before they were restarted.
+
+        Rank 0 names the part, and answers each rank that comes there: in the part of an earlier attempt nobody does.
+        """
+        own, deadline = secrets.token_hex(4), time.monotonic() + self._timeout.total_seconds()
+        if rank == 0:
+            store.set("paceline attempt", own)
+        while True:
+            part = _C10D.PrefixStore(store.get("paceline attempt").decode(), store)
+            self._store = _C10D.PrefixStore(_WORLD, part)
+            self._store.set(f"paceline arrived {rank}", own)
+            try:
+                if rank:
+                    self._store.wait([f"paceline answers {own}"], _ANSWER)
+                for other in range(1, 1 if rank else world):
+                    self._store.set(f"paceline answers {self._store.get(f'paceline arrived {other}').decode()}", "")
+                return part
+            except RuntimeError:
+                if rank == 0 or time.monotonic() > deadline:
+                    raise
 
     def wait_until_all_joined(self) -> None:
         with self._explained("joined"):

@@ -206,6 +206,12 @@ def load_compiler() -> None:
         _loading[0].start()
 
 
+def try_compiler(device: str) -> None:
+    """Compiles a small function and its backward pass, in which torch finds out what it remembers for all others."""
+    compiled = Compiled(lambda inputs: torch.nn.functional.gelu(inputs @ inputs).sum(), "a trial")
+    compiled(torch.ones(8, 8, device=device, requires_grad=True)).backward()
+
+
 # Of a cast and its transposed copy torch 2.11 writes one kernel for CUDA, in which threads read what others may write
 # later: gradients of experts with operands of 8 bits are wrong. Without the analysis, there are two kernels.
 FLOAT8_EXPERTS: Final = {"triton.coalesce_tiling_analysis": False}

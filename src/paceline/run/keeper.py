@@ -11,6 +11,7 @@ keeper removes the folder and ends. No torch.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -21,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from paceline.comm.control.kept import FOLDER, ROOT, Kept
 from paceline.comm.control.server import ControlServer
@@ -48,9 +51,9 @@ class Keeper:
     def meet(self, place: int, size: int, met: Rendezvous) -> None:
         """Tells the hosts of a round where this keeper answers, and learns where theirs do, before ranks start.
 
-        Those of a round have proved one secret; the first host may have left a new one since this keeper was made.
+        Those of a round have proved one secret, which other runs may have: a keeper's has the name of its run in it.
         """
-        Kept(self.root).write_secret(secret_of(os.environ))
+        Kept(self.root).write_secret(hashlib.sha256(secret_of(os.environ) + met.name_of_run()).hexdigest().encode())
         addresses = [self.address]
         if size > 1:
             told = met.exchange("keepers", f"{self.address.host} {self.address.port}", place, size)
@@ -58,12 +61,15 @@ class Keeper:
         Kept(self.root).write_keepers(place, addresses)
 
     def look(self) -> bool:
-        """Starts the keeper again if it has ended."""
-        code = self._process.poll()
-        if code is not None:
+        """Starts the keeper again if it has ended, or was stopped and would let other hosts wait."""
+        code, was_stopped = self._process.poll(), _is_stopped(self._process.pid)
+        if code is not None or was_stopped:
             from paceline.run.logs import say
 
-            say(f"the keeper of this host's snapshots ended with {code}: another one is started, and holds them on")
+            self._process.kill()
+            how = "was stopped" if was_stopped else f"ended with {code}"
+            say(f"the keeper of this host's snapshots {how}: another one is started, and holds them on")
+            self._process.wait()
             self._process = self._start()
         return False
 
@@ -79,6 +85,12 @@ class Keeper:
             pass_fds=[number],
             start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
-from paceline.engines.blocks import load_compiler
+from paceline.engines.blocks import load_compiler, try_compiler
 from paceline.engines.engine import ignore_phase
 from paceline.errors import CheckpointError, LostRankError, MisfitError, PreemptedError, RankFailedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
@@ -126,9 +126,11 @@ def prepare(arguments: Sequence[str]) -> None:
     """Does what takes a new process long, and asks for no other rank: a spare does it ahead (``warm.py``)."""
     config = load_config(config_of(Path(arguments[0])))
     processes.keep_compiled(config)
-    if config.model.compile not in (False, "none"):
+    if compiles := config.model.compile not in (False, "none"):
         load_compiler()
     processes.open_device(config, waits=True)
+    if compiles:
+        try_compiler("cuda" if processes.uses_gpu(config) else "cpu")
 
 
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
