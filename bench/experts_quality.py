@@ -4,8 +4,7 @@ All train on the same batches of text in one process with one thread, and take t
 as many weights; the mixtures hold more of them. Losses are those of the evaluation set,
 
     after the same steps        of the dense model and of each mixture
-    after the same time         that of the dense model at its first evaluation at which it has had as long as the
-                                mixture, or longer: it goes on until it has had as long as the slowest
+    after the same time         the dense model goes on until it has had as long as each mixture
 
 Time is the steps times what one took on the mean: that of the processor, which other work on the machine slows down
 less than the clock. On a GPU (``--device cuda``) it is the clock's, and the first turn of each model, in which it is
@@ -24,6 +23,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import math
 import pydoc
 import sys
 import tempfile
@@ -119,29 +119,34 @@ def _keys(words: str) -> dict[str, Any]:
 
 
 def compare(arms: dict[str, Arm], steps: int, every: int) -> list[dict[str, Any]]:
-    """Trains all for as many steps, in turns; the dense one for as long as the slowest mixture besides."""
+    """Trains all for as many steps, in turns; the dense one for as long as each mixture besides."""
     for _ in range(0, steps, every):
         for arm in arms.values():
             arm.run(every)
     dense, plan = arms[DENSE], arms[DENSE].trainer.parts.plan
-    while dense.trainer.step * dense.step_s < max(steps * arm.step_s for arm in arms.values()):
-        dense.run(every)
+    paces = {name: arm.step_s for name, arm in arms.items()}  # of the turns that they took together
+    in_same_time = {}
+    for name in sorted(paces, key=lambda name: paces[name]):
+        asked = math.ceil(steps * paces[name] / paces[DENSE])
+        if asked > dense.trainer.step:
+            dense.run(asked - dense.trainer.step)
+        in_same_time[name] = dense.trainer.step
     rows = []
     for name, arm in arms.items():
-        of_dense = next(step for step in dense.losses if step >= steps * arm.step_s / dense.step_s)
         row = {
             "arm": name,
             "parameters": arm.trainer.parts.engine.num_parameters,
             "steps": steps,
             "epochs": round(steps * plan.batch.global_batch / plan.train_samples, 2),
             "loss": round(arm.losses[steps], 4),
-            "step_ms": round(1e3 * arm.step_s, 3),
-            "train_s": round(steps * arm.step_s, 1),
+            "step_ms": round(1e3 * paces[name], 3),
+            "train_s": round(steps * paces[name], 1),
             "busiest_expert": round(arm.busiest, 3),
             "losses": {step: round(loss, 4) for step, loss in arm.losses.items()},
         }
         if arm is not dense:
-            row |= {"dense_steps_in_same_time": of_dense, "dense_loss_in_same_time": round(dense.losses[of_dense], 4)}
+            longer = in_same_time[name]
+            row |= {"dense_steps_in_same_time": longer, "dense_loss_in_same_time": round(dense.losses[longer], 4)}
         rows.append(row)
     return rows
 
