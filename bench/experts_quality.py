@@ -4,11 +4,14 @@ All train on the same batches of text in one process with one thread, and take t
 as many weights; the mixtures hold more of them. Losses are those of the evaluation set,
 
     after the same steps        of the dense model and of each mixture
-    after the same time         the dense model goes on until it has had as long as the slowest mixture
+    after the same time         the dense model goes on until it has had as long as each mixture
 
-Time is that of the processor, which other work on the machine slows down less than the clock. On a GPU (``--device
-cuda``) it is the clock's, without the first turn of each model, in which it is compiled. The rate is constant after its
-warm-up, so that a loss does not depend on how long a run was meant to be.
+Time is the steps times what one took on the mean: that of the processor, which other work on the machine slows down
+less than the clock. On a GPU (``--device cuda``) it is the clock's, and the first turn of each model, in which it is
+compiled, is not among the steps that are timed. Evaluations are not either. The rate is constant after its warm-up, so
+that a loss does not depend on how long a run was meant to be.
+
+An arm is ``dense``, a name of ``ROUTERS``, or keys of ``model.router``, such as ``scale=2 balance_weight=0.001``.
 
 The text of the config, the topics of Python's help, is short: ``--modules`` adds what ``help()`` shows of each module
 of the standard library, ten times as much.
@@ -20,6 +23,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import math
 import pydoc
 import sys
 import tempfile
@@ -30,6 +34,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import yaml
 
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, load_config
@@ -59,12 +64,17 @@ def _now(on_gpu: bool) -> float:
 
 @dataclass(slots=True)
 class Arm:
-    """One model in training: seconds of the processor that its steps took, and losses of evaluations by step."""
+    """One model in training, with the losses of its evaluations by step."""
 
     trainer: Trainer
-    seconds: float = 0.0
     losses: dict[int, float] = field(default_factory=dict)
     busiest: float = 0.0  # load of the busiest expert over the fair share, in the last turn; mean over layers
+    timed_s: float = 0.0
+    num_timed: int = 0  # steps
+
+    @property
+    def step_s(self) -> float:
+        return self.timed_s / max(1, self.num_timed)
 
     def run(self, steps: int) -> None:
         """Trains on, and evaluates, which is not timed."""
@@ -75,14 +85,15 @@ class Arm:
             next(going)
         going.close()
         if self.losses or not on_gpu:
-            self.seconds += _now(on_gpu) - start
+            self.timed_s += _now(on_gpu) - start
+            self.num_timed += steps
         loads = [each.choices.double() for each in take_loads(self.trainer.parts.engine.module).values()]
         self.busiest = sum(float(each.max() / each.mean()) for each in loads) / max(1, len(loads))
         found = self.trainer.evaluate()
         assert found is not None
         self.losses[self.trainer.step] = found.loss
-        parameters = self.trainer.parts.engine.num_parameters
-        print(f"{parameters:,} parameters, step {self.trainer.step}: {found.loss:.4f}", file=sys.stderr)
+        done = f"step {self.trainer.step}, {1e3 * self.step_s:.2f} ms each: {found.loss:.4f}"
+        print(f"{self.trainer.parts.engine.num_parameters:,} parameters, {done}", file=sys.stderr)
 
 
 def make_arms(config: Config, names: list[str], device: str = "cpu") -> dict[str, Arm]:
@@ -95,36 +106,49 @@ def make_arms(config: Config, names: list[str], device: str = "cpu") -> dict[str
             model["mlp_width"] = shape.active * shape.expert_width
             model = {key: value for key, value in model.items() if key not in _EXPERT_KEYS}
         else:
-            model["router"] = ROUTERS[name]
+            model["router"] = ROUTERS[name] if name in ROUTERS else _keys(name)
         changed = Config.model_validate({**config.model_dump(exclude_unset=True), "model": model})
         made[name] = Arm(build_trainer(changed, SoloCommunicator(torch.device(device))))
     return made
 
 
+def _keys(words: str) -> dict[str, Any]:
+    """Returns the keys of ``model.router`` that an arm names."""
+    pairs = (each.partition("=") for each in words.split())
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
 def compare(arms: dict[str, Arm], steps: int, every: int) -> list[dict[str, Any]]:
-    """Trains all for as many steps, in turns; the dense one for as long as the slowest mixture besides."""
+    """Trains all for as many steps, in turns; the dense one for as long as each mixture besides."""
     for _ in range(0, steps, every):
         for arm in arms.values():
             arm.run(every)
-    dense = arms[DENSE]
-    same_steps = {name: (arm.losses[steps], arm.seconds) for name, arm in arms.items()}
-    slowest = max(arm.seconds for arm in arms.values())
-    while dense.seconds < slowest:
-        dense.run(every)
-    return [
-        {
+    dense, plan = arms[DENSE], arms[DENSE].trainer.parts.plan
+    paces = {name: arm.step_s for name, arm in arms.items()}  # of the turns that they took together
+    in_same_time = {}
+    for name in sorted(paces, key=lambda name: paces[name]):
+        asked = math.ceil(steps * paces[name] / paces[DENSE])
+        if asked > dense.trainer.step:
+            dense.run(asked - dense.trainer.step)
+        in_same_time[name] = dense.trainer.step
+    rows = []
+    for name, arm in arms.items():
+        row = {
             "arm": name,
             "parameters": arm.trainer.parts.engine.num_parameters,
             "steps": steps,
-            "loss": round(same_steps[name][0], 4),
-            "train_s": round(same_steps[name][1], 1),
+            "epochs": round(steps * plan.batch.global_batch / plan.train_samples, 2),
+            "loss": round(arm.losses[steps], 4),
+            "step_ms": round(1e3 * paces[name], 3),
+            "train_s": round(steps * paces[name], 1),
             "busiest_expert": round(arm.busiest, 3),
             "losses": {step: round(loss, 4) for step, loss in arm.losses.items()},
-            "steps_in_same_time": max(arm.losses),
-            "loss_in_same_time": round(arm.losses[max(arm.losses)], 4),
         }
-        for name, arm in arms.items()
-    ]
+        if arm is not dense:
+            longer = in_same_time[name]
+            row |= {"dense_steps_in_same_time": longer, "dense_loss_in_same_time": round(dense.losses[longer], 4)}
+        rows.append(row)
+    return rows
 
 
 def documentation() -> str:
@@ -147,7 +171,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="else the record is printed alone")
     parser.add_argument("changes", nargs="*", help="of the config: key=value")
     asked = parser.parse_args()
+    names = asked.arms.split(",")
+    if DENSE not in names:
+        parser.error(f"--arms {asked.arms}: the others are compared with {DENSE}; add it")
+    if asked.steps % asked.every or (asked.device == "cuda" and asked.steps == asked.every):
+        turns = "turns, and on a GPU the first is not timed" if asked.device == "cuda" else "turns"
+        parser.error(f"--steps {asked.steps} with --every {asked.every}: a run has whole {turns}")
     torch.set_num_threads(1)
+    if asked.device == "cuda":  # the models share their code, of which torch compiles so many versions and no more
+        compiler: Any = torch._dynamo.config
+        compiler.cache_size_limit = max(compiler.cache_size_limit, 4 * len(names))
     most = f"train.steps={100 * asked.steps}"
     with tempfile.TemporaryDirectory() as folder:
         texts = []
@@ -155,7 +188,7 @@ def main() -> None:
             (Path(folder) / "documentation.txt").write_text(documentation())
             texts = [f"data.path={folder}/documentation.txt"]
         config = load_config(CONFIG, [*_PLAIN, most, *texts, *asked.changes])
-        rows = compare(make_arms(config, asked.arms.split(","), asked.device), asked.steps, asked.every)
+        rows = compare(make_arms(config, names, asked.device), asked.steps, asked.every)
     given = {
         "config": CONFIG.name,
         "device": asked.device,
