@@ -89,6 +89,6 @@ def mask_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 def language_model(kind: str, folder: str, **sizes: Any) -> None:
     """Writes the folder of a causal language model of transformers: its config, and no weights."""
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig  # threads may ask for it at once
 
     AutoConfig.for_model(kind, **sizes).save_pretrained(folder)

@@ -21,10 +21,13 @@ on_gpu = [
 ]
 
 
-def values(optim: str = "adamw", **train: Any) -> dict[str, Any]:
+EXPERTS = {"experts": 4, "active": 2, "router": {"balance": "bias", "balance_weight": 0.01}}
+
+
+def values(optim: str = "adamw", model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     momentum = {"momentum": 0.9, "nesterov": True} if optim == "sgd" else {}
     return {
-        "model": {"kind": "gpt", "size": "gpt-nano", "context": 64, "dropout": 0.1},
+        "model": {"kind": "gpt", "size": "gpt-nano", "context": 64, "dropout": 0.1, **(model or {})},
         "data": {"kind": "synthetic_tokens", "samples": 150, "vocab_size": 64, "context": 64},
         "train": {"steps": 25, "global_batch": 16, "seed": 3, **train},  # 150 samples: every tenth batch is ragged
         "optim": {"kind": optim, **momentum, "lr": 1e-3, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 5}},
@@ -50,6 +53,10 @@ class TestOnGpu:
     def test_so_is_one_of_sgd(self, precision: str, accumulate: int) -> None:
         if precision != "bf16_master":
             self.compare({"optim": "sgd", "precision": precision, "accumulate": accumulate})
+
+    def test_so_is_one_whose_ranks_add_up_loads_of_experts(self, precision: str, accumulate: int) -> None:
+        if precision == "bf16_master":
+            self.compare({"model": EXPERTS, "precision": precision, "accumulate": accumulate})
 
     @staticmethod
     def compare(options: dict[str, Any]) -> None:

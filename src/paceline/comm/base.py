@@ -375,6 +375,7 @@ class Trace:
         self.num_bytes: Counter[str] = Counter()
         self._clock = DeviceClock(device) if clock is None else clock
         self._is_waiting = False
+        self._is_cuda = device.type == "cuda" and clock is None
         self.times_calls = device.type == "cpu"  # elsewhere they take time of the host, and none of the device
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length
         self.adds_up = False  # by kind and group, for whoever takes the totals
@@ -386,8 +387,8 @@ class Trace:
         self.num_bytes[kind] += num_bytes
 
     def begin_wait(self) -> Mark | None:
-        """Marks where the compute begins to wait; None where it waits already."""
-        if self._is_waiting:
+        """Marks where the compute begins to wait; None where it waits already, or a graph is recorded: none is read."""
+        if self._is_waiting or (self._is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         self._is_waiting = True
         return self._clock.mark()
