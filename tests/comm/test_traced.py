@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from paceline.clock import DeviceClock
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -115,6 +116,15 @@ def test_waits_are_the_time_that_compute_stood_still() -> None:
         assert 0 <= end.seconds_since(start) <= operation.end_s - operation.start_s
     for (start, end), operation in zip(calls, wrapped.trace.operations, strict=False):
         assert operation.start_s <= float(start) <= float(end) <= operation.end_s  # type: ignore[arg-type]
+
+
+def test_no_wait_is_timed_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(torch.device("cuda"), clock=DeviceClock(CPU))  # trainers always name a clock
+    comm = TracedCommunicator(SoloCommunicator(CPU), trace)
+    for is_recorded, waits in ((True, 0), (False, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_recorded: now)
+        comm.all_reduce(torch.ones(1)).wait()
+        assert len(trace.waits) == waits
 
 
 def test_a_second_wait_is_not_a_second_operation() -> None:

@@ -375,7 +375,7 @@ class Trace:
         self.num_bytes: Counter[str] = Counter()
         self._clock = DeviceClock(device) if clock is None else clock
         self._is_waiting = False
-        self._is_cuda = device.type == "cuda" and clock is None
+        self._is_cuda = device.type == "cuda"
         self.times_calls = device.type == "cpu"  # elsewhere they take time of the host, and none of the device
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length
         self.adds_up = False  # by kind and group, for whoever takes the totals
