@@ -75,6 +75,7 @@ class ModelShape:
     active: int = 0
     shared_experts: int = 0
     expert_width: int = 0
+    expert_bias: bool = False
     dense_layers: int = 0  # the first ones, before those with experts
     router: RouterRule = RouterRule()
     total_params: float = 0.0

@@ -47,6 +47,7 @@ _DOCUMENT_TOKENS = 400
 # From which year on containers of Megatron have cuDNN 9.5 and later, whose attention on Hopper is that of today.
 _CUDNN_YEAR = 2025
 
+_SMALL_BUBBLE = 0.005
 _DISPATCHERS = ("flex", "flex overlapped", "alltoall", "alltoall overlapped")
 WordT = TypeVar("WordT", bound=str)
 _COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
@@ -100,6 +101,10 @@ def read_case(row: Row) -> PublishedRun:
     sharing, precision = row.text["zero_stage_or_fsdp"].lower(), row.text["precision"].lower()
     is_plain = layout.strategy == "ddp" and layout.overlap
     dispatcher, graphs = _word(row, "dispatcher", _DISPATCHERS), _word(row, "graphs", get_args(Graphs))
+    if model.experts and not row.text.get("dispatcher") and _hides_dispatch(row, layout, micro_batch):
+        dispatcher = "flex overlapped"
+    if model.experts and not row.text.get("graphs") and cluster.device.name.startswith("gb"):
+        graphs = "layers"
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
         micro_batch=micro_batch or 1,
@@ -130,6 +135,14 @@ def read_case(row: Row) -> PublishedRun:
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
         expert_ranks=_expert_degrees(row, model, cluster, layout.data * layout.context_ranks, layout.tensor),
     )
+
+
+def _hides_dispatch(row: Row, layout: Layout, micro_batch: float | None) -> bool:
+    """Whether a pipeline has more chunks than its bubble asks for: those are for an all-to-all behind another chunk."""
+    batch = row.number("global_batch")
+    if layout.chunks == 1 or micro_batch is None or batch is None:
+        return False
+    return (layout.pipeline - 1) * micro_batch * layout.data / batch / layout.chunks < _SMALL_BUBBLE
 
 
 def _is_encoder(row: Row) -> bool:

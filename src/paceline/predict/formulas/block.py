@@ -74,6 +74,7 @@ FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 _ATTENTION = ("attention", "attention_backward")
 _MERGED = 10  # bytes: a number in bf16, and a sum in fp32 that is read and written
+BIAS_PASSES = 22
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products; graphs of layers lack them
 # Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
 # nccl-tests on A100 take 46 us (2 GPUs) to 81 us (8) before bytes count, 31 to 25 us more than that.
@@ -283,7 +284,8 @@ class BlockModel:
         hidden = self.passes.hidden * model.width / across
         gate = self.passes.gate if model.gated else 0.0
         wide = (self.passes.ffn + gate) * model.hidden_width / tensor
-        wide += 6 * model.sparse_share * model.active * model.width
+        sent = 6 + BIAS_PASSES * model.expert_bias
+        wide += sent * model.sparse_share * model.active * model.width
         return self._memory_seconds(self.width * self.tokens * (wide if mlp_alone else hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:
