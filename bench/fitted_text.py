@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.constants import (
@@ -13,10 +14,11 @@ from paceline.predict.formulas.constants import (
     SHAPE_COLUMNS,
     ConstantSets,
     Domain,
-    DomainKey,
     MeasuredBlocks,
     sizes_of,
 )
+
+DomainKey: TypeAlias = tuple[str, str, str]  # generation, framework, kind of model
 
 
 def format_constants(sets: ConstantSets) -> str:
@@ -71,7 +73,7 @@ def format_held_out(held_out: Mapping[str, ConstantSets]) -> str:
 
 
 def format_domain(domain: Mapping[DomainKey, Domain]) -> str:
-    """Writes a domain as YAML that ``read_domain`` reads: generation, framework, kind."""
+    """Writes a domain as YAML that ``read_constants`` reads: generation, framework, kind."""
     lines: list[str] = []
     before: tuple[str, ...] = ("", "")
     for generation, framework, kind in sorted(domain):

@@ -1,4 +1,6 @@
-"""Writes the table of scores in docs/prediction.md: bench/score_table.py [--write].
+"""Writes the table of scores in docs/prediction.md: bench/score_table.py [--write] [--without COLUMN ...].
+
+``--without``: as a table would be scored that lacks some columns (``ep dispatcher graphs``: how experts are run).
 
 Families are rows of a table whose names begin alike; the sentence beside each is for readers, and touches no score.
 ``tests/docs/test_figures.py`` compares the page with what this script prints.
@@ -8,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from paceline_bench.scored.measured_table import Table, read_shipped
 from paceline_bench.scored.validation import ErrorScores, FamilyScores, Validation, validate
 
 DOCUMENT = Path(__file__).parents[1] / "docs/prediction.md"
+OPTIONAL = ("ep", "dispatcher", "graphs")  # columns that say how experts are run, which tables may lack
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
 FAMILIES = {
     "mpt": "MPT, FSDP on A100 and H100",
@@ -37,8 +42,11 @@ FAMILIES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"write it into {DOCUMENT.name}")
+    parser.add_argument("--without", nargs="+", metavar="COLUMN", choices=OPTIONAL, default=[], help="left empty")
     arguments = parser.parse_args()
-    text = scores(read_shipped())
+    if arguments.write and arguments.without:
+        parser.error(f"--write --without: {DOCUMENT.name} has the scores of the whole table")
+    text = scores(without(read_shipped(), arguments.without))
     print(text)
     if arguments.write:
         document = DOCUMENT.read_text()
@@ -47,8 +55,15 @@ def main() -> None:
         DOCUMENT.write_text(before + BEGIN + text + END + after)
 
 
+def without(table: Table, columns: Iterable[str]) -> Table:
+    """Returns the table as it would be if it lacked some columns."""
+    empty = dict.fromkeys(columns, "")
+    return replace(table, rows=tuple(replace(row, text={**row.text, **empty}) for row in table.rows))
+
+
 def scores(table: Table) -> str:
     dev, calib, whole = (validate(table, split) for split in ("dev", "calib", None))
+    bare = validate(without(table, OPTIONAL), "dev")
     about = (
         f"`paceline validate` scores the {len(dev.rows)} `dev` rows, `paceline validate --split calib` the "
         f"{len(calib.rows)} `calib` rows. `bench/score_table.py` writes this part of the page from the same rows."
@@ -61,7 +76,9 @@ def scores(table: Table) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [_line(each, _family(dev, each.family), _family(calib, each.family)) for each in whole.families]
     lines.append(_last_line(dev, calib, whole))
-    return "\n\n".join([_wrapped(about), "\n".join(lines), *map(_wrapped, _paragraphs(dev))]) + "\n"
+    return (
+        "\n\n".join([_wrapped(about), "\n".join(lines), *map(_wrapped, (*_paragraphs(dev), _bare(dev, bare)))]) + "\n"
+    )
 
 
 def _last_line(dev: Validation, calib: Validation, whole: Validation) -> str:
@@ -96,6 +113,20 @@ def _paragraphs(dev: Validation) -> list[str]:
         f"among the first three. Scaling efficiency is within {scaling.points:.1f} points on {scaling.rows} rows. "
         f"Memory is off by {_mean(dev.memory)} over {_rows(dev.memory)} rows. {_fits(dev)}",
     ]
+
+
+def _bare(dev: Validation, bare: Validation) -> str:
+    pairs = [(each, _family(dev, each.family)) for each in bare.families]
+    moved = [
+        f"{FAMILIES.get(each.family, each.family)} is off by {_mean(each.held_out)}, with "
+        f"{_percent(each.held_out_coverage)} of its rows in their band"
+        for each, other in pairs
+        if other is None or each.held_out != other.held_out
+    ]
+    held, told = _percent(bare.held_out_mean_over_families), f"without the columns {', '.join(OPTIONAL)}"
+    return f"As a table is scored {told} (`--without {' '.join(OPTIONAL)}`): {held} with each family held out. " + (
+        f"{'; '.join(moved)}." if moved else "No family moves."
+    )
 
 
 def _fits(dev: Validation) -> str:

@@ -40,8 +40,8 @@ LINES = {
     "health": 1_570,  # verdicts on experts
     "launch": 2_850,
     "models": 3_825,  # attention over ranks and inside documents; experts, their balance, their adapters
-    "plan": 1_607,  # the same; ranks that share sequences; shapes with experts, and the rules for their ranks
-    "predict": 4_375,  # what snapshots cost; whole gradients; what is least certain
+    "plan": 1_610,  # the same; ranks that share sequences; shapes with experts and more heads, rules for their ranks
+    "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
     "rehearse": 3_005,  # one of many ranks on a real GPU
     "run": 8_210,  # keeper.py: a host's snapshots
@@ -54,7 +54,7 @@ LINES = {
 
 # Lines of the packages beside this one. The course has its curves, its capstone, lessons on scale and on experts, and
 # what these begin with on the page with sliders, which came from its script.
-BESIDE_LINES = {"paceline_bench": 3_820, "paceline_classic": 1_800, "paceline_course": 1_920}
+BESIDE_LINES = {"paceline_bench": 3_830, "paceline_classic": 1_800, "paceline_course": 1_920}
 PACKAGES = [SOURCE, *map(SOURCE.with_name, BESIDE_LINES)]
 
 FILE_NAME = re.compile(r"(?<![\w/.*{}<>-])[\w/]+\.py(?!\w)")

@@ -34,8 +34,8 @@ FORMULA, SETTING, EXAMPLE = "a formula's value", "a setting of the code", "an ex
 VALIDATED = "paceline validate prints it: tests/cli/test_validate_command.py"
 TRIED = "a fit that was tried, and is not in the repository"
 EXCEPTIONS: dict[str, dict[str, str]] = {
-    "README.md": {"6.8 %": VALIDATED, "6.1 %": VALIDATED},
-    "docs/planning.md": {"6.8 %": VALIDATED, "6.1 %": VALIDATED},
+    "README.md": {"6.6 %": VALIDATED, "5.9 %": VALIDATED},
+    "docs/planning.md": {"6.6 %": VALIDATED, "5.9 %": VALIDATED},
     "docs/chaos.md": {"0.2 ms": SETTING},
     "docs/checkpoint-tools.md": {"95.8 %": EXAMPLE, "93.6 %": EXAMPLE},
     "docs/collectives.md": {"1.2 GB": SETTING},
@@ -52,7 +52,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "docs/monitoring.md": {"0.6 MB": FORMULA, "0.1 MB": FORMULA},
     "docs/muon.md": {"1.5 times": SETTING},
     "docs/prediction.md": {
-        **dict.fromkeys(("6.8 %", "6.1 %", "93.5 %", "94.2 %", "15.8 %"), VALIDATED),
+        **dict.fromkeys(("6.6 %", "94.2 %", "93.3 %"), VALIDATED),
         **dict.fromkeys(
             ("11.3 %", "8.8 %", "9.2 %", "9.9 %", "11.6 %", "9.7 %", "10.2 %", "0.5 %", "5.9 %", "5.5 %", "6.3 %"),
             TRIED,
@@ -60,6 +60,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("10.9 %", "7.7 %", "16.5 %", "16.2 %", "7.6 %", "5.8 %", "8.4 %", "19.1 %"), TRIED),
         **dict.fromkeys(("7.4 %", "10.3 %", "8.0 %", "8.2 %", "13.4 %", "7.2 %", "16.6 %", "14.4 %", "10.8 %"), TRIED),
         **dict.fromkeys(("7.9 %", "7.3 %", "10.7 %", "12.3 %", "12.1 %", "13.2 %"), TRIED),
+        **dict.fromkeys(("4.9 %", "7.8 %", "9.5 %", "8.9 %", "15.8 %", "7.1 %", "11.5 %", "11.8 %", "6.8 %"), TRIED),
         "1.4 times": SETTING,
     },
     "docs/report.md": {"1.67 times": FORMULA},

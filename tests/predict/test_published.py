@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 from paceline_bench.scored.measured_table import INPUTS, RowError, read_table
-from paceline_bench.scored.published import PublishedRun, read_case
+from paceline_bench.scored.published import PublishedRun, predict_case, read_case
 
 MakeTable = Callable[..., Path]
 
@@ -178,6 +178,36 @@ def test_a_table_may_state_how_experts_are_shared_and_run(make_table: MakeTable)
     assert stated.workload.run.hides_dispatch
     # Two tensor-parallel ranks hold different experts.
     assert _of_experts(make_table, ep="8", tp="2", dp="4").workload.layout.expert == 4
+
+
+def test_what_a_table_does_not_say_of_experts_follows_from_device_and_pipeline(make_table: MakeTable) -> None:
+    def graphs(gpu: str, **cells: str) -> str:
+        return _of_experts(make_table, gpu=gpu, **cells).workload.run.graphs
+
+    assert [graphs(name) for name in ("GB200", "GB300", "B300", "H100-80GB-SXM")] == [
+        "layers",
+        "layers",
+        "none",
+        "none",
+    ]
+    assert graphs("GB300", graphs="none") == "none"
+    # Of 512 samples on 4 data ranks: 128 microbatches. The bubble is 1 / 128 of a step, or 1 / 512 with four chunks.
+    pipelined = {"pp": "2", "dp": "4", "micro_batch": "1", "global_batch": "512"}
+    hides = [
+        _of_experts(make_table, **pipelined, vpp=chunks).workload.run.hides_dispatch for chunks in ("n/a", "1", "4")
+    ]
+    assert hides == [False, False, True]
+    assert not _of_experts(make_table, **pipelined | {"global_batch": "64"}, vpp="4").workload.run.hides_dispatch
+    assert not _of_experts(make_table, **pipelined, vpp="4", dispatcher="flex").workload.run.hides_dispatch
+    dense = read_case(read_table(make_table({**pipelined, "vpp": "4", "gpu": "GB300"})).rows[0]).workload.run
+    assert (dense.hides_dispatch, dense.graphs) == (False, "none")
+
+
+def test_a_model_that_predicts_further_ahead_takes_a_layer_and_a_head_more(make_table: MakeTable) -> None:
+    sizes = {"gpu": "GB300", "n_gpus": "256", "dp": "32", "pp": "8", "global_batch": "4096", "micro_batch": "1"}
+    both, one = (_of_experts(make_table, model_family=name, **sizes) for name in ("DeepSeekV3", "DeepSeekV3 (w/o MTP)"))
+    assert (both.workload.model.ahead, one.workload.model.ahead) == (1, 0)
+    assert 1.02 < predict_case(both).step.compute / predict_case(one).step.compute < 1.5
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ class ModelShape:
 
     Of models that are no transformers, ``kind`` and ``layers`` are known: blocks, or the linear layers of an mlp.
     ``experts`` is 0 for a dense transformer; ``active`` of them take a token, beside the shared ones. ``expert_width``
-    is 0 where it is ``mlp_width``, which is that of dense layers. ``head_dim`` is 0 where it is width / heads.
+    is 0 where it is ``mlp_width``, which is that of dense layers. ``head_dim`` is 0 where it is width / heads. A model
+    in training may predict tokens further ``ahead``, with a layer more for each, and the head once more.
     ``window``: tokens that attention looks back; 0: all. ``score_dim``: where scores and values of a head differ in
     size (latent attention), their mean; else 0. ``total_params``: where layers differ, the count of all.
 
@@ -75,7 +76,9 @@ class ModelShape:
     active: int = 0
     shared_experts: int = 0
     expert_width: int = 0
+    expert_bias: bool = False
     dense_layers: int = 0  # the first ones, before those with experts
+    ahead: int = 0
     router: RouterRule = RouterRule()
     total_params: float = 0.0
     score_dim: int = 0

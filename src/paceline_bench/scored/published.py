@@ -9,8 +9,10 @@ recompute that is "not stated" is none, but for the question whether a run fits;
 that is not stated and the ranks that share a layer's experts are chosen by prediction. Tables may have three columns
 more, of runs with experts: ``ep``, the ranks that hold different experts of a layer; ``dispatcher``, ``flex`` where a
 row goes to each place once, ``alltoall`` where it goes to each expert, ``overlapped`` where another microbatch computes
-meanwhile; ``graphs``, what the host launches as CUDA graphs. A word that none of this knows is refused; of a sentence,
-what is known in it counts. Models that tables name without printing their sizes have their shapes in known_models.yaml.
+meanwhile; ``graphs``, what the host launches as CUDA graphs. Where they are not stated, rows go by ``flex``, overlapped
+in a pipeline of more chunks than its bubble asks for, and hosts of GB200 and GB300 have graphs of ``layers``. A word
+that none of this knows is refused; of a sentence, what is known in it counts. Models that tables name without printing
+their sizes have their shapes in known_models.yaml.
 
 Predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed forward where
 everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model FLOPs; both count
@@ -47,6 +49,8 @@ _DOCUMENT_TOKENS = 400
 # From which year on containers of Megatron have cuDNN 9.5 and later, whose attention on Hopper is that of today.
 _CUDNN_YEAR = 2025
 
+# Of a step: where a pipeline's bubble is smaller, fewer chunks would have done for it.
+_SMALL_BUBBLE = 0.005
 _DISPATCHERS = ("flex", "flex overlapped", "alltoall", "alltoall overlapped")
 WordT = TypeVar("WordT", bound=str)
 _COUNTS = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "n_gpus", "dp", "tp", "pp", "cp"]
@@ -99,7 +103,10 @@ def read_case(row: Row) -> PublishedRun:
         length = round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
     sharing, precision = row.text["zero_stage_or_fsdp"].lower(), row.text["precision"].lower()
     is_plain = layout.strategy == "ddp" and layout.overlap
-    dispatcher, graphs = _word(row, "dispatcher", _DISPATCHERS), _word(row, "graphs", get_args(Graphs))
+    hides = bool(model.experts) and _has_many_chunks(row, layout, micro_batch)
+    dispatcher = _word(row, "dispatcher", _DISPATCHERS, _DISPATCHERS[hides])
+    is_graphed = model.experts and cluster.device.name.startswith("gb")  # whose hosts, Grace, launch slowly
+    graphs = _word(row, "graphs", get_args(Graphs), "layers" if is_graphed else "none")
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
         micro_batch=micro_batch or 1,
@@ -130,6 +137,14 @@ def read_case(row: Row) -> PublishedRun:
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
         expert_ranks=_expert_degrees(row, model, cluster, layout.data * layout.context_ranks, layout.tensor),
     )
+
+
+def _has_many_chunks(row: Row, layout: Layout, micro_batch: float | None) -> bool:
+    """Whether a pipeline has more chunks than its bubble asks for: they let an all-to-all run behind another chunk."""
+    batch = row.number("global_batch")
+    if layout.chunks == 1 or not micro_batch or not batch:
+        return False
+    return (layout.pipeline - 1) * micro_batch * layout.data / batch / layout.chunks < _SMALL_BUBBLE
 
 
 def _is_encoder(row: Row) -> bool:
@@ -298,12 +313,12 @@ def _checkpoint(row: Row) -> str:
     return "none"
 
 
-def _word(row: Row, column: str, known: Sequence[WordT]) -> WordT:
-    """Returns the word of a column that tables may lack; the first of those that are known where it is empty."""
+def _word(row: Row, column: str, known: Sequence[WordT], assumed: WordT) -> WordT:
+    """Returns the word of a column that tables may lack; what is assumed where it is empty."""
     text = row.text.get(column, "").lower()
     if text and text not in known:
         raise RowError(f"column {column}: {text!r} is none of {', '.join(known)}")
-    return next((word for word in known if word == text), known[0])
+    return next((word for word in known if word == text), assumed)
 
 
 def _is_word(text: str) -> bool:
@@ -341,7 +356,7 @@ def _micro_batch(row: Row, model: ModelShape, layout: Layout) -> float | None:
 def known_model(name: str) -> ModelShape | None:
     """Returns the shape of a model by the name that a table gives it; None where it is not known."""
     entry = _known_models().get(re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower())))
-    return None if entry is None else ModelShape(**entry)
+    return None if entry is None else ModelShape(**entry | ({"ahead": 0} if "w/o mtp" in name.lower() else {}))
 
 
 @cache

@@ -73,6 +73,9 @@ MASKED = 0.15
 FUSED_LOGITS = 16
 SOFTNESS = 4.0  # of the larger of device and host time: infinite would be the larger one alone
 _ATTENTION = ("attention", "attention_backward")
+# Passes over experts' rows where they have a bias. Megatron clamps the halves of a gate one by one, and adds the bias
+# times a row's weight in fp32 (transformer/moe/experts.py): 8 and 14 passes of 2 bytes, all in kernels of torch.
+EXPERT_BIAS = 22
 _MERGED = 10  # bytes: a number in bf16, and a sum in fp32 that is read and written
 EXPERT_KERNELS = 60  # more in a block with experts: router, permutations, grouped products; graphs of layers lack them
 # Of a collective, until it moves bytes, beside the latency that NCCL counts itself (cluster/wires.py): all-reduces of
@@ -147,8 +150,8 @@ class BlockModel:
             embed=BlockCost(
                 device=self._memory_seconds(6 * self.tokens * self.model.width * self.width), host=4 * launch
             ),
-            head_forward=head_f.times(known.head),
-            head_backward=head_b.times(known.head),
+            head_forward=head_f.times(known.head * (1 + self.model.ahead)),
+            head_backward=head_b.times(known.head * (1 + self.model.ahead)),
         )
 
     def _recomputed(self, forward: BlockCost, matmul: float, attention: float, memory: float, down: float) -> BlockCost:
@@ -283,7 +286,8 @@ class BlockModel:
         hidden = self.passes.hidden * model.width / across
         gate = self.passes.gate if model.gated else 0.0
         wide = (self.passes.ffn + gate) * model.hidden_width / tensor
-        wide += 6 * model.sparse_share * model.active * model.width
+        rows = 6 + (EXPERT_BIAS if model.expert_bias else 0)
+        wide += rows * model.sparse_share * model.active * model.width
         return self._memory_seconds(self.width * self.tokens * (wide if mlp_alone else hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:

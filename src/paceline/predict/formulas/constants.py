@@ -165,16 +165,18 @@ def _shipped(name: str) -> str:
 
 def read_constants(constants: Mapping[str, Any], domain: Mapping[str, Any]) -> ConstantSets:
     """Reads sets without blocks: what ``fitted_constants.yaml`` holds, and ``calibrated_domain.yaml``."""
-    covered: dict[tuple[str, str], dict[str, Domain]] = defaultdict(dict)
-    for (generation, framework, kind), each in read_domain(domain).items():
-        covered[generation, framework][kind] = each
     found = {}
     for generation, frameworks in constants.items():
         for framework, values in frameworks.items():
             known: dict[str, Any] = {name: float(values[name]) for name in CONSTANT_NAMES if name in values}
-            rows, own = int(values.get("rows", 1)), dict(covered[generation, framework])
-            found[generation, framework] = Constants(**known, rows=rows, domain=own)
+            covered = {kind: _domain(each) for kind, each in domain.get(generation, {}).get(framework, {}).items()}
+            found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)), domain=covered)
     return found
+
+
+def _domain(values: Mapping[str, Any]) -> Domain:
+    sizes = {name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"}
+    return Domain(precisions=tuple(values["precisions"]), sizes=sizes)
 
 
 def shape_of(workload: Workload) -> BlockShape | None:
@@ -205,7 +207,6 @@ SIZES = {
     "samples": "{} samples in a microbatch",
 }
 _ALIKE = {"bf16": {"bf16", "fp16"}, "fp16": {"bf16", "fp16"}}  # the same units, at the same rate
-DomainKey: TypeAlias = tuple[str, str, str]  # generation, framework, kind of model
 
 
 def kind_of(workload: Workload) -> str:
@@ -239,15 +240,3 @@ def outside_of(workload: Workload, cluster: Cluster, sets: ConstantSets) -> tupl
             own, least, most = (f"{each:,.0f}" if each >= 10 else f"{each:.3g}" for each in (value, low, high))
             reasons.append(f"{SIZES[name].format(own)}, where those runs have {least} to {most}")
     return tuple(reasons)
-
-
-def read_domain(domain: Mapping[str, Any]) -> dict[DomainKey, Domain]:
-    return {
-        (generation, framework, kind): Domain(
-            precisions=tuple(values["precisions"]),
-            sizes={name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"},
-        )
-        for generation, frameworks in domain.items()
-        for framework, kinds in frameworks.items()
-        for kind, values in kinds.items()
-    }
