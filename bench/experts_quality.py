@@ -6,10 +6,10 @@ as many weights; the mixtures hold more of them. Losses are those of the evaluat
     after the same steps        of the dense model and of each mixture
     after the same time         the dense model goes on until it has had as long as each mixture
 
-Time is the steps times what one took on the mean: that of the processor, which other work on the machine slows down
-less than the clock. On a GPU (``--device cuda``) it is the clock's, and the first turn of each model, in which it is
-compiled, is not among the steps that are timed. Evaluations are not either. The rate is constant after its warm-up, so
-that a loss does not depend on how long a run was meant to be.
+Time is the steps times what one took, in the median of turns: that of the processor, which other work on the machine
+slows down less than the clock. On a GPU (``--device cuda``) it is the clock's, and the first turn of each model, in
+which it is compiled, is not among those that are timed. Evaluations are not either. The rate is constant after its
+warm-up, so that a loss does not depend on how long a run was meant to be.
 
 An arm is ``dense``, a name of ``ROUTERS``, or keys of ``model.router``, such as ``scale=2 balance_weight=0.001``.
 
@@ -31,6 +31,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import median
 from typing import Any
 
 import torch
@@ -69,12 +70,11 @@ class Arm:
     trainer: Trainer
     losses: dict[int, float] = field(default_factory=dict)
     busiest: float = 0.0  # load of the busiest expert over the fair share, in the last turn; mean over layers
-    timed_s: float = 0.0
-    num_timed: int = 0  # steps
+    paces: list[float] = field(default_factory=list)  # seconds of a step, of each turn
 
     @property
     def step_s(self) -> float:
-        return self.timed_s / max(1, self.num_timed)
+        return median(self.paces) if self.paces else 0.0
 
     def run(self, steps: int) -> None:
         """Trains on, and evaluates, which is not timed."""
@@ -85,8 +85,7 @@ class Arm:
             next(going)
         going.close()
         if self.losses or not on_gpu:
-            self.timed_s += _now(on_gpu) - start
-            self.num_timed += steps
+            self.paces.append((_now(on_gpu) - start) / steps)
         loads = [each.choices.double() for each in take_loads(self.trainer.parts.engine.module).values()]
         self.busiest = sum(float(each.max() / each.mean()) for each in loads) / max(1, len(loads))
         found = self.trainer.evaluate()
