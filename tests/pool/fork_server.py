@@ -213,7 +213,7 @@ def _server_number() -> int:
             path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             _server = plain_popen(
                 [sys.executable, "-u", "-c", code],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **WHILE_LOADING},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
@@ -224,7 +224,8 @@ def _server_number() -> int:
 ALSO_LOADED = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.testing._internal.common_methods_invocations",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "torch.distributed.fsdp",
@@ -235,6 +236,7 @@ ALSO_LOADED = (
     "matplotlib.figure",
     "tensorboard.backend.event_processing.event_accumulator",
 )  # beside Paceline
+WHILE_LOADING = {"OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}  # the compiler starts no processes
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
