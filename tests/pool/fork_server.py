@@ -55,6 +55,7 @@ FORKED_CODE = (
     "import gloo_pool;",
     "from multiprocessing.spawn import spawn_main;",
     "import sys;exec(eval(sys.stdin.readline()))",  # a worker of pytest-xdist, as execnet starts it
+    "# forked\n",  # of a test that says so
 )  # of python -c
 # CUDA refuses to start in a process that was forked from one that has looked for devices, as libraries do on loading.
 HAS_GPU = Path("/dev/nvidiactl").exists()
