@@ -104,7 +104,7 @@ def clients_of(warm: WarmRanks) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, forks: None) -> Iterator[WarmRanks]:  # noqa: ARG001
-    """One server for all tests that leave it as it is. It has torch loaded, else each rank that may stay would load it."""
+    """One server for all tests that leave it as it is. It has torch loaded, which each rank that stays needs."""
     with server_in(tmp_path_factory.mktemp("shared")) as found:
         yield found
 
