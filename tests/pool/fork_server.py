@@ -226,7 +226,6 @@ ALSO_LOADED = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch._inductor.compile_fx",
-    "torch.testing._internal.common_methods_invocations",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "torch.distributed.fsdp",
