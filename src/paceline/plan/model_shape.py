@@ -141,7 +141,7 @@ class ModelShape:
         sparse = self.sparse_share
         return sparse * (self.active + self.shared_experts) * self.inner_width + (1 - sparse) * self.mlp_width
 
-    @cached_property
+    @property
     def mlp_params(self) -> float:
         """Of one layer, over all its experts, as a mean; where the count of all is given, what is left of it."""
         if self.total_params and self.experts:
@@ -153,12 +153,12 @@ class ModelShape:
         """Of one layer, as a mean: each expert has a row."""
         return self.sparse_share * self.width * self.experts
 
-    @cached_property
+    @property
     def routed_params(self) -> float:
         """Of one layer, in experts that tokens choose from, as a mean: what expert ranks share. 0 without experts."""
         return self.mlp_params - self._mlp_mean(0) - self.router_params if self.experts else 0.0
 
-    @cached_property
+    @property
     def other_params(self) -> float:
         """Of one layer, beside the experts that tokens choose from."""
         return self.layer_params - self.routed_params
@@ -168,7 +168,7 @@ class ModelShape:
         """Layers that have experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
-    @cached_property
+    @property
     def sparse_share(self) -> float:
         return self.num_sparse / max(1, self.layers)
 
@@ -178,12 +178,12 @@ class ModelShape:
         counted = sparse * (experts + self.shared_experts) * self.expert_params
         return (counted + dense * self.matrices * self.width * self.mlp_width) / max(1, self.layers)
 
-    @cached_property
+    @property
     def layer_params(self) -> float:
         """Of one layer, with biases and norms left out, which are less than a thousandth."""
         return self.attention_params + self.mlp_params
 
-    @cached_property
+    @property
     def end_params(self) -> float:
         return self.vocab_size * self.width * (1 if self.tied else 2)
 
