@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 
 from paceline.checkpoint import State, find_checkpoint, list_checkpoints, open_checkpoint, verify_checkpoint
 from paceline.checkpoint.storage import SnapshotFiles, is_snapshot, on_this_host, snapshots_in
@@ -203,10 +204,10 @@ def test_what_is_older_goes_when_the_next_is_taken(hosts: Hosts) -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    "name", ["rank-00003.f32.safetensors", "rank-00003.json", "rank-00003.json.sha256", "head.json"]
+@covering(
+    name=["rank-00003.f32.safetensors", "rank-00003.json", "rank-00003.json.sha256", "head.json"],
+    damage=["a byte", "the end", "all bytes"],
 )
-@pytest.mark.parametrize("damage", ["a byte", "the end", "all bytes"])
 def test_damage_is_seen_on_every_host(hosts: Hosts, name: str, damage: str) -> None:
     keep_all(hosts, 10, copies=0)
     keep_all(hosts, 20, copies=0, stay=frozenset({".step-00000010.a"}))

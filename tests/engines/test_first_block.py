@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 
 from paceline.comm.base import Communicator
 from paceline.comm.dry.communicator import DryWorld
@@ -50,8 +51,7 @@ def train(comm: Communicator, strategy: Any, **options: Any) -> tuple[list[float
     return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("compiled", ["none", "blocks"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hybrid"])
+@covering(strategy=["ddp", "zero2", "fsdp", "hybrid"], compiled=["none", "blocks"])
 def test_parts_of_a_block_train_as_one_process(strategy: str, compiled: str) -> None:
     options = {"shard_ranks": 2} if strategy == "hybrid" else {}
     alone = train(SoloCommunicator(torch.device("cpu")), "ddp")

@@ -55,6 +55,7 @@ FORKED_CODE = (
     "import gloo_pool;",
     "from multiprocessing.spawn import spawn_main;",
     "import sys;exec(eval(sys.stdin.readline()))",  # a worker of pytest-xdist, as execnet starts it
+    "# forked\n",  # of a test that says so
 )  # of python -c
 # CUDA refuses to start in a process that was forked from one that has looked for devices, as libraries do on loading.
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -213,7 +214,7 @@ def _server_number() -> int:
             path = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             _server = plain_popen(
                 [sys.executable, "-u", "-c", code],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **WHILE_LOADING},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
@@ -224,7 +225,7 @@ def _server_number() -> int:
 ALSO_LOADED = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "torch.distributed.fsdp",
@@ -235,6 +236,7 @@ ALSO_LOADED = (
     "matplotlib.figure",
     "tensorboard.backend.event_processing.event_accumulator",
 )  # beside Paceline
+WHILE_LOADING = {"OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"}  # the compiler starts no processes
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 

@@ -128,7 +128,7 @@ def test_a_rank_that_dies_before_it_starts_is_named_with_what_it_said(
 
 Start = Callable[..., "subprocess.Popen[str]"]
 # On a busy machine too, Ctrl-C unwinds it: it does not leave at once after a while.
-PATIENT = "import paceline.cli.main as m\nm._PATIENCE_S = 60.0\nm.main()"
+PATIENT = "# forked\nimport paceline.cli.main as m\nm._PATIENCE_S = 60.0\nm.main()"
 
 
 @pytest.fixture

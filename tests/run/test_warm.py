@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fork_server
 import psutil
 import pytest
 from command_runs import LiveRun, newest_ranks
@@ -25,7 +24,7 @@ from paceline.run.warm import WarmRanks, warm_ranks
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone"),
     pytest.mark.timeout(300),
-    pytest.mark.usefixtures("real_starts"),  # these servers load little: to fork them would cost more
+    pytest.mark.usefixtures("real_starts"),  # a server of a test's own loads little: to fork it would cost more
 ]
 
 RANK = """
@@ -113,10 +112,8 @@ def clients_of(warm: WarmRanks) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, forks: None) -> Iterator[WarmRanks]:  # noqa: ARG001
-    """One server for all tests that leave it as it is."""
-    fork_server.uninstall()  # see real_starts
+    """One server for all tests that leave it as it is. It has torch loaded, which each rank that stays needs."""
     with server_in(tmp_path_factory.mktemp("shared")) as found:
-        fork_server.install()
         yield found
 
 

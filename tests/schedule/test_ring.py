@@ -123,6 +123,7 @@ def drawn(length: int, mean: int, seed: int) -> list[int]:
     return starts
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("mean", [100, 1000, 4000])
 def test_work_is_even_where_documents_are_packed(mean: int, seed: int) -> None:
