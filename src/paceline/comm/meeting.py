@@ -190,14 +190,11 @@ def abort(only: str = "") -> None:
 def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
-    Torch makes a group on a rank as soon as this one is connected: others may still be connecting, and fail if it
-    leaves.
+    Torch makes a group on a rank as soon as this one is connected: others may be connecting, and fail if it leaves.
     """
-    rank, inner = dist.get_rank(), store
-    while isinstance(inner, _C10D.PrefixStore):
-        inner = inner.underlying_store
-    if isinstance(inner, ControlStore):
-        inner.meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
+    rank = dist.get_rank()
+    if _kept:  # the store is our launcher's
+        _kept[-1].meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
         return
     store.set(f"paceline joined {rank}", "")
     if store.add("paceline joined", 1) == size:

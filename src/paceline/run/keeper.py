@@ -49,13 +49,14 @@ class Keeper:
     def meet(self, place: int, size: int, met: Rendezvous) -> None:
         """Tells the hosts of a round where this keeper answers, and learns where theirs do, before ranks start.
 
-        Those of a round have proved one secret, which other runs may have: a keeper's has the name of its run in it.
+        Those of a round have proved one secret, which other runs may have: a keeper's has all their addresses in it.
         """
-        Kept(self.root).write_secret(hashlib.sha256(secret_of(os.environ) + met.name_of_run()).hexdigest().encode())
         addresses = [self.address]
         if size > 1:
             told = met.exchange("keepers", f"{self.address.host} {self.address.port}", place, size)
             addresses = [Address(host, int(port)) for host, _, port in (each.partition(" ") for each in told)]
+        known = secret_of(os.environ) + " ".join(map(str, addresses)).encode()
+        Kept(self.root).write_secret(hashlib.sha256(known).hexdigest().encode())
         Kept(self.root).write_keepers(place, addresses)
 
     def look(self) -> bool:
