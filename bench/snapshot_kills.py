@@ -18,9 +18,9 @@ and two copies of every part. All meet at the first one. Of each 40 kills, in an
     1   meeting launcher   that of the first host: all end by themselves, and are started again, from the disk
 
 A kill counts as recovered when ranks have trained past the step at which it came, and none of those before what they
-went on from is trained again: after ``seconds``, and after ``back_s`` it has trained its first step again, whichever
-that is. They go on from memory, but for the last kind. Hosts come back after their loss. In the
-end the run is interrupted; no process, no folder in memory or of scratch files, and no port may be left of it.
+went on from is trained again. That is after ``seconds``; after ``back_s`` they have trained their first step again.
+They go on from memory, but for the last kind. Hosts come back after their loss. In the end the run is interrupted; no
+process, no folder in memory or of scratch files, and no port may be left of it.
 """
 
 from __future__ import annotations

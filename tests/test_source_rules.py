@@ -32,11 +32,11 @@ LINES = {
     "checkpoint": 5_050,  # memory.py: snapshots in the memory of hosts
     "cli": 3_290,  # completion.py; checkpoint upcycle
     "cluster": 2_030,  # what attention over ranks costs; its tiles
-    "comm": 7_430,  # kept.py: files that keepers of hosts serve; emulated links
+    "comm": 7_442,  # ranks that torchrun restarts; kept.py: files that keepers of hosts serve; emulated links
     "config": 3_600,  # checkpoint.memory
     "data": 4_870,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
     "doctor": 830,
-    "engines": 11_705,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
+    "engines": 11_710,  # ranks that share sequences; inputs on the host; MLPs in tiles; experts and norms over ranks
     "health": 1_570,  # verdicts on experts
     "launch": 2_850,
     "models": 3_825,  # attention over ranks and inside documents; experts, their balance, their adapters
@@ -44,7 +44,7 @@ LINES = {
     "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
     "rehearse": 3_005,  # one of many ranks on a real GPU
-    "run": 8_210,  # keeper.py: a host's snapshots
+    "run": 8_215,  # keeper.py: a host's snapshots; one that is stopped
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_655,  # what snapshots take
     "train": 5_435,  # snapshots.py

@@ -31,11 +31,6 @@ RANK = """
 import ctypes, gc, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
-known = []
-
-def remember():
-    known.append("since before this process")
-
 def prepare(arguments):
     Path("prepared.partial").write_text(str(os.getpid()))
     Path("prepared.partial").rename("prepared")
@@ -46,9 +41,6 @@ def main():
     if deed == "leave":
         print("so long", os.environ["COLOUR"], Path.cwd().name, os.getpgrp() == os.getpid(), flush=True)
         sys.exit(int(details[0]))
-    if deed == "recall":
-        print(*sys.modules["deeds"].known, flush=True)
-        sys.exit(0)
     if deed == "count":
         print(gc.get_freeze_count(), flush=True)
         sys.exit(0)
@@ -89,7 +81,7 @@ def server_in(folder: Path) -> Iterator[WarmRanks]:
     (folder / "deeds.py").write_text(RANK)
     with contextlib.ExitStack() as stack:
         with contextlib.chdir(folder):
-            found = stack.enter_context(warm_ranks(["deeds:remember", "deeds:no_such_function", "no_such_module"]))
+            found = stack.enter_context(warm_ranks(["deeds", "no_such_module"]))
         assert found is not None
         yield found
 
@@ -172,10 +164,6 @@ def test_what_no_client_sends_is_dropped_without_a_word(capfd: pytest.CaptureFix
 
 def test_collections_in_a_rank_leave_out_what_the_server_has_loaded(client: Client) -> None:
     assert int(client("count").communicate(timeout=240)[0]) > 10_000
-
-
-def test_a_rank_knows_what_the_server_has_found_out(client: Client) -> None:
-    assert client("recall").communicate(timeout=240)[0] == "since before this process\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

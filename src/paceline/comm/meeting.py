@@ -44,8 +44,7 @@ class Meeting:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = _own_store(world, self._timeout) if rank == 0 else None
             store = store or join_store(self._timeout.total_seconds())
-            is_agents = not (isinstance(store, ControlStore) or does_first_rank_hold_store())
-            store = self._part_of(store, rank, world) if is_agents else store
+            store = store if isinstance(store, ControlStore) else self._part_of(store, rank, world)
             self._store = _C10D.PrefixStore(_WORLD, store)
             self._store.set(f"paceline arrived {rank}", "")
             # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
@@ -58,9 +57,9 @@ class Meeting:
         atexit.register(disconnect)
 
     def _part_of(self, store: Any, rank: int, world: int) -> Any:
-        """Agrees on a part of the store of torchrun's agent: it has what ranks left there before they were restarted.
+        """Agrees on a part of a store that may be an agent's, with what ranks left there before they were restarted.
 
-        Rank 0 names the part, and answers each rank that comes there: in the part of an earlier attempt nobody does.
+        Rank 0 names the part, and answers each rank that comes there: in the part of an earlier meeting nobody does.
         """
         own, deadline = secrets.token_hex(4), time.monotonic() + self._timeout.total_seconds()
         if rank == 0:
@@ -191,25 +190,20 @@ def abort(only: str = "") -> None:
 def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
-    Torch makes a group on a rank as soon as this one is connected: others may still be connecting, and fail if it
-    leaves. Ranks may meet again in the store of a launcher, so meetings are numbered.
+    Torch makes a group on a rank as soon as this one is connected: others may be connecting, and fail if it leaves.
     """
-    rank, inner = dist.get_rank(), store
-    while isinstance(inner, _C10D.PrefixStore):
-        inner = inner.underlying_store
-    if isinstance(inner, ControlStore):
-        inner.meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
+    rank = dist.get_rank()
+    if _kept:  # the store is our launcher's
+        _kept[-1].meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
         return
     store.set(f"paceline joined {rank}", "")
-    joined = store.add("paceline joined", 1)
-    meeting = (joined - 1) // size
-    if joined == (meeting + 1) * size:
-        store.set(f"paceline all joined {meeting}", "")
-    store.wait([f"paceline all joined {meeting}"], timeout)
+    if store.add("paceline joined", 1) == size:
+        store.set("paceline all joined", "")
+    store.wait(["paceline all joined"], timeout)
     if rank == 0 and size > 1:
-        store.wait([f"paceline all told {meeting}"], timeout)
-    elif store.add("paceline told", 1) == (meeting + 1) * (size - 1):
-        store.set(f"paceline all told {meeting}", "")
+        store.wait(["paceline all told"], timeout)
+    elif store.add("paceline told", 1) == size - 1:
+        store.set("paceline all told", "")
 
 
 @contextlib.contextmanager

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from paceline.comm.control.kept import FOLDER, ROOT, Kept
 from paceline.comm.control.server import ControlServer
 from paceline.comm.control.wire import Address, listen, secret_of
@@ -51,23 +49,24 @@ class Keeper:
     def meet(self, place: int, size: int, met: Rendezvous) -> None:
         """Tells the hosts of a round where this keeper answers, and learns where theirs do, before ranks start.
 
-        Those of a round have proved one secret, which other runs may have: a keeper's has the name of its run in it.
+        Those of a round have proved one secret, which other runs may have: a keeper's has all their addresses in it.
         """
-        Kept(self.root).write_secret(hashlib.sha256(secret_of(os.environ) + met.name_of_run()).hexdigest().encode())
         addresses = [self.address]
         if size > 1:
             told = met.exchange("keepers", f"{self.address.host} {self.address.port}", place, size)
             addresses = [Address(host, int(port)) for host, _, port in (each.partition(" ") for each in told)]
+        known = secret_of(os.environ) + " ".join(map(str, addresses)).encode()
+        Kept(self.root).write_secret(hashlib.sha256(known).hexdigest().encode())
         Kept(self.root).write_keepers(place, addresses)
 
     def look(self) -> bool:
         """Starts the keeper again if it has ended, or was stopped and would let other hosts wait."""
-        code, was_stopped = self._process.poll(), _is_stopped(self._process.pid)
-        if code is not None or was_stopped:
+        code, stopped = self._process.poll(), os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        if code is not None or os.waitid(os.P_PID, self._process.pid, stopped):
             from paceline.run.logs import say
 
             self._process.kill()
-            how = "was stopped" if was_stopped else f"ended with {code}"
+            how = "was stopped" if code is None else f"ended with {code}"
             say(f"the keeper of this host's snapshots {how}: another one is started, and holds them on")
             self._process.wait()
             self._process = self._start()
@@ -85,12 +84,6 @@ class Keeper:
             pass_fds=[number],
             start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
         )
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False
 
 
 @contextlib.contextmanager

@@ -270,10 +270,6 @@ class Rendezvous(elastic.RendezvousHandler):
         except (CommunicationError, TimeoutError) as error:
             raise HostsChangedError(f"{CHANGED}{error}") from error
 
-    def name_of_run(self) -> bytes:
-        """Returns what the launchers that meet here have in common with no other run."""
-        return self._store.compare_set("name of the run", "", secrets.token_hex(8))
-
     def side_channel(self) -> SideChannel:
         """Returns a way for texts between the hosts of this round."""
         return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")

@@ -4,14 +4,14 @@ Loading torch takes seconds, and ranks that do it all at once share the cores. T
 launcher is still busy with the config, and again only if it was killed. Some libraries start as many threads as
 OMP_NUM_THREADS says when they are loaded, whatever torch is told later, so the server is told before it loads anything.
 
-    python -m paceline.run.warm ADDRESS LISTENER MODULE[:FUNCTION] ...      loads the modules, then forks ranks
+    python -m paceline.run.warm ADDRESS LISTENER MODULE [MODULE ...]      loads the modules, then forks ranks
 
-It calls the functions, for what they remember. LISTENER is the descriptor of a socket that listens at ADDRESS: clients
-may come before the server is ready. A client (``warm_client.py``) connects for each rank; it sends the command with
-environment and folder, and its standard output and error. The server forks, says so, and sends back how the rank ended.
-A byte from the client is a signal for the rank: SIGKILL ends its whole group. A client that goes takes its rank with
-it, and when the launcher goes (end of input on standard input) the server ends all ranks and itself. It computes
-nothing and has no CUDA context: a process may be forked only as long as that is so.
+LISTENER is the descriptor of a socket that listens at ADDRESS: clients may come before the server is ready. A client
+(``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard output
+and error. The server forks, says so, and sends back how the rank ended. A byte from the client is a signal for the
+rank: SIGKILL ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input
+on standard input) the server ends all ranks and itself. It computes nothing and has no CUDA context: a process may be
+forked only as long as that is so.
 
 Spare processes, where ranks ask for them (``SPARES``), are ranks that wait for their first attempt: forked when no rank
 was asked for in a while, with the environment of one, which they do ahead for what a new rank has to do first
@@ -56,9 +56,7 @@ CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every mach
 
 # What a rank needs, loaded once before ranks are forked; optimizers load the last, which takes as long as torch itself.
 _RANK_MODULES = ("paceline.run.worker", "torch._dynamo")
-# The compiler, and what it finds out once in each process: which torch this is, and what the processor can do.
-_COMPILER, _OF_TORCH = "torch._inductor.compile_fx", "torch._inductor.codecache:torch_key"
-_OF_CPU = "torch._inductor.cpu_vec_isa:pick_vec_isa"
+_COMPILER = "torch._inductor.compile_fx"
 # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one, and the compiler
 # may start workers, who would belong to the server.
 _WITHOUT_DEVICE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
@@ -116,8 +114,7 @@ class WarmRanks:
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:
     """Starts a server for the ranks of a config, if it asks for one; ``ranks``: those of this host, where given."""
     modules = [*_RANK_MODULES, *(["sklearn.datasets"] if config.data.kind == "digits" else [])]
-    if config.model.compile not in (False, "none"):
-        modules += [_COMPILER, _OF_TORCH, *([_OF_CPU] if config.parallel.device == "cpu" else [])]
+    modules += [] if config.model.compile in (False, "none") else [_COMPILER]
     return warm_ranks(modules, is_wanted=config.recovery.warm, threads=rank_threads(config, ranks))
 
 
@@ -425,14 +422,13 @@ def main() -> None:
         system.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if select.select([0], [], [], 0)[0]:  # it went before that
             os._exit(0)
-        for name, _, function in (each.partition(":") for each in modules):
+        for name in modules:
             with contextlib.suppress(Exception):  # whatever a library raises: a rank that needs it says so
-                module = importlib.import_module(name)
-                getattr(module, function)() if function else None
+                importlib.import_module(name)
         system.prctl(_PARENT_DEATH_SIGNAL, 0)
         if _COMPILER in modules and _has_device():
             listener.set_inheritable(True)
-            without = [each for each in sys.argv[1:] if not each.startswith("torch._inductor")]
+            without = [each for each in sys.argv[1:] if each != _COMPILER]
             os.execv(sys.executable, [sys.executable, "-u", "-m", "paceline.run.warm", *without])  # nosec B606
         gc.collect()
         gc.freeze()  # so that collections in ranks leave out what all of them share: faster, and no page is copied

@@ -36,7 +36,7 @@ from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
-from paceline.engines.blocks import load_compiler, try_compiler
+from paceline.engines.blocks import try_compiler
 from paceline.engines.engine import ignore_phase
 from paceline.errors import CheckpointError, LostRankError, MisfitError, PreemptedError, RankFailedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
@@ -126,10 +126,8 @@ def prepare(arguments: Sequence[str]) -> None:
     """Does what takes a new process long, and asks for no other rank: a spare does it ahead (``warm.py``)."""
     config = load_config(config_of(Path(arguments[0])))
     processes.keep_compiled(config)
-    if compiles := config.model.compile not in (False, "none"):
-        load_compiler()
     processes.open_device(config, waits=True)
-    if compiles:
+    if config.model.compile not in (False, "none"):
         try_compiler("cuda" if processes.uses_gpu(config) else "cpu")
 
 
