@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,10 @@ class MetaFunctions(TorchFunctionMode):
             return func(*indexed(args))
         if func is F.scaled_dot_product_attention:
             return self._attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attend_in_parts(func, args, kwargs)
+        if func is F.dropout and self._on_gpu:
+            return _drop(*args, **kwargs)
         if func is F.rms_norm and self._fuses_norms:
             given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
             return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
@@ -137,12 +142,58 @@ class MetaFunctions(TorchFunctionMode):
     def _attend(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
-        query = given["query"]
+        query, mask = given["query"], given.get("attn_mask")
         if not query.is_meta or query.ndim < 3:
             return func(*args, **kwargs)
-        inputs = (query, given["key"], given["value"])
+        if self._on_gpu and mask is not None and not _takes_mask(query, mask):
+            return _attend_unfused(**given)
         is_causal = bool(given.get("is_causal", False))
-        return _MetaAttention.apply(*inputs, is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
+        return _MetaAttention.apply(query, given["key"], given["value"], is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
+
+    def _attend_in_parts(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs what torch would hand to a mode as one function, with the mode on for what is inside."""
+        inside, name = vars(F), "has_torch_function"
+        asks = inside[name]
+        inside[name] = lambda _: False
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            inside[name] = asks
+
+
+def _takes_mask(query: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a fused kernel of a GPU takes a mask, or a bias: in rows of neighbours (torch's sdp_utils.h)."""
+    return mask.stride(-1) == 1 and query.shape[-1] % 8 == 0
+
+
+def _attend_unfused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: ARG001  a mask takes its place
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as torch has it where no fused kernel can: in fp32, and keeping the scores."""
+    root = math.sqrt(scale or query.shape[-1] ** -0.5)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = query.float() * root @ (key.float().transpose(-2, -1) * root)
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+    weights = torch.ops.aten._safe_softmax(scores.add_(attn_mask), -1)
+    return (_drop(weights, dropout_p) @ value.float()).to(query.dtype)
+
+
+def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout as GPUs have it: one kernel, which keeps a byte a number."""
+    if not training or not 0 < p < 1 or inplace:
+        return F.dropout(x, p, training, inplace)
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
+    return dropped
 
 
 class _MetaAttention(torch.autograd.Function):
