@@ -22,7 +22,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,7 +98,7 @@ class Operators:
             outputs = list(tensors_of(args[:1]))
         if not inputs and not outputs:
             return []
-        return [self._memory(name, args, inputs, outputs)]
+        return _in_kernels(self._memory(name, args, inputs, outputs))
 
     def _fused_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Operation:
         given = arguments_of(func, args, kwargs)
@@ -138,6 +138,7 @@ class Operators:
             name=name,
             family=family,
             dtype=dtype_name(most.dtype),
+            layout="strided" if not lists and _is_strided(family, inputs, outputs) else "",
             tensors=max(lists, default=1) or 1,
             reads=self._sizes(inputs),
             writes=self._sizes(outputs),
@@ -193,6 +194,37 @@ class Operators:
                 count = math.prod(size for size, stride in sides if stride != 0 or size == 0)
             found.append((self._number(tensor), count * tensor.element_size()))
         return tuple(found)
+
+
+def _is_strided(family: Family, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether a kernel looks for the place of each number; where all tensors lie alike it takes eight at once."""
+    if family not in ("pointwise", "curve", "curve_backward", "convert", "strided"):
+        return family == "reduction"
+    first, *others = (*outputs, *inputs)
+    sides = [(size, stride) for size, stride in zip(first.shape, first.stride(), strict=True) if size > 1]
+
+    def is_alike(other: torch.Tensor) -> bool:
+        return sides == [(size, stride) for size, stride in zip(other.shape, other.stride(), strict=True) if size > 1]
+
+    return not all(map(is_alike, others))
+
+
+def _in_kernels(operation: Operation) -> list[Operation]:
+    """Returns what runs for an operator that torch makes of several kernels."""
+    if operation.name in ("select_backward", "slice_backward"):  # zeros, and a part of them is written again
+        ((tensor, _),) = operation.writes
+        part = replace(operation, name="copy_", family="strided", writes=((tensor, operation.reads[0][1]),))
+        return [replace(operation, name="zeros", layout="", reads=()), part]
+    if operation.name == "_safe_softmax":  # which rows have nothing but -inf is looked for, and put right
+        ((tensor, size),) = operation.writes
+        whether = ((tensor, size // 4),)  # a byte a number
+        return [
+            replace(operation, name="_softmax", family="softmax"),
+            replace(operation, name="eq", writes=whether),
+            replace(operation, name="all", family="reduction", reads=whether, writes=()),
+            replace(operation, name="where", layout="strided", reads=operation.writes),
+        ]
+    return [operation]
 
 
 def _layout(left: torch.Tensor, right: torch.Tensor) -> str:
