@@ -61,13 +61,15 @@ class KernelCosts:
             fastest = kernel.flops / self._device.peak(kernel.dtype) if kernel.flops else 0.0
             work = max(self._work(kernel) * self._device.factor, fastest)
             launch = 0.0 if self._is_graphed else kernels.host_seconds(self._device, kernel, is_compiled=in_block)
-            if kernel.phase == "backward" and not self._device.is_cpu and not in_block:
+            if kernel.phase == "backward" and self._device.operation_s and not (self._device.is_cpu or in_block):
                 launch *= _IN_BACKWARD
             found = self._known[key] = (work + _GRAPHED_S if self._is_graphed else work, launch)
         return found
 
     def _work(self, kernel: kernels.Operation) -> float:
         if self._device.memory_rates:  # measured
+            if self._is_compiled and kernel.is_convolution:  # a compiler has channels innermost
+                kernel = replace(kernel, layout="")
             return kernels.work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":

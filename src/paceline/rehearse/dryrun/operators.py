@@ -155,12 +155,12 @@ class Operators:
             sizes = (left.numel() // left.shape[-1], left.shape[-1], right.shape[0])
             return [self._product(name, sizes, [left, right], result, 1, "nt")]
         if name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"):
-            return [self._product(name, _convolution(args[1], result), [args[0], args[1]], result)]
+            return [self._product(name, _convolution(args[1], result), [args[0], args[1]], result, 1, _order(args[0]))]
         if name == "convolution_backward":
             rows, inner, columns = _convolution(args[2], args[0])
             made = [(rows, columns, inner), (columns, rows, inner)]
             return [
-                self._product(name, sizes, [args[0], args[2 - place]], output)
+                self._product(name, sizes, [args[0], args[2 - place]], output, 1, _order(args[1]))
                 for place, (sizes, output) in enumerate(zip(made, result, strict=False))
                 if output is not None
             ]
@@ -232,6 +232,11 @@ def _layout(left: torch.Tensor, right: torch.Tensor) -> str:
         return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
 
     return ("t" if is_turned(left) else "n") + ("t" if is_turned(right) else "n")
+
+
+def _order(image: torch.Tensor) -> str:
+    """Returns how an image lies where its channels are outermost, which tensor units do not take."""
+    return "channels first" if image.ndim > 3 and image.shape[1] > 1 and image.stride(1) != 1 else ""
 
 
 def _convolution(weight: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:
