@@ -66,16 +66,12 @@ def matmul_seconds(
     tiles = batch * math.ceil(m / TILE) * math.ceil(n / TILE)
     waves = tiles / device.sm_count if device.sm_count else 1.0
     filled = waves / math.ceil(waves) if waves < 16 else 1.0
-    k_half = rates.k_half * (1.0 if device.is_cpu else _balance(device, dtype))
+    k_half = rates.k_half * (1.0 if device.is_cpu else ceiling(device, dtype) / device.memory_bandwidth / _BALANCE)
     reached = ceiling(device, dtype) * rates.matmul * k / (k + k_half) * filled
     if device.is_cpu and device.emulates(dtype):  # by arithmetic alone, which no shape makes slower
         reached = ceiling(device, dtype)
     moved = batch * _BYTES[dtype] * (m * k + k * n + m * n)
     return max(batch * 2.0 * m * n * k / reached, memory_seconds(device, rates, moved))
-
-
-def _balance(device: Device, dtype: str) -> float:
-    return ceiling(device, dtype) / device.memory_bandwidth / _BALANCE
 
 
 def attention_seconds(device: Device, rates: KernelRates, flops: float, seq_len: float, dtype: str) -> float:
@@ -209,10 +205,6 @@ def work_seconds(device: Device, operation: Operation) -> float:
             return operation.flops / rate
         if operation.has_few_channels:
             rate = _FEW_CHANNELS * device.ceiling(operation.dtype)
-        inner, half = operation.sizes[1], KernelRates().k_half * _balance(device, operation.dtype)
-        timed = min((each.sizes[1] for each in device.shapes if each.kind == "matmul"), default=inner)
-        if inner < timed and not operation.is_convolution:  # shorter than any that was timed
-            rate *= inner / (inner + half) * (timed + half) / timed
         least = operation.num_bytes / (device.memory_bandwidth * device.memory_share)
         is_turned = operation.layout == "channels first" and operation.dtype in ("bf16", "fp16")  # and turned back
         turned = 2 * operation.num_bytes / memory_rate(device, "strided", operation.num_bytes) if is_turned else 0.0

@@ -27,7 +27,7 @@ from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Player, Pr
 # Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
 _GRAPHED_S = 5.7e-6
 # Of the host's time for an operation: those of backward come from torch's own engine, and no Python is in between.
-# Fitted to 18,400 operations of a Mamba in bench/results/foresight-models-h200.json.
+# Fitted to 22,500 operations of a Mamba in bench/results/foresight-models-h200.json.
 _IN_BACKWARD = 0.5
 _STATISTICS = "statistics"
 # Torch's partitioner keeps an operator's result that is smaller than its inputs by this factor

@@ -200,13 +200,8 @@ def _is_strided(family: Family, inputs: list[torch.Tensor], outputs: list[torch.
     """Whether a kernel looks for the place of each number; where all tensors lie alike it takes eight at once."""
     if family not in ("pointwise", "curve", "curve_backward", "convert", "strided"):
         return family == "reduction"
-    first, *others = (*outputs, *inputs)
-    sides = [(size, stride) for size, stride in zip(first.shape, first.stride(), strict=True) if size > 1]
-
-    def is_alike(other: torch.Tensor) -> bool:
-        return sides == [(size, stride) for size, stride in zip(other.shape, other.stride(), strict=True) if size > 1]
-
-    return not all(map(is_alike, others))
+    laid = (zip(each.shape, each.stride(), strict=True) for each in (*outputs, *inputs))
+    return len({tuple((size, stride) for size, stride in sides if size > 1) for sides in laid}) > 1
 
 
 def _in_kernels(operation: Operation) -> list[Operation]:

@@ -145,47 +145,35 @@ class MetaFunctions(TorchFunctionMode):
         query, mask = given["query"], given.get("attn_mask")
         if not query.is_meta or query.ndim < 3:
             return func(*args, **kwargs)
-        if self._on_gpu and mask is not None and not _takes_mask(query, mask):
-            return _attend_unfused(**given)
+        # Fused kernels of a GPU take a mask, or a bias, whose rows are neighbours (torch's sdp_utils.h).
+        if self._on_gpu and mask is not None and (mask.stride(-1) != 1 or query.shape[-1] % 8):
+            return _attend_unfused(given)
         is_causal = bool(given.get("is_causal", False))
         return _MetaAttention.apply(query, given["key"], given["value"], is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
 
     def _attend_in_parts(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs what torch would hand to a mode as one function, with the mode on for what is inside."""
-        inside, name = vars(F), "has_torch_function"
-        asks = inside[name]
-        inside[name] = lambda _: False
+        asks = vars(F)["has_torch_function"]
+        vars(F)["has_torch_function"] = lambda _: False
         try:
             with self:
                 return func(*args, **kwargs)
         finally:
-            inside[name] = asks
+            vars(F)["has_torch_function"] = asks
 
 
-def _takes_mask(query: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether a fused kernel of a GPU takes a mask, or a bias: in rows of neighbours (torch's sdp_utils.h)."""
-    return mask.stride(-1) == 1 and query.shape[-1] % 8 == 0
-
-
-def _attend_unfused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: ARG001  a mask takes its place
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+def _attend_unfused(given: dict[str, Any]) -> torch.Tensor:
     """Attention as torch has it where no fused kernel can: in fp32, and keeping the scores."""
-    root = math.sqrt(scale or query.shape[-1] ** -0.5)
-    if enable_gqa:
+    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    root = math.sqrt(given.get("scale") or query.shape[-1] ** -0.5)
+    if given.get("enable_gqa"):
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     scores = query.float() * root @ (key.float().transpose(-2, -1) * root)
-    if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
-    weights = torch.ops.aten._safe_softmax(scores.add_(attn_mask), -1)
-    return (_drop(weights, dropout_p) @ value.float()).to(query.dtype)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    weights = torch.ops.aten._safe_softmax(scores.add_(mask), -1)
+    attended: torch.Tensor = (_drop(weights, given.get("dropout_p", 0.0)) @ value.float()).to(query.dtype)
+    return attended
 
 
 def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
