@@ -134,6 +134,7 @@ def found_in(folder: Path) -> dict[str, Any]:
     timed = steps[1:] or steps
     row |= {"steps": len(steps), "first_step_s": round(steps[0].step_s, 3)}
     row["step_s"] = round(median(each.step_s for each in timed), 4)
+    row["data_s"] = round(median(each.data_s for each in timed), 4)  # of it waited for the batch
     row["peak_gib"] = round(max(each.peak_bytes or 0 for each in steps) / GIB, 3)
     row["reserved_gib"] = round(max(each.reserved_bytes or 0 for each in steps) / GIB, 3)
     row["mfu"] = None if timed[-1].mfu is None else round(timed[-1].mfu, 4)

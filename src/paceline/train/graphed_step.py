@@ -33,6 +33,7 @@ from paceline.train.step import StepOutcome, place
 GraphChoice = Literal["auto", "on", "off"]
 RunStep = Callable[[StepBatch, OnPhase], StepOutcome]  # trains on one global batch
 _TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's state
+FIRST_REPLAY = 1 + _TIMED[-1] + 1  # the step before it is recorded
 # The host's share of a step from which on a graph pays: kernels of a graph also follow one another more closely. Below
 # it the device has long kernels, and phases that records can show one by one are worth more.
 _HOST_BOUND = 0.25

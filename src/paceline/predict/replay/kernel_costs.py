@@ -26,6 +26,9 @@ from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Player, Pr
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
 # Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
 _GRAPHED_S = 5.7e-6
+# Of the host's time for an operation: those of backward come from torch's own engine, and no Python is in between.
+# Fitted to 22,500 operations of a Mamba in bench/results/foresight-models-h200.json.
+_IN_BACKWARD = 0.5
 _STATISTICS = "statistics"
 # Torch's partitioner keeps an operator's result that is smaller than its inputs by this factor
 # (torch/_functorch/partitioners.py: ban_if_reduction): a mean, a maximum, the statistics of a norm.
@@ -51,18 +54,22 @@ class KernelCosts:
             return 0.0, 0.0
         in_block = bool(run.block) and self._is_compiled
         shape = (kernel.sizes, kernel.batch, kernel.layout, kernel.is_causal, kernel.num_bytes, kernel.tensors)
-        key = (kernel.name, kernel.dtype, in_block, *shape)
+        key = (kernel.name, kernel.dtype, in_block, kernel.phase == "backward", *shape)
         found = self._known.get(key)
         if found is None:
             # No figure of an entry makes a kernel faster than the peak, so that no MFU is above 100 %.
             fastest = kernel.flops / self._device.peak(kernel.dtype) if kernel.flops else 0.0
             work = max(self._work(kernel) * self._device.factor, fastest)
             launch = 0.0 if self._is_graphed else kernels.host_seconds(self._device, kernel, is_compiled=in_block)
+            if kernel.phase == "backward" and self._device.operation_s and not (self._device.is_cpu or in_block):
+                launch *= _IN_BACKWARD
             found = self._known[key] = (work + _GRAPHED_S if self._is_graphed else work, launch)
         return found
 
     def _work(self, kernel: kernels.Operation) -> float:
         if self._device.memory_rates:  # measured
+            if self._is_compiled and kernel.is_convolution:  # a compiler has channels innermost
+                kernel = replace(kernel, layout="")
             return kernels.work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":
@@ -304,7 +311,9 @@ def _fused(
             elif others or tensor not in readers:
                 writes[tensor] = size
     first = members[0].operation
-    merged = replace(first, name="fused", family="pointwise" if len(members) > 1 else first.family, tensors=1)
+    merged = replace(
+        first, name="fused", family="pointwise" if len(members) > 1 else first.family, tensors=1, layout=""
+    )
     if any(_is_transposed_cast(run) for run in members):  # it writes across the rows that it reads
         merged = replace(merged, name=_RECAST, family="strided")
     if averaged:  # a mean and a variance at the rate of a norm; the two sums of its gradient are a reduction

@@ -22,7 +22,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,7 +98,7 @@ class Operators:
             outputs = list(tensors_of(args[:1]))
         if not inputs and not outputs:
             return []
-        return [self._memory(name, args, inputs, outputs)]
+        return _in_kernels(self._memory(name, args, inputs, outputs))
 
     def _fused_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Operation:
         given = arguments_of(func, args, kwargs)
@@ -138,6 +138,7 @@ class Operators:
             name=name,
             family=family,
             dtype=dtype_name(most.dtype),
+            layout="strided" if not lists and _is_strided(family, inputs, outputs) else "",
             tensors=max(lists, default=1) or 1,
             reads=self._sizes(inputs),
             writes=self._sizes(outputs),
@@ -154,12 +155,12 @@ class Operators:
             sizes = (left.numel() // left.shape[-1], left.shape[-1], right.shape[0])
             return [self._product(name, sizes, [left, right], result, 1, "nt")]
         if name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"):
-            return [self._product(name, _convolution(args[1], result), [args[0], args[1]], result)]
+            return [self._product(name, _convolution(args[1], result), [args[0], args[1]], result, 1, _order(args[0]))]
         if name == "convolution_backward":
             rows, inner, columns = _convolution(args[2], args[0])
             made = [(rows, columns, inner), (columns, rows, inner)]
             return [
-                self._product(name, sizes, [args[0], args[2 - place]], output)
+                self._product(name, sizes, [args[0], args[2 - place]], output, 1, _order(args[1]))
                 for place, (sizes, output) in enumerate(zip(made, result, strict=False))
                 if output is not None
             ]
@@ -195,11 +196,42 @@ class Operators:
         return tuple(found)
 
 
+def _is_strided(family: Family, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether a kernel looks for the place of each number; where all tensors lie alike it takes eight at once."""
+    if family not in ("pointwise", "curve", "curve_backward", "convert", "strided"):
+        return family == "reduction"
+    laid = (zip(each.shape, each.stride(), strict=True) for each in (*outputs, *inputs))
+    return len({tuple((size, stride) for size, stride in sides if size > 1) for sides in laid}) > 1
+
+
+def _in_kernels(operation: Operation) -> list[Operation]:
+    """Returns what runs for an operator that torch makes of several kernels."""
+    if operation.name in ("select_backward", "slice_backward"):  # zeros, and a part of them is written again
+        ((tensor, _),) = operation.writes
+        part = replace(operation, name="copy_", family="strided", writes=((tensor, operation.reads[0][1]),))
+        return [replace(operation, name="zeros", layout="", reads=()), part]
+    if operation.name == "_safe_softmax":  # which rows have nothing but -inf is looked for, and put right
+        ((tensor, size),) = operation.writes
+        whether = ((tensor, size // 4),)  # a byte a number
+        return [
+            replace(operation, name="_softmax", family="softmax"),
+            replace(operation, name="eq", writes=whether),
+            replace(operation, name="all", family="reduction", reads=whether, writes=()),
+            replace(operation, name="where", layout="strided", reads=operation.writes),
+        ]
+    return [operation]
+
+
 def _layout(left: torch.Tensor, right: torch.Tensor) -> str:
     def is_turned(matrix: torch.Tensor) -> bool:
         return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
 
     return ("t" if is_turned(left) else "n") + ("t" if is_turned(right) else "n")
+
+
+def _order(image: torch.Tensor) -> str:
+    """Returns how an image lies where its channels are outermost, which tensor units do not take."""
+    return "channels first" if image.ndim > 3 and image.shape[1] > 1 and image.stride(1) != 1 else ""
 
 
 def _convolution(weight: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:

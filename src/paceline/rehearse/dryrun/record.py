@@ -51,7 +51,7 @@ from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model,
 from paceline.rehearse.dryrun.recorder import MetaFunctions, Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action, RankProgram
 from paceline.search.search import budget_of
-from paceline.train.graphed_step import graph_problem
+from paceline.train.graphed_step import FIRST_REPLAY, graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import StepCallbacks, train_step
@@ -191,7 +191,9 @@ class _Recording:
         precision = precision_named(layout.precision)
         samples = layout.microbatch * layout.accumulate * layout.data
         graphs: Literal["off", "auto", "on"] = "on" if config.train.cuda_graphs is True else "auto"
-        if config.train.cuda_graphs is False or graph_problem(config, layout, self._world.device_kind, parts.loss):
+        is_short = graphs == "auto" and (config.train.steps or FIRST_REPLAY) < FIRST_REPLAY
+        problem = graph_problem(config, layout, self._world.device_kind, parts.loss)
+        if config.train.cuda_graphs is False or is_short or problem:
             graphs = "off"
         # Three times what forward takes.
         forward = sum(

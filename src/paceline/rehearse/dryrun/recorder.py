@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,10 @@ class MetaFunctions(TorchFunctionMode):
             return func(*indexed(args))
         if func is F.scaled_dot_product_attention:
             return self._attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attend_in_parts(func, args, kwargs)
+        if func is F.dropout and self._on_gpu:
+            return _drop(*args, **kwargs)
         if func is F.rms_norm and self._fuses_norms:
             given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
             return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
@@ -137,12 +142,46 @@ class MetaFunctions(TorchFunctionMode):
     def _attend(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
-        query = given["query"]
+        query, mask = given["query"], given.get("attn_mask")
         if not query.is_meta or query.ndim < 3:
             return func(*args, **kwargs)
-        inputs = (query, given["key"], given["value"])
+        # Fused kernels of a GPU take a mask, or a bias, whose rows are neighbours (torch's sdp_utils.h).
+        if self._on_gpu and mask is not None and (mask.stride(-1) != 1 or query.shape[-1] % 8):
+            return _attend_unfused(given)
         is_causal = bool(given.get("is_causal", False))
-        return _MetaAttention.apply(*inputs, is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
+        return _MetaAttention.apply(query, given["key"], given["value"], is_causal, self._seer, self._on_gpu)  # type: ignore[no-untyped-call]
+
+    def _attend_in_parts(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs what torch would hand to a mode as one function, with the mode on for what is inside."""
+        asks = vars(F)["has_torch_function"]
+        vars(F)["has_torch_function"] = lambda _: False
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            vars(F)["has_torch_function"] = asks
+
+
+def _attend_unfused(given: dict[str, Any]) -> torch.Tensor:
+    """Attention as torch has it where no fused kernel can: in fp32, and keeping the scores."""
+    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    root = math.sqrt(given.get("scale") or query.shape[-1] ** -0.5)
+    if given.get("enable_gqa"):
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = query.float() * root @ (key.float().transpose(-2, -1) * root)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    weights = torch.ops.aten._safe_softmax(scores.add_(mask), -1)
+    attended: torch.Tensor = (_drop(weights, given.get("dropout_p", 0.0)) @ value.float()).to(query.dtype)
+    return attended
+
+
+def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout as GPUs have it: one kernel, which keeps a byte a number."""
+    if not training or not 0 < p < 1 or inplace:
+        return F.dropout(x, p, training, inplace)
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
+    return dropped
 
 
 class _MetaAttention(torch.autograd.Function):
