@@ -31,7 +31,7 @@ LINES = {
     "chaos": 1_210,
     "checkpoint": 5_050,  # memory.py: snapshots in the memory of hosts
     "cli": 3_290,  # completion.py; checkpoint upcycle
-    "cluster": 2_030,  # what attention over ranks costs; its tiles
+    "cluster": 2_042,  # what attention over ranks costs; its tiles; kernels that go by numbers
     "comm": 7_442,  # ranks that torchrun restarts; kept.py: files that keepers of hosts serve; emulated links
     "config": 3_600,  # checkpoint.memory
     "data": 4_870,  # streams are compared between ranks; generators of samplers; packing; pictures of digits
@@ -43,7 +43,7 @@ LINES = {
     "plan": 1_610,  # the same; ranks that share sequences; shapes with experts and more heads, rules for their ranks
     "predict": 4_370,  # what snapshots cost; whole gradients; what is least certain
     "records": 3_880,  # what saves cost
-    "rehearse": 3_005,  # one of many ranks on a real GPU
+    "rehearse": 3_061,  # one of many ranks on a real GPU; attention and dropout as a GPU has them
     "run": 8_215,  # keeper.py: a host's snapshots; one that is stopped
     "schedule": 1_380,  # the ring on which keys and values travel
     "search": 2_655,  # what snapshots take
