@@ -258,7 +258,7 @@ def join_and_leave_many_times(comm: Communicator) -> list[int]:
 def come_while_only_the_earlier_attempt_is_there(comm: Communicator) -> float:
     """Ranks meet again at an agent, whose store knows where they were; rank 0 comes when the other one waits for it."""
     store = join_store(60.0)
-    arrived = f"{store.get('paceline attempt').decode()}/default_pg/paceline arrived 1"
+    arrived = f"{store.get('attempt').decode()}/default_pg/paceline arrived 1"
     before = store.get(arrived)
     comm.barrier()
     disconnect()

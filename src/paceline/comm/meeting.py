@@ -63,16 +63,16 @@ class Meeting:
         """
         own, deadline = secrets.token_hex(4), time.monotonic() + self._timeout.total_seconds()
         if rank == 0:
-            store.set("paceline attempt", own)
+            store.set("attempt", own)
         while True:
-            part = _C10D.PrefixStore(store.get("paceline attempt").decode(), store)
+            part = _C10D.PrefixStore(store.get("attempt").decode(), store)
             self._store = _C10D.PrefixStore(_WORLD, part)
             self._store.set(f"paceline arrived {rank}", own)
             try:
                 if rank:
-                    self._store.wait([f"paceline answers {own}"], _ANSWER)
+                    self._store.wait([f"answers {own}"], _ANSWER)
                 for other in range(1, 1 if rank else world):
-                    self._store.set(f"paceline answers {self._store.get(f'paceline arrived {other}').decode()}", "")
+                    self._store.set(f"answers {self._store.get(f'paceline arrived {other}').decode()}", "")
                 return part
             except RuntimeError:
                 if rank == 0 or time.monotonic() > deadline:
