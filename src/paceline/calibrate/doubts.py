@@ -127,8 +127,8 @@ class KeptCalls(KnownCalls):
 
         total = sum(each.flops for each in kernels)
         shares = {each.label: each.flops / total if total else 1 / len(kernels) for each in kernels}
-        own = tree_map_only(torch.Tensor, described, (tuple(args), kwargs))
-        call = KernelCall(function, *own, shares)
+        own_args, own_kwargs = tree_map_only(torch.Tensor, described, (tuple(args), kwargs))
+        call = KernelCall(function, own_args, own_kwargs, shares)
         self.kept |= {label: call for label in shares if label not in self.kept}
 
 
