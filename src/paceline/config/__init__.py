@@ -4,8 +4,6 @@ config = load_config(Path("configs/digits.yaml"), ["train.global_batch=128"])
 batch = config_batch(config, ranks=4)
 """
 
-from __future__ import annotations
-
 from paceline.config.checks import check_hosts, check_ranks, run_checks
 from paceline.config.explain import ExplainRow, explain
 from paceline.config.layout import config_batch, layout_of, why_by_blocks, why_not_sharded, with_precision
