@@ -58,12 +58,12 @@ def test_a_config_of_others_becomes_one_that_is_sound() -> None:
         "horovod": True,
         "optim": {"lr": 0.01},
     }
-    found = translate_config(theirs)
-    config = config_from_dict(found.values)
+    values, notes = translate_config(theirs)
+    config = config_from_dict(values)
     assert (config.model.kind, config.data.kind, config.train.microbatch) == ("gpt", "text", 32)
     assert (config.parallel.ranks, config.parallel.pipeline, config.parallel.strategy) == (4, 2, "zero1")
     assert (config.comm.algorithm, config.optim.lr) == ("ring", 0.01)
-    told = "\n".join(found.notes)
+    told = "\n".join(notes)
     for line in (
         "batch_size = 32: taken for the batch of a rank",
         "it could be parallel.strategy = zero2 or parallel.strategy = fsdp",
@@ -77,9 +77,9 @@ def test_a_config_of_others_becomes_one_that_is_sound() -> None:
 
 @pytest.mark.parametrize("theirs", [{}, {"model": "cnn", "epochs": 2}, {"sharding_strategy": "auto", "num_gpus": 2}])
 def test_what_a_config_of_others_does_not_say_is_filled_up(theirs: dict[str, Any]) -> None:
-    found = translate_config(theirs)
-    config_from_dict(found.values)
-    assert found.values.get("parallel", {}).get("sharding_strategy") == theirs.get("sharding_strategy")
+    values, _ = translate_config(theirs)
+    config_from_dict(values)
+    assert values.get("parallel", {}).get("sharding_strategy") == theirs.get("sharding_strategy")
 
 
 def test_the_options_of_a_script_become_overrides() -> None:

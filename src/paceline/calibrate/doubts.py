@@ -25,14 +25,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-import yaml
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from paceline.bounded_yaml import load_yaml
-from paceline.calibrate.entry import cluster_of, refit, rounded, text_of
+from paceline.calibrate.entry import changed_text, cluster_of, refit, rounded, text_of
 from paceline.calibrate.machine import Wanted, measure_sizes
 from paceline.calibrate.timing import Stopwatch
 from paceline.cluster.detect import Machine, usable_cores
-from paceline.cluster.entries import parse_catalog
 from paceline.cluster.kernels import Operation
 from paceline.cluster.wires import wire_cost
 from paceline.comm.base import Communicator
@@ -123,25 +122,18 @@ class KeptCalls(KnownCalls):
     def _keep(self, function: str, args: Any, kwargs: dict[str, Any], kernels: Sequence[Operation]) -> None:
         made: dict[int, TensorLike] = {}
 
-        def described(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return made.setdefault(id(value), TensorLike.of(value))
-            if isinstance(value, list | tuple):
-                return [described(each) for each in value]
-            return value
+        def described(tensor: torch.Tensor) -> TensorLike:
+            return made.setdefault(id(tensor), TensorLike.of(tensor))
 
         total = sum(each.flops for each in kernels)
         shares = {each.label: each.flops / total if total else 1 / len(kernels) for each in kernels}
-        own = {name: described(value) for name, value in kwargs.items()}
-        call = KernelCall(function, tuple(map(described, args)), own, shares)
+        own_args, own_kwargs = tree_map_only(torch.Tensor, described, (tuple(args), kwargs))
+        call = KernelCall(function, own_args, own_kwargs, shares)
         self.kept |= {label: call for label in shares if label not in self.kept}
 
 
 def _tensors(tree: Any) -> list[TensorLike]:
-    if isinstance(tree, TensorLike):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [each for part in parts for each in _tensors(part)]
+    return [each for each in tree_leaves(tree) if isinstance(each, TensorLike)]
 
 
 def time_call(call: KernelCall, device: torch.device, watch: Stopwatch) -> float:
@@ -157,7 +149,7 @@ def time_call(call: KernelCall, device: torch.device, watch: Stopwatch) -> float
         made: dict[TensorLike, torch.Tensor] = {}
         sets = []
         for _ in range(copies):
-            sets.append((_filled(call.args, made, device), _filled(call.kwargs, made, device)))
+            sets.append(tree_map(partial(_filled, made, device), (call.args, call.kwargs)))
             if last is not None:
                 del made[last]
         turns = cycle(sets)
@@ -169,16 +161,12 @@ def time_call(call: KernelCall, device: torch.device, watch: Stopwatch) -> float
         return watch.time(run, "kernels")
 
 
-def _filled(value: Any, made: dict[TensorLike, torch.Tensor], device: torch.device) -> Any:
-    if isinstance(value, TensorLike):
-        if value not in made:
-            made[value] = value.make(device)
-        return made[value]
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, dict):
-        return {name: _filled(each, made, device) for name, each in value.items()}
-    return type(value)(_filled(each, made, device) for each in value) if isinstance(value, list | tuple) else value
+def _filled(made: dict[TensorLike, torch.Tensor], device: torch.device, leaf: Any) -> Any:
+    if isinstance(leaf, TensorLike):
+        if leaf not in made:
+            made[leaf] = leaf.make(device)
+        return made[leaf]
+    return device if isinstance(leaf, torch.device) else leaf
 
 
 def _time_attention(call: KernelCall, device: torch.device, watch: Stopwatch) -> float:
@@ -369,7 +357,8 @@ def _with_kernels(text: str, device: str, found: Mapping[str, Measured]) -> str:
     for label, each in found.items():  # a peak that a kernel has passed is none
         dtype = label.split()[1]
         entry["peak_tflops"][dtype] = max(entry["peak_tflops"].get(dtype, 0.0), rounded(each.rate * 1.001 / 1e12))
-    return _written(text, content, f"{len(found)} single kernels were timed for a config (calibrate --for).")
+    told = f"{len(found)} single kernels were timed for a config (calibrate --for)."
+    return changed_text(text, content, told, width=math.inf)  # a label of a kernel stays on its line
 
 
 def _sizes(program: Program, ranks: int) -> tuple[int, ...]:
@@ -395,13 +384,4 @@ def _with_sizes(
         rows.append(Measured(name=f"all-reduce of {size:,} bytes", count=1, predicted_s=expected, measured_s=seconds))
         times[size] = rounded(seconds * 1e6)
     told = f"All-reduces of {len(rows)} sizes were timed for a config (calibrate --for)."
-    return _written(text, content, told), tuple(rows)
-
-
-def _written(text: str, content: Mapping[str, Any], told: str) -> str:
-    lines = [line for line in text.splitlines() if line.startswith("#")] + [f"# {told}"]
-    width = math.inf  # a label of a kernel stays on its line
-    body = yaml.safe_dump(dict(content), sort_keys=False, width=width, default_flow_style=None)
-    written = "\n".join(lines) + "\n" + body
-    parse_catalog(written, "the new entry")
-    return written
+    return changed_text(text, content, told, width=math.inf), tuple(rows)

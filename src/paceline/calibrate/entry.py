@@ -294,7 +294,6 @@ def read_times(run_folder: Path) -> RunTimes:
 
 def rescale(text: str, compute: float, communication: float, backend: str, run: str) -> str:
     """Returns an entry whose kernels take ``compute`` times as long, and the collectives of a backend so many times."""
-    lines = [line for line in text.splitlines() if line.startswith("#")]
     content: dict[str, Any] = load_yaml(text)
     for device in content["devices"].values():
         # It is no kernel: where nobody has measured it, the guess stays what it was.
@@ -316,11 +315,16 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
             count: {size: rounded(took * communication) for size, took in points.items()}
             for count, points in times.items()
         }
-    lines.append(
-        f"# Fitted to the run {run}: kernels x {compute:.3f}, collectives over {backend} x {communication:.3f}."
-    )
-    written = "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
-    parse_catalog(written, "the fitted entry")
+    factors = f"kernels x {compute:.3f}, collectives over {backend} x {communication:.3f}"
+    return changed_text(text, content, f"Fitted to the run {run}: {factors}.")
+
+
+def changed_text(text: str, content: Mapping[str, Any], told: str, *, width: float = 110) -> str:
+    """Writes an entry with other content: below the comments of its text, and what is told of the change."""
+    lines = [line for line in text.splitlines() if line.startswith("#")]
+    body = yaml.safe_dump(content, sort_keys=False, width=width, default_flow_style=None)
+    written = "\n".join([*lines, f"# {told}", body])
+    parse_catalog(written, "the new entry")
     return written
 
 

@@ -247,8 +247,7 @@ class _KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operations += self._operators.kernels(func, args, kwargs or {}, result)
         return result

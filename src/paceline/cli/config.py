@@ -134,11 +134,11 @@ def import_config(config: ConfigPath) -> None:
     from paceline.config.suggest import translate_config
     from paceline.config.yaml_text import dump_values
 
-    found = translate_config(read_values(config))
-    for note in found.notes:
+    values, notes = translate_config(read_values(config))
+    for note in notes:
         echo(note, err=True)
-    config_from_dict(found.values, source=f"{config}, translated")
-    echo(dump_values(found.values), nl=False)
+    config_from_dict(values, source=f"{config}, translated")
+    echo(dump_values(values), nl=False)
 
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:

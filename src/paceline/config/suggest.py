@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from pydantic import BaseModel
 
@@ -253,11 +253,6 @@ _DATA = {"gpt": {"kind": "text"}, "resnet": {"kind": "synthetic_images"}, "mlp":
 _EPOCHS = 10
 
 
-class TranslatedConfig(NamedTuple):
-    values: dict[str, Any]
-    notes: tuple[str, ...]
-
-
 def other_kind(section: str, word: str) -> str | None:
     """Returns the kind of a section that a word of others stands for: gpt for a model called transformer."""
     found: str | None = other_names()["kinds"].get(section, {}).get(word.lower().replace("-", "_"))
@@ -314,8 +309,8 @@ def translate_setting(name: str, value: Any) -> dict[str, str]:
     return known
 
 
-def translate_config(given: Mapping[str, Any]) -> TranslatedConfig:
-    """Translates a file of others: its flat keys, and those of sections that ours have too."""
+def translate_config(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Translates a file of others: its flat keys, and those of sections that ours have too. Returns notes as well."""
     values: dict[str, Any] = {}
     notes: list[str] = []
     for name, value in given.items():
@@ -333,7 +328,7 @@ def translate_config(given: Mapping[str, Any]) -> TranslatedConfig:
         for key, text in found.items():
             _set(values, key, parse_value(text))
     _fill_up(values, notes)
-    return TranslatedConfig(values=values, notes=tuple(notes))
+    return values, notes
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

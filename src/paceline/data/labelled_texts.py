@@ -10,6 +10,7 @@ of; the longer text loses its end first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,16 @@ _CHUNK = 4096  # rows that are read together
 _PLAIN = 2  # fields of a row without a second text
 
 
+@dataclass(eq=False, kw_only=True)
 class LabelledTexts(EpochDataset):
     """Padded tokens and classes: ``numbers`` by what rows have. ``fields`` name text, second text, class."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        fields: tuple[str, ...],
-        numbers: dict[Any, int],
-        tokenizer: Tokenizer,
-        context: int,
-        on_bad: OnBad = "stop",
-    ) -> None:
-        self.rows, self.fields, self.numbers = rows, fields, numbers
-        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+    rows: Rows
+    fields: tuple[str, ...]
+    numbers: dict[Any, int]
+    tokenizer: Tokenizer
+    context: int
+    on_bad: OnBad = "stop"
 
     def __len__(self) -> int:
         return len(self.rows)

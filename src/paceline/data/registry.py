@@ -254,13 +254,9 @@ def _labelled_texts(
         what = f"{where} are numbers, and data.classes is not set"
         raise DataError(f"{what}\n  a model has an output for each class\n  set data.classes")
 
-    def open_texts(rows: Rows) -> LabelledTexts:
-        return LabelledTexts(
-            rows, fields=_fields(config), numbers=numbers, tokenizer=tokenizer, context=length, on_bad=config.on_bad
-        )
-
-    train = open_texts(rows)
-    plain = train if config.eval_path is None else open_texts(open_rows(config, config.eval_path))
+    how: dict[str, Any] = {"tokenizer": tokenizer, "context": length, "on_bad": config.on_bad}
+    train = LabelledTexts(rows=rows, fields=_fields(config), numbers=numbers, **how)
+    plain = train if config.eval_path is None else replace(train, rows=open_rows(config, config.eval_path))
     classes = len(names) if names else config.classes
     known = config.vocab_size or tokenizer.vocab_size
     shape = DataShape(kind="classes", classes=classes, class_names=names, vocab_size=known, context=length)
@@ -301,8 +297,8 @@ def _packed_rows(
     end_token = _end_token(config, tokenizer.end_token if tokenizer else None, rules.vocab_size, source)
 
     def documents_of(rows: Rows, numbers: Indices) -> RowDocuments:
-        inputs, targets, on_bad = config.inputs, config.targets, config.on_bad
-        samples = RowDataset(rows, inputs=inputs, targets=targets, rules=rules, tokenizer=tokenizer, on_bad=on_bad)
+        how: dict[str, Any] = {"tokenizer": tokenizer, "on_bad": config.on_bad}
+        samples = RowDataset(rows=rows, inputs=config.inputs, targets=config.targets, rules=rules, **how)
         return RowDocuments(samples, numbers, end_token)
 
     chosen, left = datasets.split_indices(len(rows), 0.0 if config.eval_path else config.eval_fraction, seed)
@@ -330,20 +326,17 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
     kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
     shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
-    def samples_of(rows: Rows) -> RowDataset:
-        return RowDataset(
-            rows,
-            inputs=config.inputs,
-            targets=config.targets,
-            rules=needs.rules(shape),
-            tokenizer=tokenizer,
-            context=length,
-            on_bad=config.on_bad,
-            labels=labels,
-        )
-
-    train = samples_of(rows)
-    plain = train if config.eval_path is None else samples_of(open_rows(config, config.eval_path))
+    train = RowDataset(
+        rows=rows,
+        inputs=config.inputs,
+        targets=config.targets,
+        rules=needs.rules(shape),
+        tokenizer=tokenizer,
+        context=length,
+        on_bad=config.on_bad,
+        labels=labels,
+    )
+    plain = train if config.eval_path is None else replace(train, rows=open_rows(config, config.eval_path))
     if config.targets is None:
         shape = replace(shape, context=length)
     else:

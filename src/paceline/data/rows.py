@@ -21,6 +21,7 @@ import io
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
@@ -42,25 +43,19 @@ COMPRESSED = (".gz", ".zst")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
+@dataclass(eq=False, kw_only=True)
 class RowDataset(EpochDataset):
     """Samples of rows by the names of their fields, in the form of the first row that can be used."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        inputs: str,
-        targets: str | None,
-        rules: SampleRules,
-        tokenizer: Tokenizer | None = None,
-        context: int | None = None,
-        on_bad: OnBad = "stop",
-        labels: Sequence[int] | None = None,
-    ) -> None:
-        self.rows, self.inputs, self.targets, self.rules = rows, inputs, targets, rules
-        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
-        self.labels = labels  # the model's numbers of the targets' classes
-        self._first: tuple[int, Pair] | None = None
+    rows: Rows
+    inputs: str
+    targets: str | None
+    rules: SampleRules
+    tokenizer: Tokenizer | None = None
+    context: int | None = None
+    on_bad: OnBad = "stop"
+    labels: Sequence[int] | None = None  # the model's numbers of the targets' classes
+    _first: tuple[int, Pair] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -191,12 +191,9 @@ def _numpy_file(path: Path) -> TokenFile:
 
 def _find(path: str) -> list[Path]:
     place = Path(path).expanduser()
+    found = [place] if place.exists() else sorted(place.parent.glob(place.name))
     if place.is_dir():
         found = sorted(each for each in place.iterdir() if each.suffix in (".bin", ".npy"))
-    elif place.exists():
-        found = [place]
-    else:
-        found = sorted(place.parent.glob(place.name))
     if not found:
         raise DataError(
             f"data.path = {path!r} holds no tokens\n  it is a folder that paceline data prepare has written, a .bin or "

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from paceline.data.loader import StepBatch
 from paceline.engines.engine import Engine, OnPhase, ignore_phase
@@ -271,13 +271,11 @@ def scale_gradients(engine: Engine, factor: torch.Tensor) -> None:
 def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Brings a batch to the device, and its floating point tensors to ``dtype`` if there is one."""
 
-    def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def move(value: torch.Tensor) -> torch.Tensor:
         target = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return value.to(device=device, dtype=target, non_blocking=True)
 
-    return tree_map(move, batch)
+    return tree_map_only(torch.Tensor, move, batch)
 
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it

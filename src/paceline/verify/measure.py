@@ -138,8 +138,7 @@ def movement(expected: StepValues) -> dict[str, torch.Tensor]:
     return {name: value - start[name] for name, value in expected.parameters.items() if name in start}
 
 
-def absolute(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
-    del scale
+def absolute(ours: Tensors, expected: Tensors, _: Tensors) -> dict[str, float]:
     return {name: difference(ours.get(name), tensor) for name, tensor in expected.items()}
 
 

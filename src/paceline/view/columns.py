@@ -68,8 +68,7 @@ class Columns:
         try:
             values = np.array(rows, dtype=np.float64).reshape(-1, len(KEYS))
         except (TypeError, ValueError, OverflowError):
-            good = [row for row in rows if _is_row(row)]
-            return len(rows) - len(good) + (self.take(rank, good) if good else 0)
+            return sum(self.take(rank, [row]) for row in rows) if len(rows) > 1 else 1
         usable = (values[:, 0] >= 0) & (values[:, 0] < _MOST_STEP) & (values[:, -1] >= 1)
         values = values[usable]
         if len(values):
@@ -182,14 +181,6 @@ def extremes(values: Array, starts: Array) -> tuple[Array, Array]:
     if not len(starts):
         return values[..., :0], values[..., :0]
     return np.fmin.reduceat(values, starts, axis=-1), np.fmax.reduceat(values, starts, axis=-1)
-
-
-def _is_row(row: tuple[Any, ...]) -> bool:
-    try:
-        np.array([row], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
 
 
 def _ratio(above: Array, below: Array) -> Array:
@@ -331,10 +322,9 @@ def _old_row(line: bytes) -> tuple[Any, ...]:
 
 def record_files(folder: Path) -> list[RecordFile]:
     """Returns the files of records inside a run's folder, those of low ranks first; none where it may not be read."""
-    records, found = folder / "records", []
-    if not Path(os.path.realpath(records)).is_relative_to(os.path.realpath(folder)):
-        return []
-    with contextlib.suppress(OSError):
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        records = file_inside(folder, "records")
         for entry in os.scandir(records):
             with contextlib.suppress(ValueError):
                 if name := _NAME.fullmatch(entry.name):

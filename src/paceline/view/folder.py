@@ -48,8 +48,8 @@ def text_of(folder: Path, name: str, most_bytes: int = _MOST_TEXT_BYTES) -> dict
     if name != "config" and not _LOG.fullmatch(name):
         raise KeyError(name)
     try:
-        path = file_inside(folder, "config.yaml") if name == "config" else file_inside(_logs(folder), f"{name}.log")
-        content, size = _end_of(path, most_bytes)
+        place, file = (folder, "config.yaml") if name == "config" else (file_inside(folder, "logs"), f"{name}.log")
+        content, size = _end_of(file_inside(place, file), most_bytes)
     except (OSError, ValueError) as error:
         raise KeyError(name) from error
     if len(content) < size:
@@ -61,7 +61,7 @@ def failure_of(folder: Path) -> dict[str, Any] | None:
     """Returns rank, message and traceback of the rank that failed first of itself; None where no rank has told."""
     found = []
     with suppress(OSError, ValueError):
-        for path in sorted(_logs(folder).glob("rank-*.error.json"))[:_MOST_LOGS]:
+        for path in sorted(file_inside(folder, "logs").glob("rank-*.error.json"))[:_MOST_LOGS]:
             with suppress(OSError, ValueError):
                 found.append(parse_json_object(read_regular(file_inside(path.parent, path.name), _MOST_TEXT_BYTES)))
     told = [each for each in found if isinstance(each.get("rank"), int) and is_number(each.get("time"))]
@@ -152,13 +152,6 @@ def _ends(path: Path, _changed: tuple[int, int]) -> dict[str, Any]:
             record = None if line is None else parse_line(line)
             found |= {f"{prefix}{name}": getattr(record, name, None) for name in ("loss", "accuracy")}
     return found
-
-
-def _logs(folder: Path) -> Path:
-    logs = folder / "logs"
-    if not Path(os.path.realpath(logs)).is_relative_to(os.path.realpath(folder)):
-        raise ValueError(f"{logs} is a link that leads out of the folder")
-    return logs
 
 
 def _end_of(path: Path, most_bytes: int) -> tuple[bytes, int]:

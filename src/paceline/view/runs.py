@@ -155,19 +155,16 @@ class ShownRun:
                     self.first_time = self.first_time or record.time
                     if self.attempts > 1:
                         detail = {"number": self.attempts}
-                        self.events.append(
-                            (rank, kinds.EventRecord(name="attempt", step=0, detail=detail, time=record.time))
-                        )
+                        again = kinds.EventRecord(name="attempt", step=0, detail=detail, time=record.time)
+                        self.events.append((rank, again))
             case kinds.EndRecord():
                 self.ends[rank] = record
             case kinds.EvalRecord() if rank == min(self.starts, default=0):  # every rank writes the same
                 _keep(self.evaluations, record)
             case kinds.EventRecord(name="scalars"):
                 _keep(self.scalars, record)
-            case kinds.EventRecord(
-                name="samples"
-            ):  # of the lowest rank that has any: in a pipeline, one of the last stage
-                if rank <= self._shows:
+            case kinds.EventRecord(name="samples"):
+                if rank <= self._shows:  # of the lowest rank that has any: in a pipeline, one of the last stage
                     kept = self.samples[1 - _MOST_SAMPLES :] if rank == self._shows else []
                     self.samples, self._shows = [*kept, record], rank
             case kinds.EventRecord(name="clock"):

@@ -319,7 +319,8 @@ class _Api:
             seen = b""
             with self._follower.watched():
                 while (news := self._follower.news) is not None and not self._follower.is_stopped.is_set():
-                    told = await asyncio.to_thread(self._locked, self._states)
+                    states = await asyncio.to_thread(self._locked, self._follower.states)
+                    told = to_json(states, inf_nan_mode="null")
                     yield b"data: " + told + b"\n\n" if told != seen else b": still here\n\n"
                     seen = told
                     with suppress(TimeoutError):  # the news were taken before the states were read
@@ -328,9 +329,6 @@ class _Api:
                         return
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
-
-    def _states(self) -> bytes:
-        return to_json(self._follower.states(), inf_nan_mode="null")
 
     async def metrics(self, _: Request) -> Response:
         try:

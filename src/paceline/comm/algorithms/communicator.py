@@ -196,8 +196,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         is_held_back = call.kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
         return self._in_flight.issue(made, lambda: _put_back(output, result), _TREE_WINDOW if is_held_back else None)
 
-    def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
-        del call, algorithm, lanes
+    def _messages(self, _call: Call, _algorithm: Algorithm, _lanes: Sequence[list[Round]]) -> Communicator:
         return self.inner
 
 

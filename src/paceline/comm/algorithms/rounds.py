@@ -156,13 +156,8 @@ def tree_reduce(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
 
 
 def tree_broadcast(rank: int, tree: Tree, span: ElementRange) -> list[Round]:
-    """Spreads a span from the root. A rank that is d below it receives in round d - 1."""
-    rounds, depth = [Round()] * tree.height, tree.depths[rank]
-    if depth:
-        rounds[depth - 1] = Round(copies=(Message(tree.parents[rank], *span),))
-    if sends := tuple(Message(child, *span) for child in tree.children(rank)):
-        rounds[depth] = Round(sends=sends)
-    return rounds
+    """Spreads a span from the root: the sums backwards. A rank that is d below it receives in round d - 1."""
+    return _spread(reversed(tree_reduce(rank, tree, span)))
 
 
 def hierarchical_all_reduce(rank: int, topology: Topology, span: ElementRange) -> list[Round]:

@@ -15,12 +15,13 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.engines.stages.stages import Layers, drop_values
@@ -91,7 +92,7 @@ def measure_layers(
 def _time_layer(
     layer: PipelineLayer, args: tuple[Any, ...], clock: DeviceClock, device: torch.device
 ) -> tuple[Any, tuple[float, float]]:
-    args = tree_map(_leaf, args)
+    args = tree_map_only(Tensor, _leaf, args)
     begin = clock.mark()
     output = layer.run(*args)
     middle = clock.mark()
@@ -102,14 +103,12 @@ def _time_layer(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     times = seconds_between(begin, middle), seconds_between(middle, end) if ends else 0.0
-    return tree_map(_leaf, output), times
+    return tree_map_only(Tensor, _leaf, output), times
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(tensor: Tensor) -> Tensor:
     """Cuts a tensor off its graph; a layer's input gets a gradient, as in a stage that is not the first."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.is_floating_point())
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 @contextlib.contextmanager
@@ -134,12 +133,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def _estimate_from_shapes(model: nn.Module, layers: Layers, inputs: Sequence[Any]) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
     counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
-    args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v, tuple(inputs))
+    args = tree_map_only(Tensor, partial(torch.empty_like, device="meta"), tuple(inputs))
     before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
     try:
         drop_values(model, renews_meta=True)
         for layer in layers:
-            args = tree_map(_leaf, args)
+            args = tree_map_only(Tensor, _leaf, args)
             likeness = _likeness(layer, args)
             if likeness not in counted:
                 counted[likeness] = _count(nn.ModuleList(layer.modules), layer.run, args)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from paceline.checkpoint.manifest import HEAD, SEAL, State, head_text
 from paceline.checkpoint.storage import LocalFiles
@@ -384,7 +384,5 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = tree_map(
-        lambda each: change(each) if isinstance(each, torch.Tensor) else each, dict(values)
-    )
+    changed: dict[str, Any] = tree_map_only(torch.Tensor, change, dict(values))
     return changed
