@@ -7,10 +7,13 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
 import paceline
+import paceline_classic
 
 HOMES = {
     "connect": "paceline.run.own_loop",
@@ -43,6 +46,9 @@ HOMES = {
     "errors": "paceline",
     "learn": "paceline",
     "classic": "paceline",
+    "attention": "paceline.models.attention",
+    "positions": "paceline.models.attention",
+    "MLPClassifier": "paceline.models.mlp",
     "DistributedConfig": "paceline_classic.trainer",
     "DistributedTrainer": "paceline_classic.trainer",
     "EnhancedDistributedTrainer": "paceline_classic.trainer",
@@ -54,9 +60,6 @@ HOMES = {
     "cleanup_distributed": "paceline_classic.communication",
     "compress_gradients": "paceline_classic.communication",
     "auto_scale_batch_size": "paceline_classic.communication",
-    "attention": "paceline.models.attention",
-    "positions": "paceline.models.attention",
-    "MLPClassifier": "paceline.models.mlp",
 }
 
 
@@ -82,12 +85,20 @@ def test_a_name_is_that_of_its_module(name: str, home: str) -> None:
     assert inspect.getdoc(getattr(paceline, name))
 
 
+def imported_for_type_checkers(package: ModuleType) -> Iterator[tuple[str, str | None]]:
+    (block,) = [node for node in ast.parse(inspect.getsource(package)).body if isinstance(node, ast.If)]
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
+            for alias in node.names:
+                assert alias.asname == alias.name or alias.name == "*"  # exported, to a type checker
+                yield alias.name, node.module
+
+
 def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
-    tree = ast.parse(inspect.getsource(paceline))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module != "typing"]
-    assert {alias.name: node.module for node in imports for alias in node.names} == HOMES
-    assert all(alias.asname == alias.name for node in imports for alias in node.names)  # exported, to a type checker
+    own, earlier = (dict(imported_for_type_checkers(package)) for package in (paceline, paceline_classic))
+    assert own.pop("*") == "paceline_classic"
+    assert own | earlier == HOMES
+    assert dict(imported_for_type_checkers(paceline.classic)) == {"*": "paceline_classic"}
 
 
 def test_importing_paceline_imports_nothing_else_of_it_and_no_torch() -> None:

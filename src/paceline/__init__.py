@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from paceline_classic import HOMES
+
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # True to type checkers; typing takes longer to load than all of this
@@ -48,17 +50,7 @@ if TYPE_CHECKING:
     from paceline.train.muon.muon import Muon as Muon
     from paceline.train.run_state import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
-    from paceline_classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
-    from paceline_classic.communication import CommunicationOptimizer as CommunicationOptimizer
-    from paceline_classic.communication import auto_scale_batch_size as auto_scale_batch_size
-    from paceline_classic.communication import cleanup_distributed as cleanup_distributed
-    from paceline_classic.communication import compress_gradients as compress_gradients
-    from paceline_classic.monitor import DistributedMonitor as DistributedMonitor
-    from paceline_classic.simulated import MockDistributedTrainer as MockDistributedTrainer
-    from paceline_classic.simulated import SimulatedTrainer as SimulatedTrainer
-    from paceline_classic.trainer import DistributedConfig as DistributedConfig
-    from paceline_classic.trainer import DistributedTrainer as DistributedTrainer
-    from paceline_classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
+    from paceline_classic import *  # noqa: F403
 
 _NAMES = {
     "paceline.run.own_loop": ("connect", "run_ranks", "watch_ranks", "watch", "setup_distributed"),
@@ -80,17 +72,10 @@ _NAMES = {
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
     "paceline": ("errors", "learn", "classic"),
-    "paceline_classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
-    "paceline_classic.monitor": ("DistributedMonitor",),
-    "paceline_classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
-    "paceline_classic.analysis": ("DistributedTrainingAnalyzer",),
-    "paceline_classic.communication": (
-        *("CommunicationOptimizer", "cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
-    ),
     "paceline.models.attention": ("attention", "positions"),
     "paceline.models.mlp": ("MLPClassifier",),
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names} | HOMES
 
 __all__ = ["__version__", *_HOMES]
 

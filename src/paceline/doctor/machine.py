@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.records.host import open_gpus
 from paceline.units import GIB, MIB, format_bytes, format_seconds
 
-_OLDEST_PYTHON = (3, 11)
 _CGROUP = Path("/sys/fs/cgroup")
 _FEW_FILES, _ENOUGH_FILES = 256, 4096
 _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
@@ -32,10 +30,8 @@ _DEVICES = Path("/dev")
 
 def python(_: DoctorInputs) -> Iterator[MachineFinding]:
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    is_old = sys.version_info[:2] < _OLDEST_PYTHON
-    fix = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else ""
     where = f"{platform.system()} {platform.machine()}"
-    yield finding("python", f"{found} on {where}", "ranks run in this interpreter", problem=fix)
+    yield finding("python", f"{found} on {where}", "ranks run in this interpreter")
 
 
 def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:

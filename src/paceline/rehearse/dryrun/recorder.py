@@ -180,8 +180,7 @@ def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """Dropout as GPUs have it: one kernel, which keeps a byte a number."""
     if not training or not 0 < p < 1 or inplace:
         return F.dropout(x, p, training, inplace)
-    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
-    return dropped
+    return torch.native_dropout(x, p, True)[0]
 
 
 class _MetaAttention(torch.autograd.Function):
