@@ -104,10 +104,12 @@ class TrainLoader:
             source.close()
 
     def _cuts(self, position: int, num_steps: int | None) -> Iterator[tuple[GlobalBatch, list[Indices]]]:
-        """Yields each batch with this rank's part of each microbatch."""
+        return (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
+
+    def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
+        """Returns the batch with this rank's part of each microbatch."""
         parts = self._ranks * self._accumulate
-        for batch in islice(self.order.batches(position), num_steps):
-            yield batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
+        return batch, [share(batch.indices, part, parts) for part in range(self._rank, parts, self._ranks)]
 
 
 class EvalLoader:
